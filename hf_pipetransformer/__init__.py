@@ -1,0 +1,10 @@
+"""PipeTransformer for Hugging Face Trainer: a fine-tuning run split into pipeline stages and replicas."""
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.splitters import Splitter
+from hf_pipetransformer.trainer import PipeTransformerTrainer
+
+
+__all__ = ["Layout", "PipeTransformerArguments", "PipeTransformerTrainer", "Splitter"]
+__version__ = "0.1.0"

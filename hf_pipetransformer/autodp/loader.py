@@ -1,0 +1,196 @@
+"""A loader that reads each sample once per pipeline: stage 0 reads, the later stages get what they need from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
+from accelerate.state import GradientState
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from transformers.trainer_utils import seed_worker
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
+from hf_pipetransformer.autodp.topology import PipelineGroups
+from hf_pipetransformer.errors import guarded, wait_for
+from hf_pipetransformer.messages import pack, unpack
+
+
+class PipelineLoader(DataLoaderStateMixin):  # type: ignore[misc]
+    """Yields this replica's part of every global batch, on every stage of its pipeline.
+
+    A replica without samples in a global batch gets an empty dict. Batches stay on the CPU.
+
+    Args:
+        loader: a loader over `ReplicaBatchSampler`; only stage 0 iterates it.
+        groups: this rank's pipeline.
+        placeholders: names of batch entries that only the embeddings read; later stages get a tensor of the same
+            shape and dtype without memory behind it.
+        timeout: seconds that a stage may wait for its batch.
+        total_batch_size: samples in a full global batch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        groups: PipelineGroups,
+        placeholders: frozenset[str],
+        timeout: float,
+        total_batch_size: int,
+    ) -> None:
+        self.loader = loader
+        self.groups = groups
+        self.placeholders = placeholders
+        self.timeout = timeout
+        self.total_batch_size = total_batch_size
+        self.gradient_state = GradientState()
+        self._drop_last = False
+        self._index = 0
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def batch_sampler(self) -> Any:
+        return self.loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of `epoch`."""
+        self.batch_sampler.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def samples_of_replicas(self) -> list[int]:
+        """Samples of the current global batch that count for each replica; see `ReplicaBatchSampler.repeat_small`."""
+        num_replicas = self.groups.num_replicas
+        size = min(self.total_batch_size, len(self.dataset) - self._index * self.total_batch_size)
+        if size < num_replicas:
+            return [size] + [0] * (num_replicas - 1)
+        slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]
+        return [part.stop - part.start for part in slices]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.begin()
+        try:
+            batches = self._read() if self.groups.is_first else self._receive()
+            for index, batch in enumerate(batches):
+                self._index = index
+                self.end_of_dataloader = index == len(self) - 1
+                yield batch
+        finally:
+            self.end()
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        leaving: list[tuple[Any, torch.Tensor]] = []
+        for batch in self.loader:
+            self._wait(leaving)
+            leaving = self._send(batch)
+            yield dict(batch)
+        self._wait(leaving)
+
+    def _send(self, batch: Any) -> list[tuple[Any, torch.Tensor]]:
+        if self.groups.num_stages == 1:
+            return []
+        message = pack({key: self._as_sent(key, value) for key, value in batch.items()})
+        size = torch.tensor([message.numel()])
+        group = self.groups.pipeline_control
+        return [
+            (dist.isend(tensor, dst=peer, group=group), tensor)
+            for peer in self.groups.pipeline_ranks[1:]
+            for tensor in (size, message)
+        ]
+
+    def _as_sent(self, key: str, value: Any) -> Any:
+        if key in self.placeholders and isinstance(value, torch.Tensor):
+            return value.new_zeros(1).expand(value.shape)
+        return value
+
+    def _wait(self, leaving: list[tuple[Any, torch.Tensor]]) -> None:
+        for work, _tensor in leaving:
+            wait_for(work, self.timeout, "sending a batch to the later stages of this pipeline")
+
+    def _receive(self) -> Iterator[dict[str, Any]]:
+        source, group = self.groups.pipeline_ranks[0], self.groups.pipeline_control
+        what = f"receiving a batch from stage 0 (rank {source})"
+        for _ in range(len(self)):
+            size = torch.zeros(1, dtype=torch.int64)
+            guarded(lambda size=size: dist.recv(size, src=source, group=group), what)  # type: ignore[misc]
+            message = torch.empty(int(size), dtype=torch.uint8)
+            guarded(lambda message=message: dist.recv(message, src=source, group=group), what)  # type: ignore[misc]
+            yield unpack(message)
+
+
+def make_pipeline_loader(
+    dataset: Any,
+    collate: Any,
+    sampler: Sampler[int] | None,
+    global_batch_size: int,
+    args: PipeTransformerArguments,
+    groups: PipelineGroups,
+    placeholders: frozenset[str],
+    is_training: bool,
+) -> PipelineLoader:
+    """The loader of one replica for a map-style data set.
+
+    Args:
+        dataset: samples by index.
+        collate: samples to a batch.
+        sampler: Trainer's sampler; None reads in order. One that is random becomes the same on every rank.
+        global_batch_size: samples of a loader batch over all replicas.
+        args: for the loader's own options and seeds.
+        groups: this rank's pipeline.
+        placeholders: see `PipelineLoader`.
+        is_training: whether a replica may be left without samples, and workers are seeded.
+    """
+    order = _same_on_every_rank(sampler or SequentialSampler(dataset), args)
+    global_batches = BatchSampler(order, global_batch_size, args.dataloader_drop_last)
+    own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
+    worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=own_batches,
+        collate_fn=SkipEmpty(collate),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        in_order=args.dataloader_in_order,
+        worker_init_fn=worker_init if is_training else None,
+    )
+    return PipelineLoader(loader, groups, placeholders, args.pipeline_timeout, global_batch_size)
+
+
+def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Sampler[int]:
+    """Trainer's order for this seed, drawn from a generator of its own: ranks differ in their global ones."""
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    if type(sampler) is RandomSampler:
+        return SeedableRandomSampler(
+            data_source=sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=torch.Generator(),
+            data_seed=seed,
+        )
+    if getattr(sampler, "generator", "none needed") is None:
+        sampler.generator = torch.Generator().manual_seed(seed)
+    ordered: Sampler[int] = sampler
+    return ordered
+
+
+class SkipEmpty:
+    """A collator that turns an empty list of samples into an empty batch instead of calling the user's collator."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate(samples) if samples else {}

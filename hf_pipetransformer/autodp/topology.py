@@ -1,0 +1,210 @@
+"""Which rank is which stage of which replica, and the process groups between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.messages import pack, unpack
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """This rank's place and process groups for one pipeline length.
+
+    Args:
+        num_stages: K.
+        num_replicas: R.
+        stage: this rank's stage.
+        replica: this rank's replica.
+        pipeline_ranks: global ranks of this pipeline, by stage.
+        pair_groups: `(stage, direction)` to the group of `stage` and `stage + 1`, direction "forward" or "backward".
+        replica_group: ranks that hold this stage, on the training backend; None if R is 1.
+        pipeline_control: ranks of this pipeline, gloo; None if K is 1.
+        replica_control: ranks that hold this stage, gloo; None if R is 1.
+    """
+
+    num_stages: int
+    num_replicas: int
+    stage: int
+    replica: int
+    pipeline_ranks: tuple[int, ...]
+    pair_groups: dict[tuple[int, str], Any]
+    replica_group: Any
+    pipeline_control: Any
+    replica_control: Any
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def last_rank(self) -> int:
+        """Global rank of this pipeline's last stage."""
+        return self.pipeline_ranks[-1]
+
+
+class Topology:
+    """The ranks of a run. Groups are made once, in the same order on every rank, and kept to the end.
+
+    Pipeline `r` of length K is the ranks `r * K` to `r * K + K - 1`: neighbours in rank, so a K that divides the
+    devices of a node never spans nodes.
+
+    Args:
+        timeout: seconds that any rank may wait for another.
+        local_world_size: ranks on this node.
+    """
+
+    def __init__(self, timeout: float, local_world_size: int) -> None:
+        self.timeout = timeout
+        self.local_world_size = local_world_size
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.world_size = dist.get_world_size() if self.is_distributed else 1
+        self.control: Any = self._new_group(range(self.world_size), "gloo")
+        self._groups: dict[int, PipelineGroups] = {}
+        self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
+
+    def check_num_stages(self, num_stages: int) -> None:
+        """Refuse a pipeline length that leaves ranks idle or spans nodes.
+
+        Raises:
+            ValueError: K does not divide the devices of a node.
+        """
+        if num_stages < 1 or self.local_world_size % num_stages or self.world_size % num_stages:
+            valid = [k for k in range(1, self.local_world_size + 1) if self.local_world_size % k == 0]
+            raise ValueError(
+                f"pipeline_parallel_size={num_stages} does not divide the {self.local_world_size} processes of this "
+                f"node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "
+                f"Choose one of {valid}, or start another number of processes: "
+                "`accelerate launch --multi_gpu --num_processes N script.py` "
+                "(on CPU add `--use_cpu true` after the script's name)."
+            )
+
+    def groups(self, num_stages: int) -> PipelineGroups:
+        """The groups for pipelines of `num_stages`, made on first use; a collective call then."""
+        if num_stages not in self._groups:
+            self._groups[num_stages] = self._make_groups(num_stages)
+        return self._groups[num_stages]
+
+    def shared_groups(self, num_stages: int, stages: tuple[int, ...]) -> tuple[Any, Any]:
+        """Groups of the ranks that hold any of `stages`: over all replicas, and in this rank's pipeline.
+
+        A collective call of all ranks on first use; None for a group that this rank is not in.
+        """
+        key = (num_stages, stages)
+        if key not in self._shared_groups:
+            own: Any = None
+            num_replicas = self.world_size // num_stages
+            everyone = [r * num_stages + s for r in range(num_replicas) for s in stages]
+            over_replicas = self._new_group(everyone)
+            for r in range(num_replicas):
+                group = self._new_group([r * num_stages + s for s in stages])
+                own = group if r == self.rank // num_stages else own
+            self._shared_groups[key] = (over_replicas, own)
+        return self._shared_groups[key]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's `value` (a tree of tensors and JSON values), by rank."""
+        return all_gather_trees(value, self.control, self.world_size)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """`value` of rank `source` on every rank."""
+        return broadcast_tree(value, source, self.control, self.rank)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.is_distributed:
+            guarded(lambda: dist.barrier(group=self.control), "waiting for all ranks at a barrier")
+
+    def _make_groups(self, num_stages: int) -> PipelineGroups:
+        self.check_num_stages(num_stages)
+        num_replicas = self.world_size // num_stages
+        replica, stage = divmod(self.rank, num_stages)
+        pairs: dict[tuple[int, str], Any] = {}
+        pipeline_control = replica_control = replica_group = None
+        for r in range(num_replicas):
+            ranks = range(r * num_stages, (r + 1) * num_stages)
+            pipeline = self._new_group(ranks, "gloo") if num_stages > 1 else None
+            pipeline_control = pipeline if r == replica else pipeline_control
+            for s in range(num_stages - 1):
+                for direction in ("forward", "backward"):
+                    group = self._new_group(ranks[s : s + 2])
+                    if r == replica and stage in (s, s + 1):
+                        pairs[s, direction] = group
+        if num_replicas > 1:
+            for s in range(num_stages):
+                ranks = range(s, self.world_size, num_stages)
+                group, control = self._new_group(ranks), self._new_group(ranks, "gloo")
+                if s == stage:
+                    replica_group, replica_control = group, control
+        groups = PipelineGroups(
+            num_stages=num_stages,
+            num_replicas=num_replicas,
+            stage=stage,
+            replica=replica,
+            pipeline_ranks=tuple(range(replica * num_stages, (replica + 1) * num_stages)),
+            pair_groups=pairs,
+            replica_group=replica_group,
+            pipeline_control=pipeline_control,
+            replica_control=replica_control,
+        )
+        self._warm_up(groups)
+        return groups
+
+    def _warm_up(self, groups: PipelineGroups) -> None:
+        """One tiny collective in each group, so that connecting does not happen in the middle of a step."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
+        for _, group in sorted(groups.pair_groups.items()):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if groups.replica_group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=groups.replica_group)
+        self.barrier()
+
+    def _uses_nccl(self) -> bool:
+        return self.is_distributed and "nccl" in dist.get_backend()
+
+    def _new_group(self, ranks: Iterable[int], backend: str | None = None) -> Any:
+        if not self.is_distributed:
+            return None
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend)
+
+
+def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
+    """`value` of global rank `source` on every rank of a gloo `group`; the source gets its own object back."""
+    if group is None:
+        return value
+    what = f"receiving a message from rank {source}"
+    message = pack(value) if rank == source else None
+    size = torch.tensor([0 if message is None else message.numel()])
+    guarded(lambda: dist.broadcast(size, src=source, group=group), what)
+    if message is None:
+        message = torch.empty(int(size), dtype=torch.uint8)
+    guarded(lambda: dist.broadcast(message, src=source, group=group), what)
+    return value if rank == source else unpack(message)
+
+
+def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
+    """Everybody's `value` over a gloo `group`, by rank in the group."""
+    if group is None:
+        return [value]
+    message = pack(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group_size)]
+    what = "gathering messages of all ranks"
+    guarded(lambda: dist.all_gather(sizes, torch.tensor([message.numel()]), group=group), what)
+    largest = max(int(size) for size in sizes)
+    padded = torch.zeros(largest, dtype=torch.uint8)
+    padded[: message.numel()] = message
+    messages = [torch.empty(largest, dtype=torch.uint8) for _ in range(group_size)]
+    guarded(lambda: dist.all_gather(messages, padded, group=group), what)
+    return [unpack(m[: int(size)]) for m, size in zip(messages, sizes, strict=True)]

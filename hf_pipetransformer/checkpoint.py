@@ -1,0 +1,48 @@
+"""Collecting a model that is spread over the stages of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.splitters.ownership import ParameterStore
+
+
+class PipelinePlace(Protocol):
+    """What collecting needs to know of this rank's pipeline."""
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def pipeline_control(self) -> object: ...
+
+
+def collect_parameters(
+    store: ParameterStore, owners: dict[str, tuple[int, ...]], place: PipelinePlace
+) -> dict[str, torch.Tensor]:
+    """The parameters that this rank does not hold, on the CPU, from the stages that own them.
+
+    A collective call of one pipeline; parameters go one by one in one order.
+    """
+    missing: dict[str, torch.Tensor] = {}
+    for name, parameter in store.named().items():
+        source = place.pipeline_ranks[owners[name][0]]
+        is_missing = parameter.is_meta
+        buffer = (
+            torch.empty(parameter.shape, dtype=parameter.dtype)
+            if is_missing
+            else parameter.detach().cpu().contiguous().clone()
+        )
+        guarded(
+            lambda buffer=buffer, source=source: dist.broadcast(  # type: ignore[misc]
+                buffer, src=source, group=place.pipeline_control
+            ),
+            f"receiving {name} from rank {source}",
+        )
+        if is_missing:
+            missing[name] = buffer
+    return missing

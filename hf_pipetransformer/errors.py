@@ -1,0 +1,43 @@
+"""Errors between ranks, and the one way to wait for another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+
+T = TypeVar("T")
+
+
+class PipelineError(RuntimeError):
+    """The run cannot go on; the text names the first cause that is known."""
+
+
+class PeerLostError(PipelineError):
+    """Another rank did not answer: it died, or it is doing something else."""
+
+
+def wait_for(work: Any, seconds: float, what: str) -> None:
+    """Wait for a `torch.distributed` work handle, at most `seconds`.
+
+    Raises:
+        PeerLostError: the transfer failed or took longer; `what` says what was awaited and from whom.
+    """
+    guarded(lambda: work.wait(timedelta(seconds=seconds)), what)
+
+
+def guarded(call: Callable[[], T], what: str) -> T:
+    """Run a blocking collective and name it if it fails.
+
+    Raises:
+        PeerLostError: the call raised; `what` says what was awaited.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        raise PeerLostError(f"Lost contact while {what}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,124 @@
+"""Running batches through this rank's stage: a training batch, or a prediction whose output all stages get."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.autodp.topology import broadcast_tree
+from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
+from hf_pipetransformer.pipeline.losses import LossRule
+from hf_pipetransformer.pipeline.microbatch import count_items, join_outputs, split_batch
+from hf_pipetransformer.pipeline.schedules import build_table
+from hf_pipetransformer.pipeline.shared import reduce_shared
+from hf_pipetransformer.splitters.check import ActivationShape
+from hf_pipetransformer.transition import Stage
+
+
+class StageRunner:
+    """Cuts batches into micro-batches and runs them through the stage.
+
+    Args:
+        stage: this rank's stage.
+        activation: shape rule at the boundaries.
+        loss_rule: how losses of parts add up.
+        shifts_labels: the loss predicts the next token.
+    """
+
+    def __init__(self, stage: Stage, activation: ActivationShape, loss_rule: LossRule, shifts_labels: bool) -> None:
+        self.stage = stage
+        self.activation = activation
+        self.loss_rule = loss_rule
+        self.shifts_labels = shifts_labels
+
+    def train(
+        self, inputs: dict[str, Any], forward: Forward, total_items: int, loss_scale: float, is_last_batch: bool
+    ) -> torch.Tensor:
+        """Forward and backward of one loader batch of this replica, and the reduction if it ends the step.
+
+        Args:
+            inputs: the batch on this stage's device; empty for a replica without samples.
+            forward: loss of a micro-batch.
+            total_items: items of the batch over all replicas.
+            loss_scale: factor of the loss in the backward.
+            is_last_batch: whether the optimizer steps after this batch.
+
+        Returns:
+            This replica's share of the batch's loss on the last stage, zero on the others.
+        """
+        stage, reducer = self.stage, self.stage.reducer
+        assert reducer is not None, "the stage was started for training"
+        arm = reducer.arm if is_last_batch else _do_nothing
+        micro_batches = self._cut(inputs, total_items)
+        loss = torch.zeros((), device=stage.engine.device)
+        if micro_batches:
+            row = self._row(stage.layout.schedule, len(micro_batches))
+            loss = stage.engine.train(row, micro_batches, forward, loss_scale, arm)
+        if is_last_batch:
+            reducer.finish()
+            reduce_shared(stage.shared)
+        return loss
+
+    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
+        """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""
+        stage = self.stage
+        total = count_items(inputs, self.shifts_labels)
+        micro_batches = self._cut(inputs, total)
+        outputs = stage.engine.predict(self._row("forward_only", len(micro_batches)), micro_batches, forward)
+        message = None
+        if stage.groups.is_last:
+            message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches]))
+        rank = stage.groups.pipeline_ranks[stage.groups.stage]
+        message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
+        return _from_message(message, stage.engine.device)
+
+    def _row(self, schedule: str, num_microbatches: int) -> Any:
+        table = build_table(schedule, self.stage.layout.num_stages, num_microbatches)
+        return table[self.stage.groups.stage]
+
+    def _cut(self, inputs: dict[str, Any], total_items: int) -> list[MicroBatch]:
+        parts = split_batch(inputs, self.stage.layout.num_microbatches)
+        counts = [count_items(part, self.shifts_labels) for part in parts]
+        weights = [self.loss_rule.weight(count, total_items) for count in counts]
+        shapes = self._shapes(parts)
+        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, strict=True)]
+
+    def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+        if self.stage.layout.num_stages == 1:
+            return [()] * len(parts)
+        return [self.activation.of(part) for part in parts]
+
+
+def _do_nothing() -> None:
+    """In place of arming the reduction, for a batch that does not end the step."""
+
+
+def _as_message(output: Any) -> dict[str, Any]:
+    """A model output as plain containers, with the name of its class."""
+    kind = type(output)
+    if is_dataclass(output) and isinstance(output, dict):
+        return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
+    return {"module": None, "name": None, "value": output}
+
+
+def _from_message(message: dict[str, Any], device: torch.device) -> Any:
+    value = _to_device(message["value"], device)
+    if message["module"] is None:
+        return value
+    make: Callable[..., Any] = getattr(importlib.import_module(message["module"]), message["name"])
+    known = {field.name for field in fields(make)}  # type: ignore[arg-type]
+    return make(**{key: item for key, item in value.items() if key in known})
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value

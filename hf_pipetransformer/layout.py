@@ -1,0 +1,84 @@
+"""The layout of a run: the immutable value that all ranks must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the model lies on the ranks between two transitions.
+
+    The model is a chain of `2 * num_layers + 2` units: the embeddings (unit 0), two sublayers for every encoder layer
+    (attention, MLP) and the head (the last unit). A stage owns a contiguous run of units.
+
+    Args:
+        num_layers: encoder layers of the model, L.
+        num_frozen_layers: F, the embeddings and `layers[0:F]` are frozen.
+        num_stages: pipeline length K.
+        num_replicas: data-parallel width R; `num_stages * num_replicas` is the world size.
+        boundaries: `num_stages + 1` increasing unit indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
+        num_microbatches: M, micro-batches per mini-batch of one pipeline.
+        schedule: name of the schedule, a key of `pipeline.schedules.SCHEDULES`.
+
+    Raises:
+        ValueError: the boundaries do not cover every unit exactly once, or a stage would own nothing.
+    """
+
+    num_layers: int
+    num_frozen_layers: int
+    num_stages: int
+    num_replicas: int
+    boundaries: tuple[int, ...]
+    num_microbatches: int
+    schedule: str
+
+    def __post_init__(self) -> None:
+        expected_ends = (0, self.num_units)
+        found_ends = (self.boundaries[0], self.boundaries[-1])
+        increasing = all(low < high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False))
+        if len(self.boundaries) != self.num_stages + 1 or found_ends != expected_ends or not increasing:
+            raise ValueError(
+                f"Stage boundaries {self.boundaries} do not cut {self.num_units} units into {self.num_stages} "
+                f"non-empty stages: expected {self.num_stages + 1} increasing indices from 0 to {self.num_units}."
+            )
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, found {self.num_microbatches}.")
+
+    @property
+    def num_units(self) -> int:
+        """Embeddings, two sublayers a layer, head."""
+        return 2 * self.num_layers + 2
+
+    @property
+    def world_size(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    def units_of(self, stage: int) -> range:
+        """The units that `stage` owns."""
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def stage_of(self, unit: int) -> int:
+        """The stage that owns `unit`."""
+        return next(stage for stage in range(self.num_stages) if unit in self.units_of(stage))
+
+    def as_event(self) -> dict[str, Any]:
+        """The layout as plain JSON values, for the events file and for the agreement check."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"K={self.num_stages} stages x R={self.num_replicas} replicas, M={self.num_microbatches} micro-batches, "
+            f"F={self.num_frozen_layers} of {self.num_layers} layers frozen"
+        )
+
+
+def describe_unit(unit: int, num_layers: int) -> str:
+    """A unit in words: `embeddings`, `attention 3`, `mlp 3`, `head`."""
+    if unit == 0:
+        return "embeddings"
+    if unit == 2 * num_layers + 1:
+        return "head"
+    layer, half = divmod(unit - 1, 2)
+    return f"{'mlp' if half else 'attention'} {layer}"

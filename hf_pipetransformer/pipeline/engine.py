@@ -1,0 +1,242 @@
+"""Executes this rank's row of a schedule table over point-to-point transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.pipeline.links import Link, Pending, post_receive, post_send
+from hf_pipetransformer.pipeline.schedules import Action, Op, Row
+from hf_pipetransformer.splitters.view import StageExit, StageView
+
+
+Forward = Callable[[dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch as every stage of the pipeline knows it.
+
+    Args:
+        inputs: keyword arguments of the model.
+        weight: what its loss counts in the loss of the step.
+        activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
+    """
+
+    inputs: dict[str, Any]
+    weight: float
+    activation_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """The four wires of a stage; None at the ends of the pipeline."""
+
+    forward_in: Link | None = None
+    forward_out: Link | None = None
+    backward_in: Link | None = None
+    backward_out: Link | None = None
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    received: torch.Tensor | None
+    output: torch.Tensor | None = None
+    random_state: Any = None
+
+
+@dataclass
+class _Run:
+    """State of one execution of a row."""
+
+    micro_batches: Sequence[MicroBatch]
+    forward: Forward
+    loss_scale: float = 0.0
+    held: dict[int, _Held] = field(default_factory=dict)
+    arriving: dict[tuple[Op, int], Pending] = field(default_factory=dict)
+    leaving: list[Pending] = field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+
+
+class Engine:
+    """Runs one stage.
+
+    Args:
+        view: the stage's view of the model, installed.
+        links: the stage's wires.
+        is_last: whether this stage holds the head.
+        boundary_dtypes: dtype of the activation that enters and that leaves this stage.
+        device: where the stage computes.
+        timeout: seconds that any transfer may take.
+        recompute: activation recomputation: `never`, `always`, or `except_last` (all but the last micro-batch).
+    """
+
+    def __init__(
+        self,
+        view: StageView,
+        links: StageLinks,
+        is_last: bool,
+        boundary_dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        timeout: float,
+        recompute: str = "never",
+    ) -> None:
+        self.view = view
+        self.links = links
+        self.is_last = is_last
+        self.dtype_in, self.dtype_out = boundary_dtypes
+        self.device = device
+        self.timeout = timeout
+        self.recompute = recompute
+        self.is_active = False
+
+    def train(
+        self,
+        row: Row,
+        micro_batches: Sequence[MicroBatch],
+        forward: Forward,
+        loss_scale: float,
+        before_last_backward: Callable[[], None],
+    ) -> torch.Tensor:
+        """Forward and backward of all micro-batches; gradients are added to the parameters of this stage.
+
+        Args:
+            row: this stage's row of the table.
+            micro_batches: the batch, cut.
+            forward: runs the model on a micro-batch's inputs; on the last stage it returns the loss.
+            loss_scale: factor of the loss in the backward, beside each micro-batch's weight.
+            before_last_backward: called once, right before the last backward of this stage.
+
+        Returns:
+            The weighted sum of the losses on the last stage, zero on the others.
+        """
+        run = _Run(micro_batches, forward, loss_scale)
+        num_backwards = sum(action.op is Op.BACKWARD for action in row)
+        for action in row:
+            if action.op is Op.BACKWARD:
+                num_backwards -= 1
+                if num_backwards == 0:
+                    before_last_backward()
+            self._execute(action, run)
+        self._finish(run)
+        return torch.stack(run.results).sum() if run.results else torch.zeros((), device=self.device)
+
+    def predict(self, row: Row, micro_batches: Sequence[MicroBatch], forward: Forward) -> list[Any]:
+        """Forward of all micro-batches without gradient: what `forward` returned on the last stage, else nothing."""
+        run = _Run(micro_batches, forward)
+        with torch.no_grad():
+            for action in row:
+                self._execute(action, run)
+        self._finish(run)
+        return run.results
+
+    def _finish(self, run: _Run) -> None:
+        for pending in run.leaving:
+            pending.wait()
+
+    def _execute(self, action: Action, run: _Run) -> None:
+        op, i = action
+        links, shape = self.links, run.micro_batches[i].activation_shape
+        if op is Op.FORWARD:
+            self._forward(i, run)
+        elif op is Op.BACKWARD:
+            self._backward(i, run)
+        elif op is Op.RECEIVE_FORWARD:
+            assert links.forward_in is not None
+            run.arriving[op, i] = post_receive(links.forward_in, shape, self.dtype_in, self.device, self.timeout)
+        elif op is Op.RECEIVE_BACKWARD:
+            assert links.backward_in is not None
+            run.arriving[op, i] = post_receive(links.backward_in, shape, self.dtype_out, self.device, self.timeout)
+        elif op is Op.SEND_FORWARD:
+            output = run.held[i].output
+            assert links.forward_out is not None and output is not None
+            run.leaving.append(post_send(links.forward_out, output, self.timeout))
+            if not torch.is_grad_enabled():
+                del run.held[i]
+        elif op is Op.SEND_BACKWARD:
+            assert links.backward_out is not None
+            run.leaving.append(post_send(links.backward_out, run.gradients.pop(i), self.timeout))
+
+    def _forward(self, i: int, run: _Run) -> None:
+        micro_batch = run.micro_batches[i]
+        held = _Held(self._take(run, Op.RECEIVE_FORWARD, i))
+        recomputes = torch.is_grad_enabled() and self._recomputes(i, run)
+        if recomputes:
+            held.random_state = _random_state(self.device)
+        with torch.no_grad() if recomputes else nullcontext():
+            result = self._run_stage(held, micro_batch, run.forward)
+        if self.is_last:
+            run.results.append(result if not torch.is_grad_enabled() else _weighted(result, micro_batch.weight))
+        if torch.is_grad_enabled() or not self.is_last:
+            held.output = None if recomputes and self.is_last else result
+            run.held[i] = held
+
+    def _backward(self, i: int, run: _Run) -> None:
+        held, micro_batch = run.held.pop(i), run.micro_batches[i]
+        gradient = self._take(run, Op.RECEIVE_BACKWARD, i)
+        if micro_batch.weight or not self.is_last:
+            if held.random_state is not None:
+                with _restored_random_state(held.random_state, self.device):
+                    held.output = self._run_stage(held, micro_batch, run.forward)
+            assert held.output is not None
+            if self.is_last:
+                (held.output * (micro_batch.weight * run.loss_scale)).backward()
+            elif held.output.requires_grad:
+                torch.autograd.backward(held.output, gradient)
+        received = held.received
+        if received is not None:
+            run.gradients[i] = received.grad if received.grad is not None else torch.zeros_like(received)
+
+    def _run_stage(self, held: _Held, micro_batch: MicroBatch, forward: Forward) -> Any:
+        if held.received is not None:
+            held.received.requires_grad_(torch.is_grad_enabled())
+        self.view.received = held.received
+        self.is_active = True
+        try:
+            result = forward(dict(micro_batch.inputs))
+        except StageExit as stage_exit:
+            # The traceback holds the frames of the whole forward, and with them every activation.
+            stage_exit.__traceback__ = None
+            return stage_exit.hidden
+        finally:
+            self.is_active = False
+            self.view.received = None
+        assert self.is_last, "a stage without the head must leave the model through StageExit"
+        return result
+
+    def _take(self, run: _Run, op: Op, i: int) -> torch.Tensor | None:
+        pending = run.arriving.pop((op, i), None)
+        return None if pending is None else pending.wait()
+
+    def _recomputes(self, i: int, run: _Run) -> bool:
+        is_last_one = i == len(run.micro_batches) - 1
+        return self.recompute == "always" or (self.recompute == "except_last" and not is_last_one)
+
+
+def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """The loss's share in the step. One without items is a mean over nothing (nan) and counts nothing."""
+    return loss.detach() * weight if weight else torch.zeros_like(loss)
+
+
+def _random_state(device: torch.device) -> Mapping[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@contextmanager
+def _restored_random_state(states: Mapping[str, torch.Tensor], device: torch.device) -> Any:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+        yield

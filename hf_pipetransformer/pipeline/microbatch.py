@@ -1,0 +1,80 @@
+"""Splitting a batch into micro-batches, counting what its loss averages over, and joining outputs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+IGNORED_LABEL = -100
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has one; 0 for an empty batch."""
+    return next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0)
+
+
+def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+    """Cut a batch along its first dimension into at most `num_microbatches` parts that differ by one sample at most.
+
+    A batch with fewer samples than micro-batches gives one micro-batch a sample. What has no sample dimension goes to
+    every micro-batch.
+    """
+    size = batch_size(inputs)
+    if size == 0:
+        return []
+    count = min(num_microbatches, size)
+    bounds = [size * i // count for i in range(count + 1)]
+    return [take_samples(inputs, slice(bounds[i], bounds[i + 1])) for i in range(count)]
+
+
+def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
+    """The given samples of a batch."""
+    size = batch_size(inputs)
+    return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
+
+
+def _has_samples(value: Any, size: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and value.shape[0] == size
+    return isinstance(value, (list, tuple)) and len(value) == size
+
+
+def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
+    """How many items the mean of the model's own loss runs over.
+
+    Labels that are not ignored (-100) for class labels of samples or tokens, all elements for float targets, answers
+    inside the sequence for question answering, samples where there are no labels.
+
+    Args:
+        inputs: a batch or micro-batch.
+        shifts_labels: the loss predicts the next token, so position 0 is never a target.
+    """
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs.get("labels")
+        if labels is not None and shifts_labels:
+            labels = labels[..., 1:]
+    if isinstance(labels, torch.Tensor):
+        return labels.numel() if labels.is_floating_point() else int((labels != IGNORED_LABEL).sum())
+    positions, tokens = inputs.get("start_positions"), inputs.get("input_ids")
+    if isinstance(positions, torch.Tensor) and isinstance(tokens, torch.Tensor):
+        return int((positions < tokens.shape[1]).sum())
+    return batch_size(inputs)
+
+
+def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The output of a batch from those of its micro-batches: tensors are concatenated, scalars weighted and summed."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() == 0:
+            terms = [output * weight for output, weight in zip(outputs, weights, strict=True) if weight]
+            return torch.stack(terms).sum() if terms else first * 0
+        return torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        return type(first)(**{key: join_outputs([output[key] for output in outputs], weights) for key in first})
+    if isinstance(first, (list, tuple)):
+        return type(first)(join_outputs(parts, weights) for parts in zip(*outputs, strict=True))
+    return first

@@ -1,0 +1,127 @@
+"""Summing gradients over replicas in buckets, while the last backward is still running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.errors import guarded, wait_for
+
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class _Bucket:
+    """A flat buffer: the gradients of some parameters, then one flag each that says whether it had a gradient."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.num_ready = 0
+        self.work: Any = None
+        self._sizes = [parameter.numel() for parameter in parameters]
+        total = sum(self._sizes)
+        self._flat = parameters[0].new_zeros(total + len(parameters))
+        pieces = self._flat[:total].split(self._sizes)
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.flags = self._flat[total:]
+
+    def launch(self, group: Any) -> None:
+        """Copy the gradients in and start summing over `group`; parameters without gradient count as zeros."""
+        with torch.no_grad():
+            for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+                self.flags[index] = 0 if parameter.grad is None else 1
+                if parameter.grad is None:
+                    view.zero_()
+                elif parameter.grad is not view:
+                    view.copy_(parameter.grad)
+        self.work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def finish(self, timeout: float) -> None:
+        """Wait and hand the sums to the parameters; one without gradient on any replica keeps None."""
+        wait_for(self.work, timeout, "summing gradients over the replicas of this stage")
+        used = self.flags.tolist()
+        for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
+            parameter.grad = view if count else None
+        self.work, self.num_ready = None, 0
+
+
+class GradientReducer:
+    """Sums the gradients of a stage's own parameters over its replicas.
+
+    Buckets are launched in one fixed order on every replica, each as soon as its gradients are there: in reverse
+    order of the parameters, which is about the order of the backward. `finish` completes what is missing with zeros,
+    so replicas may differ in which parameters they used, or have no samples at all.
+
+    Args:
+        parameters: the parameters to reduce, in the model's order, the same on every replica.
+        group: process group of the replicas of this stage; None if there is one replica.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float) -> None:
+        self.group = group
+        self.timeout = timeout
+        self.buckets: list[_Bucket] = []
+        self._hooks: list[Any] = []
+        self._next = 0
+        self._is_armed = False
+        if group is None:
+            return
+        for bucket_parameters in _in_buckets([p for p in parameters if p.requires_grad]):
+            bucket = _Bucket(bucket_parameters)
+            self.buckets.append(bucket)
+            for parameter in bucket_parameters:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
+
+    def arm(self) -> None:
+        """The next backward is the last of this optimizer step: launch buckets as they fill."""
+        self._is_armed = True
+
+    def finish(self) -> None:
+        """Launch the buckets that are left, wait for all, and put the sums into `.grad`."""
+        self._is_armed = False
+        while self._next < len(self.buckets):
+            self._launch_next()
+        for bucket in self.buckets:
+            bucket.finish(self.timeout)
+        self._next = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: _Bucket) -> Any:
+        def ready(_parameter: torch.Tensor) -> None:
+            if self._is_armed:
+                bucket.num_ready += 1
+                while self._next < len(self.buckets) and self._is_full(self.buckets[self._next]):
+                    self._launch_next()
+
+        return ready
+
+    @staticmethod
+    def _is_full(bucket: _Bucket) -> bool:
+        return bucket.num_ready == len(bucket.parameters)
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        guarded(lambda: bucket.launch(self.group), "summing gradients over the replicas of this stage")
+        self._next += 1
+
+
+def _in_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters in reverse order, cut where a bucket is full or the dtype changes."""
+    buckets: list[list[torch.nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        num_bytes = parameter.numel() * parameter.element_size()
+        if not buckets or size + num_bytes > BUCKET_BYTES or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += num_bytes
+    return buckets

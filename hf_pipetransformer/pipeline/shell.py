@@ -1,0 +1,52 @@
+"""The module that Trainer trains: the model behind autocast, or the whole pipeline when somebody predicts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import nn
+
+
+class PipelineShell(nn.Module):
+    """Stands where Trainer expects the wrapped model; one object for the whole run.
+
+    Inside a pipeline step it runs this stage's part of the model. Called by anybody else (evaluation, a user's
+    `prediction_step`) it runs the batch through the pipeline and returns the whole output on every stage.
+
+    Args:
+        model: the user's model.
+        autocast: makes the mixed precision context of the run.
+        is_mixed: whether outputs are cast back to float32, as accelerate does under mixed precision.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], is_mixed: bool
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self._autocast = autocast
+        self._is_mixed = is_mixed
+        self.run_pipeline: Callable[[dict[str, Any]], Any] | None = None
+        """Set by the trainer when there is more than one stage; None runs the model directly."""
+        self.is_inside_step: Callable[[], bool] = lambda: False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.run_pipeline is None or self.is_inside_step():
+            with self._autocast():
+                outputs = self.module(*args, **kwargs)
+            return convert_to_fp32(outputs) if self._is_mixed else outputs
+        if args or torch.is_grad_enabled():
+            raise RuntimeError(
+                "A model that is split into pipeline stages can be called with keyword arguments under "
+                "torch.no_grad() only; gradients are computed by trainer.train(). Set pipeline_parallel_size=1 to "
+                "call it freely."
+            )
+        return self.run_pipeline(kwargs)
+
+    def _get_name(self) -> str:
+        # Trainer asks for the class name of the model to choose how labels are smoothed.
+        return type(self.module).__name__

@@ -1,0 +1,175 @@
+"""Options and models that cannot work with a pipeline, refused before training, each with its reason."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import torch
+from transformers.training_args import OptimizerNames, ParallelMode, TrainingArguments
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+
+
+LAUNCH_HINT = (
+    "accelerate launch --multi_gpu --num_processes N script.py ... (on CPU add `--use_cpu true` after the script's name)"
+)
+
+_LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse arguments that a pipeline cannot honour.
+
+    Raises:
+        ValueError: names the option, the reason and the remedy.
+    """
+    if not isinstance(args, PipeTransformerArguments):
+        raise ValueError(
+            f"PipeTransformerTrainer needs PipeTransformerArguments, found {type(args).__name__}. It takes the same "
+            "arguments as TrainingArguments; change the class name."
+        )
+    for is_refused, text in _refused_options(args):
+        if is_refused:
+            raise ValueError(text)
+    _check_launch(args)
+
+
+def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
+    optimizer = OptimizerNames(args.optim).value
+    return [
+        (
+            bool(args.fsdp),
+            f"fsdp={args.fsdp!r}: FSDP shards every layer over all ranks, a pipeline gives each rank its own layers. "
+            "Remove fsdp, or use Trainer.",
+        ),
+        (
+            bool(args.deepspeed) or args.parallel_mode == ParallelMode.DISTRIBUTED and _uses_deepspeed(),
+            "deepspeed: the DeepSpeed engine owns model, optimizer and pipeline itself. Remove deepspeed, or use Trainer.",
+        ),
+        (
+            getattr(args, "parallelism_config", None) is not None,
+            "parallelism_config: tensor and context parallelism are not combined with the pipeline. Remove "
+            "parallelism_config.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True: it restarts the run with a smaller batch on one rank, while the others wait. "
+            "Set per_device_train_batch_size yourself; pipeline_checkpoint='always' saves memory.",
+        ),
+        (args.torch_compile, "torch_compile=True: a stage cannot be left in the middle of a compiled model. Remove it."),
+        (
+            any(name in optimizer for name in _LAYERWISE_OPTIMIZERS),
+            f"optim={optimizer!r}: LOMO, GaLore and APOLLO update or project whole layers of a whole model. Choose an "
+            "optimizer with one state per parameter, such as 'adamw_torch'.",
+        ),
+        (
+            args.fp16,
+            "fp16=True: loss scaling over several stages has not been verified on GPUs yet (`make gpu-check`). "
+            "Use bf16=True or float32.",
+        ),
+        (
+            args.n_gpu > 1,
+            f"One process sees {args.n_gpu} GPUs and Trainer would use nn.DataParallel. Start one process a GPU: "
+            f"{LAUNCH_HINT}.",
+        ),
+        (
+            args.train_sampling_strategy == "batch_rebalance",
+            "train_sampling_strategy='batch_rebalance' gives ranks different numbers of samples. Use 'random' or "
+            "'group_by_length'.",
+        ),
+        (
+            args.use_liger_kernel,
+            "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it.",
+        ),
+    ]
+
+
+def _uses_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _check_launch(args: TrainingArguments) -> None:
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != args.world_size:
+        raise ValueError(
+            f"{asked} processes were started (WORLD_SIZE={asked}), but each believes in a world of {args.world_size}: "
+            f"{asked} independent trainings would run. On a machine without GPUs say so: {LAUNCH_HINT}, or set "
+            "ACCELERATE_USE_CPU=true."
+        )
+    wanted = _processes_asked_of_accelerate()
+    if args.world_size == 1 and wanted > 1:
+        raise ValueError(
+            f"`accelerate launch --num_processes {wanted}` started one process only, as it does with --cpu. "
+            f"Start it so: {LAUNCH_HINT}."
+        )
+
+
+def _processes_asked_of_accelerate() -> int:
+    """`--num_processes` of the `accelerate launch` that is this process's parent; 1 if there is none."""
+    try:
+        parent = psutil.Process().parent()
+        words = parent.cmdline() if parent is not None else []
+    except psutil.Error:
+        return 1
+    if "launch" not in words or not any("accelerate" in word for word in words):
+        return 1
+    for position, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == "__num_processes":
+            text = value or words[min(position + 1, len(words) - 1)]
+            return int(text) if text.isdigit() else 1
+    return 1
+
+
+def check_model(model: Any, num_stages: int | None, optimizers: tuple[Any, Any]) -> None:
+    """Refuse models and optimizers that cannot be put on stages.
+
+    Raises:
+        ValueError: names what was found and what to do.
+    """
+    if getattr(model, "peft_config", None):
+        raise ValueError("PEFT adapters are not supported in a pipeline yet: merge them, or use Trainer.")
+    if getattr(model, "hf_device_map", None):
+        raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
+    if optimizers[0] is not None and num_stages != 1:
+        raise ValueError(
+            "optimizers=(...) was built for the whole model, a stage trains a part of it. Use `optim`/`optim_args` or "
+            "`optimizer_cls_and_kwargs`, or pipeline_parallel_size=1."
+        )
+    config = getattr(model, "config", None)
+    for option in ("output_hidden_states", "output_attentions"):
+        if num_stages != 1 and getattr(config, option, False):
+            raise ValueError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
+
+
+def check_dataset(dataset: Any, what: str) -> None:
+    """Refuse data sets whose samples cannot be assigned to steps by index.
+
+    Raises:
+        ValueError: the data set is iterable only.
+    """
+    if dataset is None:
+        return
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"The {what} data set is an {type(dataset).__name__} without indices; which samples form a step must be "
+            "known on every replica. Use a map-style data set (`datasets.load_dataset(..., streaming=False)`)."
+        )
+
+
+def check_resume(resume_from_checkpoint: Any) -> None:
+    """Refuse to resume.
+
+    Raises:
+        ValueError: always, if asked to resume.
+    """
+    if resume_from_checkpoint:
+        raise ValueError(
+            f"resume_from_checkpoint={resume_from_checkpoint!r}: checkpoints hold the model only in this release, so "
+            "optimizer and data position cannot be restored. Start a new run from the checkpoint's weights: "
+            "`from_pretrained(checkpoint)`."
+        )

@@ -1,0 +1,32 @@
+"""How a model falls into embeddings | sublayers | head, and the view of one stage of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.bert import BertSplitter
+from hf_pipetransformer.splitters.generic import GenericSplitter
+from hf_pipetransformer.splitters.vit import ViTSplitter
+
+
+__all__ = ["BertSplitter", "GenericSplitter", "Splitter", "UnsupportedModelError", "ViTSplitter", "find_splitter"]
+
+_SPLITTERS = {
+    model_type: splitter for splitter in (BertSplitter, ViTSplitter) for model_type in splitter.model_types
+}
+
+
+def find_splitter(model: Any) -> Splitter:
+    """The splitter of the model's family, by `config.model_type`; the generic one for families without their own.
+
+    Raises:
+        UnsupportedModelError: the model has no Hugging Face config.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no config.model_type: expected a Hugging Face `PreTrainedModel`. "
+            "Pass `splitter=` to say how another model falls into layers."
+        )
+    return _SPLITTERS.get(model_type, GenericSplitter)()

@@ -1,0 +1,45 @@
+"""What a splitter knows about a model family, and the generic splitter's base."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be cut into pipeline stages; the text says why."""
+
+
+class Splitter(ABC):
+    """How a model falls into embeddings | sublayers | head.
+
+    A family's splitter says where its layers are and, if it can run half a layer, how. Everything else (what runs
+    before the first layer, what after the last, which parameters belong where) is traced on a real batch.
+    """
+
+    cuts_inside_layers: bool
+    """True if a stage boundary may fall between the attention and the MLP of one layer."""
+
+    @abstractmethod
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """The encoder layers, bottom first.
+
+        Raises:
+            UnsupportedModelError: the model has no single stack of uniform layers.
+        """
+
+    @abstractmethod
+    def mlp_modules(self, layer: nn.Module) -> Iterable[nn.Module]:
+        """The children of `layer` whose parameters belong to its MLP sublayer; the others belong to the attention."""
+
+    @abstractmethod
+    def run_attention(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The attention sublayer alone, residual included: `(batch, seq, hidden)` to the same shape."""
+
+    @abstractmethod
+    def run_mlp(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """The MLP sublayer alone, residual included: `(batch, seq, hidden)` to the same shape."""

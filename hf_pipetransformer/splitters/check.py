@@ -1,0 +1,228 @@
+"""The start-up self-check: on one tiny batch, the split model must give what the whole model gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.structure import Structure, trace_structure
+from hf_pipetransformer.splitters.view import StageExit, StageView
+
+
+Compute = Callable[[dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ActivationShape:
+    """How the shape at the stage boundaries follows from a batch.
+
+    Args:
+        main_input: name of the model's main input.
+        input_shape: the main input's shape in the probe, without the sample dimension.
+        hidden_shape: the activation's shape in the probe, without the sample dimension: `(seq, hidden)`.
+    """
+
+    main_input: str
+    input_shape: tuple[int, ...]
+    hidden_shape: tuple[int, ...]
+
+    def of(self, inputs: dict[str, Any]) -> tuple[int, ...]:
+        """The activation's shape `(batch, seq, hidden)` for a batch.
+
+        Raises:
+            ValueError: the main input is missing, or images have another size than at the start.
+        """
+        value = inputs.get(self.main_input)
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"The batch has no tensor {self.main_input!r}, the model's main input; found {sorted(inputs)}."
+            )
+        shape = tuple(value.shape[1:])
+        if shape == self.input_shape:
+            return (value.shape[0], *self.hidden_shape)
+        if len(shape) == 1 and self.input_shape[0] == self.hidden_shape[0]:
+            return (value.shape[0], shape[0], *self.hidden_shape[1:])
+        raise ValueError(
+            f"A batch holds {self.main_input!r} of shape {shape} a sample, the first batch had {self.input_shape}. "
+            "With more than one stage all images must have one size: resize them in the data set."
+        )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one tiny batch told about the model.
+
+    Args:
+        structure: units and who uses which parameter.
+        unit_flops: forward floating-point operations of each unit on the probe.
+        boundary_dtypes: dtype of the activation after each unit but the head.
+        activation: shape rule at the boundaries.
+        placeholders: batch entries that only the embeddings read.
+    """
+
+    structure: Structure
+    unit_flops: tuple[float, ...]
+    boundary_dtypes: tuple[torch.dtype, ...]
+    activation: ActivationShape
+    placeholders: frozenset[str]
+
+
+def probe_model(
+    model: nn.Module,
+    splitter: Splitter,
+    compute: Compute,
+    inputs: dict[str, Any],
+    main_input: str,
+    tolerance: float,
+) -> Probe:
+    """Trace the model and check that cutting it at every possible place changes neither result nor gradients.
+
+    Args:
+        compute: runs the whole model on inputs and returns a scalar to compare, the loss where there are labels.
+        inputs: a tiny batch on the model's device.
+        main_input: name of the input that the embeddings read.
+        tolerance: relative difference that still counts as equal.
+
+    Raises:
+        UnsupportedModelError: the split model differs from the whole one.
+    """
+    structure = trace_structure(model, splitter, lambda: compute(inputs))
+    with _gradients_discarded(model):
+        expected = compute(inputs)
+        expected.backward()
+        expected_norms = _gradient_norms(model)
+    value = inputs[main_input]
+    is_large = value.is_floating_point()
+    for placeholders in [frozenset({main_input}), frozenset[str]()] if is_large else [frozenset[str]()]:
+        with _gradients_discarded(model):
+            chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, placeholders)
+            found = chain.run()
+            found_norms = _gradient_norms(model)
+        if _is_close(found.item(), expected.item(), tolerance) and _norms_close(
+            found_norms, expected_norms, 10 * tolerance
+        ):
+            activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]))
+            return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
+    raise UnsupportedModelError(
+        f"{type(model).__name__} gives {found.item():.8g} when it is split into pipeline stages and "
+        f"{expected.item():.8g} when it is whole (gradient norms {_total(found_norms):.8g} and "
+        f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a Splitter "
+        "that knows it, or use pipeline_parallel_size=1."
+    )
+
+
+class _Chain:
+    """Runs the model as a chain of the smallest possible stages, forward and backward."""
+
+    def __init__(
+        self,
+        view: StageView,
+        structure: Structure,
+        compute: Compute,
+        inputs: dict[str, Any],
+        placeholders: frozenset[str],
+    ) -> None:
+        self.view = view
+        self.cuts = structure.cut_positions()
+        self.compute = compute
+        self.inputs = inputs
+        self.later_inputs = {
+            key: value.new_zeros(1).expand(value.shape) if key in placeholders else value
+            for key, value in inputs.items()
+        }
+        self.flops = [0.0] * structure.num_units
+        self.dtypes = [torch.float32] * (structure.num_units - 1)
+        self.hidden_shape: tuple[int, ...] = ()
+
+    def run(self) -> torch.Tensor:
+        received: torch.Tensor | None = None
+        done: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+        try:
+            for start, end in zip(self.cuts, self.cuts[1:], strict=False):
+                output = self._run_stage(range(start, end), received)
+                done.append((received, output))
+                received = output.detach().requires_grad_()
+        finally:
+            self.view.remove()
+        self._backward(done)
+        return done[-1][1].detach()
+
+    def _run_stage(self, units: range, received: torch.Tensor | None) -> torch.Tensor:
+        self.view.install(units)
+        self.view.received = received
+        with FlopCounterMode(display=False) as counter:
+            try:
+                output = self.compute(dict(self.inputs if received is None else self.later_inputs))
+            except StageExit as stage_exit:
+                output = stage_exit.hidden
+                self.hidden_shape = tuple(output.shape)
+                self.dtypes[units[0] : units[-1] + 1] = [output.dtype] * len(units)
+        self.flops[units[0]] = float(counter.get_total_flops())
+        return output
+
+    @staticmethod
+    def _backward(done: list[tuple[torch.Tensor | None, torch.Tensor]]) -> None:
+        gradient = None
+        for received, output in reversed(done):
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+            gradient = None if received is None else received.grad
+
+
+def _gradient_norms(model: nn.Module) -> torch.Tensor:
+    norms = [p.grad.float().norm() if p.grad is not None else torch.zeros((), device=p.device) for p in _leaves(model)]
+    return torch.stack(norms) if norms else torch.zeros(1)
+
+
+def _leaves(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in model.parameters() if p.requires_grad)
+
+
+def _total(norms: torch.Tensor) -> float:
+    return float(norms.norm())
+
+
+def _is_close(found: float, expected: float, tolerance: float) -> bool:
+    return abs(found - expected) <= tolerance * max(abs(expected), 1e-3)
+
+
+def _norms_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return _total(found - expected) <= tolerance * max(_total(expected), 1e-3)
+
+
+@contextmanager
+def _gradients_discarded(model: nn.Module) -> Iterator[None]:
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in kept:
+        parameter.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and no trace left in any random number generator or module mode."""
+    modes = {module: module.training for module in model.modules()}
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    model.eval()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes.items():
+            module.training = training

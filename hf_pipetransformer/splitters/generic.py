@@ -1,0 +1,52 @@
+"""Every other uniform encoder: found by its shape, cut between layers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+
+
+class GenericSplitter(Splitter):
+    """Cuts between layers. The stack is the one `ModuleList` of `config.num_hidden_layers` equal modules."""
+
+    cuts_inside_layers = False
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        name = type(model).__name__
+        expected = getattr(model.config, "num_hidden_layers", None)
+        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+        uniform = [stack for stack in stacks if len(stack) == expected and _is_uniform(stack)]
+        if len(uniform) == 1:
+            return list(uniform[0])
+        if getattr(model.config, "num_hidden_groups", None) is not None:
+            raise UnsupportedModelError(
+                f"{name} runs the same layer weights several times (num_hidden_groups="
+                f"{model.config.num_hidden_groups}); shared layers cannot be put on different stages. "
+                "Use pipeline-free Trainer for it."
+            )
+        found = [f"{len(stack)} x {type(stack[0]).__name__}" for stack in stacks]
+        raise UnsupportedModelError(
+            f"{name} has no single stack of config.num_hidden_layers={expected} uniform layers, found {found}. "
+            "Only uniform encoders can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
+        )
+
+    def mlp_modules(self, layer: nn.Module) -> Iterable[nn.Module]:
+        return ()
+
+    def run_attention(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("the generic splitter never cuts inside a layer")
+
+    def run_mlp(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the generic splitter never cuts inside a layer")
+
+
+def _is_uniform(stack: nn.ModuleList) -> bool:
+    def shape(layer: nn.Module) -> tuple[Any, ...]:
+        return (type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+
+    return len({shape(layer) for layer in stack}) == 1

@@ -1,0 +1,156 @@
+"""Tracing a model on a real batch: what runs before the first layer, inside each, after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model as a chain of units (see `Layout`).
+
+    Args:
+        layers: the encoder layers.
+        cuts_inside_layers: whether a boundary may fall inside a layer.
+        entries: the modules that run before the first layer and are not part of another such module; a stage without
+            the embeddings replaces their output by the activation that it received.
+        returns_tuple: whether a layer returns a tuple, and its length; 0 for a bare tensor.
+        units_of_parameter: name of each parameter to the units that use it, in increasing order; more than one for
+            tied weights and relative position biases.
+    """
+
+    layers: list[nn.Module]
+    cuts_inside_layers: bool
+    entries: list[nn.Module]
+    returns_tuple: int
+    units_of_parameter: dict[str, tuple[int, ...]]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_units(self) -> int:
+        return 2 * len(self.layers) + 2
+
+    def cut_positions(self) -> list[int]:
+        """Unit indices before which a stage may begin, and the end of the chain."""
+        step = 1 if self.cuts_inside_layers else 2
+        return [0, *range(1, self.num_units - 1, step), self.num_units - 1, self.num_units]
+
+
+class _Trace:
+    """What the hooks saw during one forward."""
+
+    def __init__(self) -> None:
+        self.stack: list[nn.Module] = []
+        self.spanning: list[nn.Module] = []
+        self.before: list[tuple[nn.Module, nn.Module | None]] = []
+        self.after: list[nn.Module] = []
+        self.outputs: dict[int, Any] = {}
+        self.layer_calls: list[int] = []
+        self.layer_outputs: list[Any] = []
+        self.entered_input: Any = None
+
+
+def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any]) -> Structure:
+    """Run the model once with hooks and read its structure.
+
+    Args:
+        run_forward: runs the whole model on a small batch, without gradient.
+
+    Raises:
+        UnsupportedModelError: layers that are not run once each and in order, or whose input no module returns.
+    """
+    layers = splitter.layers(model)
+    trace = _Trace()
+    with torch.no_grad(), _hooks(model, layers, trace):
+        run_forward()
+    name = type(model).__name__
+    if trace.layer_calls != list(range(len(layers))):
+        raise UnsupportedModelError(
+            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
+        )
+    outer = [module for module, parent in trace.before if parent in trace.spanning]
+    if not any(trace.outputs.get(id(module)) is trace.entered_input for module in outer):
+        raise UnsupportedModelError(
+            f"No module of {name} returns the tensor that enters its first layer, so a later stage cannot take over "
+            "there. Pass `splitter=` with a Splitter for this model family."
+        )
+    first_output = trace.layer_outputs[0]
+    return Structure(
+        layers=layers,
+        cuts_inside_layers=splitter.cuts_inside_layers,
+        entries=outer,
+        returns_tuple=len(first_output) if isinstance(first_output, tuple) else 0,
+        units_of_parameter=_assign_parameters(model, splitter, layers, outer, trace),
+    )
+
+
+@contextmanager
+def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator[None]:
+    index_of = {id(layer): index for index, layer in enumerate(layers)}
+    inside = {id(module) for layer in layers for module in layer.modules()}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if id(module) in index_of:
+            if not trace.layer_calls:
+                trace.spanning = list(trace.stack)
+                trace.entered_input = args[0] if args else kwargs.get("hidden_states")
+            trace.layer_calls.append(index_of[id(module)])
+        elif id(module) not in inside:
+            trace.stack.append(module)
+
+    def after(module: nn.Module, _args: Any, output: Any) -> None:
+        if id(module) in index_of:
+            trace.layer_outputs.append(output)
+        elif id(module) not in inside:
+            trace.stack.pop()
+            if not trace.layer_calls:
+                trace.before.append((module, trace.stack[-1] if trace.stack else None))
+                trace.outputs[id(module)] = output
+            elif module not in trace.spanning:
+                trace.after.append(module)
+
+    handles: list[Any] = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _assign_parameters(
+    model: nn.Module, splitter: Splitter, layers: list[nn.Module], entries: list[nn.Module], trace: _Trace
+) -> dict[str, tuple[int, ...]]:
+    head = 2 * len(layers) + 1
+    units: dict[int, set[int]] = {}
+
+    def add(parameters: Any, *where: int) -> None:
+        for parameter in parameters:
+            units.setdefault(id(parameter), set()).update(where)
+
+    for entry in entries:
+        add(entry.parameters(), 0)
+    for index, layer in enumerate(layers):
+        mlp = {id(p) for module in splitter.mlp_modules(layer) for p in module.parameters()}
+        for parameter in layer.parameters():
+            add([parameter], 2 * index + 2 if id(parameter) in mlp else 2 * index + 1)
+    for module in trace.after:
+        add(module.parameters(recurse=False), head)
+    for module in trace.spanning:
+        # A parameter that hangs directly on a module around the stack may be used by any unit.
+        add(module.parameters(recurse=False), *range(head + 1))
+    # What never ran (an unused pooler, say) is kept with the head so that it is saved.
+    return {name: tuple(sorted(units.get(id(p), {head}))) for name, p in model.named_parameters()}

@@ -1,0 +1,107 @@
+"""The view of one stage: the model's own code, run from the first to the last unit that this rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.structure import Structure
+
+
+class StageExit(Exception):
+    """Carries a stage's last activation out of the model's forward; caught by the engine, never by users."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("a pipeline stage ended here; this exception is caught by the pipeline engine")
+        self.hidden = hidden
+
+
+class StageView:
+    """Makes a model run only a range of its units, by overriding `forward` on instances.
+
+    The module tree, the names of parameters and the model's own forward code stay as they are: layers that this stage
+    does not own hand their input on, the embeddings are replaced by the received activation, and after the last owned
+    unit `StageExit` leaves the model with the activation; its autograd graph stays intact.
+
+    Args:
+        model: the whole model.
+        splitter: how to run half a layer.
+        structure: from `trace_structure`.
+    """
+
+    def __init__(self, model: nn.Module, splitter: Splitter, structure: Structure) -> None:
+        self.model = model
+        self.splitter = splitter
+        self.structure = structure
+        self.received: torch.Tensor | None = None
+        self._overridden: list[nn.Module] = []
+        self._units = range(0)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model runs a part of its units only."""
+        return bool(self._units)
+
+    def install(self, units: range) -> None:
+        """Let the model run `units` only. Replaces an earlier view."""
+        self.remove()
+        self._units = units
+        structure = self.structure
+        if 0 not in units:
+            for entry in structure.entries:
+                self._override(entry, self._give_received)
+        for index, layer in enumerate(structure.layers):
+            forward = self._layer_forward(index, layer, units)
+            if forward is not None:
+                self._override(layer, forward)
+
+    def remove(self) -> None:
+        """Give the model its own forward back."""
+        for module in self._overridden:
+            del module.forward
+        self._overridden.clear()
+        self._units = range(0)
+        self.received = None
+
+    def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward  # type: ignore[method-assign]
+        self._overridden.append(module)
+
+    def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        assert self.received is not None, "the engine sets the received activation before it runs the model"
+        return self.received
+
+    def _layer_forward(self, index: int, layer: nn.Module, units: range) -> Callable[..., Any] | None:
+        """What `layer` does in a stage that owns `units`; None if its own forward serves."""
+        attention, mlp = 2 * index + 1, 2 * index + 2
+        last = units[-1]
+        exits_before = last == 0 and index == 0
+        exits_after = last in (attention, mlp)
+        own_forward = layer.forward
+        wraps = self.structure.returns_tuple
+
+        def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if attention in units and mlp in units:
+                return own_forward(hidden, *args, **kwargs)
+            if attention in units:
+                hidden = self.splitter.run_attention(layer, hidden, *args, **kwargs)
+            elif mlp in units:
+                hidden = self.splitter.run_mlp(layer, hidden)
+            return (hidden,) + (None,) * (wraps - 1) if wraps else hidden
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)
+            if exits_before:
+                raise StageExit(hidden)
+            output = run(hidden, *args, **kwargs)
+            if exits_after:
+                raise StageExit(output[0] if wraps else output)
+            return output
+
+        if attention in units and mlp in units and not exits_after:
+            return None
+        return forward

@@ -1,0 +1,198 @@
+"""Moving a run from one layout to the next. A fresh start is the transition from nothing: all comes from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
+from hf_pipetransformer.checkpoint import collect_parameters
+from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.engine import Engine, StageLinks
+from hf_pipetransformer.pipeline.links import Link
+from hf_pipetransformer.pipeline.reduction import GradientReducer
+from hf_pipetransformer.pipeline.shared import SharedParameter
+from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.check import Probe
+from hf_pipetransformer.splitters.ownership import ParameterStore, stages_of_parameters
+from hf_pipetransformer.splitters.view import StageView
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What stays the same through a run.
+
+    Args:
+        device: where this rank computes.
+        timeout: seconds that any rank may wait for another.
+        recompute: the engine's activation recomputation mode.
+    """
+
+    device: torch.device
+    timeout: float
+    recompute: str
+
+
+@dataclass
+class Stage:
+    """This rank's part of a running pipeline, under one layout.
+
+    Args:
+        layout: the layout in force.
+        groups: place and process groups of this rank.
+        view: the stage's view of the model.
+        store: the model's parameters; while training only this stage's are held.
+        engine: runs the schedule.
+        owners: name of every parameter to the stages that use it, first user first.
+        shared: the parameters that this stage shares with others.
+        reducer: sums gradients over replicas; None outside training.
+    """
+
+    layout: Layout
+    groups: PipelineGroups
+    view: StageView
+    store: ParameterStore
+    engine: Engine
+    owners: dict[str, tuple[int, ...]]
+    shared: list[SharedParameter]
+    reducer: GradientReducer | None
+
+    def own_names(self) -> set[str]:
+        """Names of the parameters that this stage uses."""
+        return {name for name, stages in self.owners.items() if self.groups.stage in stages}
+
+    def secondary(self) -> list[nn.Parameter]:
+        """Shared parameters whose optimizer state another stage keeps."""
+        return [entry.parameter for entry in self.shared if not entry.is_owner]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The model runs only this stage inside; outside it has its own forward."""
+        self.view.install(self.layout.units_of(self.groups.stage))
+        try:
+            yield
+        finally:
+            self.view.remove()
+
+
+def apply_layout(
+    model: nn.Module,
+    splitter: Splitter,
+    probe: Probe,
+    topology: Topology,
+    layout: Layout,
+    settings: Settings,
+    is_training: bool,
+) -> Stage:
+    """Bring this rank into `layout`, from a model that is whole on every rank. A collective call.
+
+    Rank 0's parameters and buffers are given to everybody; what this stage uses is put on its device, and in training
+    the rest is freed.
+    """
+    groups = topology.groups(layout.num_stages)
+    send_model_from_first_rank(model, topology)
+    owners = stages_of_parameters(probe.structure, layout)
+    store = ParameterStore(model)
+    view = StageView(model, splitter, probe.structure)
+    engine = Engine(
+        view=view,
+        links=_links(groups),
+        is_last=groups.is_last,
+        boundary_dtypes=_boundary_dtypes(probe, layout, groups.stage),
+        device=settings.device,
+        timeout=settings.timeout,
+        recompute=settings.recompute,
+    )
+    stage = Stage(layout, groups, view, store, engine, owners, shared=[], reducer=None)
+    if is_training:
+        store.release(keep=stage.own_names())
+    store.move(stage.own_names(), settings.device)
+    if is_training:
+        stage.shared = _shared_parameters(stage, topology)
+        shared_ids = {id(entry.parameter) for entry in stage.shared}
+        own = [p for p in store.held().values() if id(p) not in shared_ids]
+        stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout)
+    return stage
+
+
+def make_whole(stage: Stage) -> None:
+    """Give every rank the whole model back, after training. A collective call."""
+    if stage.reducer is not None:
+        stage.reducer.remove()
+        stage.reducer = None
+    if stage.groups.num_stages > 1:
+        stage.store.move(set(stage.store.held()), torch.device("cpu"))
+        stage.store.fill(collect_parameters(stage.store, stage.owners, stage.groups))
+
+
+@contextmanager
+def whole_on_first_rank(stage: Stage) -> Iterator[None]:
+    """Rank 0 holds the whole model inside, to save it. A collective call of replica 0; the others pass through."""
+    if stage.groups.num_stages == 1 or stage.groups.replica != 0:
+        yield
+        return
+    held = set(stage.store.held())
+    missing = collect_parameters(stage.store, stage.owners, stage.groups)
+    if stage.groups.is_first:
+        stage.store.fill(missing)
+    try:
+        yield
+    finally:
+        stage.store.release(keep=held)
+
+
+def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
+    """Overwrite all parameters and buffers by rank 0's: a head that a script initialised unseeded becomes one head."""
+    if topology.world_size == 1:
+        return
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            buffer = tensor.data.cpu().contiguous()
+            guarded(
+                lambda buffer=buffer: dist.broadcast(buffer, src=0, group=topology.control),  # type: ignore[misc]
+                f"receiving {name} from rank 0",
+            )
+            if topology.rank != 0:
+                tensor.data.copy_(buffer)
+
+
+def _links(groups: PipelineGroups) -> StageLinks:
+    stage, ranks = groups.stage, groups.pipeline_ranks
+
+    def link(lower: int, direction: str, peer_stage: int, what: str) -> Link:
+        where = f"{what} stage {peer_stage} (rank {ranks[peer_stage]})"
+        return Link(ranks[peer_stage], groups.pair_groups[lower, direction], where)
+
+    before, after = not groups.is_first, not groups.is_last
+    return StageLinks(
+        forward_in=link(stage - 1, "forward", stage - 1, "an activation from") if before else None,
+        backward_out=link(stage - 1, "backward", stage - 1, "a gradient to") if before else None,
+        forward_out=link(stage, "forward", stage + 1, "an activation to") if after else None,
+        backward_in=link(stage, "backward", stage + 1, "a gradient from") if after else None,
+    )
+
+
+def _boundary_dtypes(probe: Probe, layout: Layout, stage: int) -> tuple[torch.dtype, torch.dtype]:
+    start, end = layout.boundaries[stage], layout.boundaries[stage + 1]
+    dtypes = probe.boundary_dtypes
+    return dtypes[max(start - 1, 0)], dtypes[min(end - 1, len(dtypes) - 1)]
+
+
+def _shared_parameters(stage: Stage, topology: Topology) -> list[SharedParameter]:
+    groups, named = stage.groups, stage.store.named()
+    shared = []
+    for name, stages in stage.owners.items():
+        if len(stages) < 2 or not stage.store.trainable[name]:
+            continue
+        group, pipeline_group = topology.shared_groups(groups.num_stages, stages)
+        if groups.stage in stages:
+            owner = groups.pipeline_ranks[stages[0]]
+            is_owner = groups.stage == stages[0]
+            shared.append(SharedParameter(name, named[name], group, pipeline_group, owner, is_owner))
+    return shared
