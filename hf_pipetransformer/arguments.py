@@ -78,14 +78,16 @@ class PipeTransformerArguments(TrainingArguments):
             )
         if not self.pipeline_timeout > 0:
             raise ValueError(f"pipeline_timeout must be a positive number of seconds, found {self.pipeline_timeout}.")
-        if self.activation_checkpointing:
+        recomputes: bool | None = getattr(self, "activation_checkpointing")  # noqa: B009 - untyped in transformers
+        if recomputes:
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
             # The engine recomputes; the model must not do so a second time.
-            self.pipeline_checkpoint, self.activation_checkpointing = "always", False
+            self.pipeline_checkpoint = "always"
+            self.activation_checkpointing = False
 
     @property
     def place_model_on_device(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ class PipelinePlace(Protocol):
     def pipeline_ranks(self) -> tuple[int, ...]: ...
 
     @property
-    def pipeline_control(self) -> object: ...
+    def pipeline_control(self) -> Any: ...
 
 
 def collect_parameters(

@@ -13,7 +13,8 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 
 
 LAUNCH_HINT = (
-    "accelerate launch --multi_gpu --num_processes N script.py ... (on CPU add `--use_cpu true` after the script's name)"
+    "accelerate launch --multi_gpu --num_processes N script.py ... "
+    "(on CPU add `--use_cpu true` after the script's name)"
 )
 
 _LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
@@ -46,7 +47,7 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
         ),
         (
             bool(args.deepspeed) or args.parallel_mode == ParallelMode.DISTRIBUTED and _uses_deepspeed(),
-            "deepspeed: the DeepSpeed engine owns model, optimizer and pipeline itself. Remove deepspeed, or use Trainer.",
+            "deepspeed: the DeepSpeed engine owns model and optimizer itself. Remove deepspeed, or use Trainer.",
         ),
         (
             getattr(args, "parallelism_config", None) is not None,
@@ -58,7 +59,10 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
             "auto_find_batch_size=True: it restarts the run with a smaller batch on one rank, while the others wait. "
             "Set per_device_train_batch_size yourself; pipeline_checkpoint='always' saves memory.",
         ),
-        (args.torch_compile, "torch_compile=True: a stage cannot be left in the middle of a compiled model. Remove it."),
+        (
+            args.torch_compile,
+            "torch_compile=True: a stage cannot be left in the middle of a compiled model. Remove it.",
+        ),
         (
             any(name in optimizer for name in _LAYERWISE_OPTIMIZERS),
             f"optim={optimizer!r}: LOMO, GaLore and APOLLO update or project whole layers of a whole model. Choose an "

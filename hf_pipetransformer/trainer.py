@@ -28,6 +28,7 @@ from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.refusals import check_arguments, check_dataset, check_model, check_resume
 from hf_pipetransformer.report.events import EventLog, announce
 from hf_pipetransformer.splitters import Splitter, find_splitter
+from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.startup import StartUp, check_agreement, probe_samples
 from hf_pipetransformer.transition import Settings, Stage, apply_layout, make_whole, whole_on_first_rank
 
@@ -47,6 +48,8 @@ class PipeTransformerTrainer(Trainer):
     """
 
     args: PipeTransformerArguments
+    model_accepts_loss_kwargs: bool
+    _tr_loss: torch.Tensor
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class PipeTransformerTrainer(Trainer):
             # Said in the documentation and enforced by `check_resume`; optimizer state of one stage would be useless.
             args.save_only_model = True
         super().__init__(model, args, *positional, **kwargs)
-        self.topology = Topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
+        self.topology = Topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
         check_agreement(self.topology, "training arguments", _comparable(args))
@@ -98,7 +101,8 @@ class PipeTransformerTrainer(Trainer):
         splitter = self._splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
         start_up = StartUp(self.model, splitter, args, self.topology, device)
-        samples = probe_samples(*self._dataset_and_collator(dataset, "Training" if is_training else "Evaluation"))
+        with undisturbed(self.model):
+            samples = probe_samples(*self._dataset_and_collator(dataset, "Training" if is_training else "Evaluation"))
         needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
         rule = start_up.run(samples, self._probe_loss if needs_loss else self._probe_output, self._count_items)
         if rule.ignores_num_items and self.model_accepts_loss_kwargs:

@@ -20,7 +20,7 @@ from hf_pipetransformer.errors import guarded, wait_for
 from hf_pipetransformer.messages import pack, unpack
 
 
-class PipelineLoader(DataLoaderStateMixin):  # type: ignore[misc]
+class PipelineLoader(DataLoaderStateMixin):
     """Yields this replica's part of every global batch, on every stage of its pipeline.
 
     A replica without samples in a global batch gets an empty dict. Batches stay on the CPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -53,6 +54,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Reseed the order for `epoch`, where the underlying sampler knows epochs."""
-        sampler = getattr(self.global_batches, "sampler", None)
+        sampler: Any = getattr(self.global_batches, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

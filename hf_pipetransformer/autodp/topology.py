@@ -71,6 +71,9 @@ class Topology:
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.world_size = dist.get_world_size() if self.is_distributed else 1
+        if self.is_distributed:
+            # Trainer's own collectives run in the world group; they must not outwait the pipeline's.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
         self.control: Any = self._new_group(range(self.world_size), "gloo")
         self._groups: dict[int, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}

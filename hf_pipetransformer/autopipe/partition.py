@@ -7,7 +7,7 @@ from itertools import accumulate
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cut `costs` into `num_stages` contiguous, non-empty stages so that the most expensive one is as cheap as possible.
+    """Cut `costs` into `num_stages` contiguous, non-empty stages, the most expensive one as cheap as possible.
 
     Exact, by dynamic programming over the cuts; PipeTransformer section 3.2.1 (balanced partitioning), with the greedy
     rule of Algorithm 1 replaced by the optimum. Among cuts of the same largest cost the one with the smallest sum of

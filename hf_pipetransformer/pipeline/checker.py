@@ -76,7 +76,7 @@ def _run_to_the_end(table: Table) -> None:
             expected = queue.popleft()
             if expected != i:
                 raise ScheduleError(
-                    f"Stage {stage} sends micro-batch {i} ({op.value}) where stage {stage + offset} expects {expected}."
+                    f"Stage {stage} sends {op.value}{i} where stage {stage + offset} expects micro-batch {expected}."
                 )
             arrived.add((stage + offset, receive, i))
         elif _has_input(stage, op, num_stages) and (stage, _NEEDS[op], i) not in arrived:

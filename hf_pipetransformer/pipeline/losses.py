@@ -9,7 +9,7 @@ from typing import Any
 from hf_pipetransformer.pipeline.microbatch import batch_size, take_samples
 
 
-class LossRule(str, Enum):
+class LossRule(Enum):
     """MEAN: each part counts its share of the items. SUM: parts are already divided by all items and add up."""
 
     MEAN = "mean"

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 
-class Op(str, Enum):
+class Op(Enum):
     """The kinds of action of the legend above."""
 
     FORWARD = "F"

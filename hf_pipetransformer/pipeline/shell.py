@@ -23,9 +23,7 @@ class PipelineShell(nn.Module):
         is_mixed: whether outputs are cast back to float32, as accelerate does under mixed precision.
     """
 
-    def __init__(
-        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], is_mixed: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], is_mixed: bool) -> None:
         super().__init__()
         self.module = model
         self._autocast = autocast

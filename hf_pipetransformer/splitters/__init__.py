@@ -12,9 +12,7 @@ from hf_pipetransformer.splitters.vit import ViTSplitter
 
 __all__ = ["BertSplitter", "GenericSplitter", "Splitter", "UnsupportedModelError", "ViTSplitter", "find_splitter"]
 
-_SPLITTERS = {
-    model_type: splitter for splitter in (BertSplitter, ViTSplitter) for model_type in splitter.model_types
-}
+_SPLITTERS = {model_type: splitter for splitter in (BertSplitter, ViTSplitter) for model_type in splitter.model_types}
 
 
 def find_splitter(model: Any) -> Splitter:

@@ -68,7 +68,7 @@ class StageView:
         self.received = None
 
     def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         self._overridden.append(module)
 
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
