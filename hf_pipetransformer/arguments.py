@@ -78,8 +78,7 @@ class PipeTransformerArguments(TrainingArguments):
             )
         if not self.pipeline_timeout > 0:
             raise ValueError(f"pipeline_timeout must be a positive number of seconds, found {self.pipeline_timeout}.")
-        recomputes: bool | None = getattr(self, "activation_checkpointing")  # noqa: B009 - untyped in transformers
-        if recomputes:
+        if self.activation_checkpointing:
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "

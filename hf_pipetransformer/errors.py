@@ -40,4 +40,5 @@ def guarded(call: Callable[[], T], what: str) -> T:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    # The transport's own advice ("This is typically caused by ...") is about another layer.
+    return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0]

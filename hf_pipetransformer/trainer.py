@@ -75,7 +75,7 @@ class PipeTransformerTrainer(Trainer):
         check_agreement(self.topology, "training arguments", _comparable(args))
         self.events = EventLog(args.output_dir if self.is_world_process_zero() else None)
         self._splitter = splitter
-        self._faults = FaultBoard(self.topology.rank, self.topology.is_distributed)
+        self._faults = FaultBoard(self.topology.rank, self.topology.world_size)
         self._guard_depth = 0
         self._stage: Stage | None = None
         self._start_up: StartUp | None = None

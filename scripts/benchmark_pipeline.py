@@ -6,8 +6,8 @@ Two questions, each answered by ratios inside one run with the contenders altern
 
 1. `data_parallel`: K=1, R=world size, beside `Trainer` with DistributedDataParallel (found-unused off, same batch).
 2. `schedules`: K=world size, M = 2, 4, 8, our engine beside the schedules of `torch.distributed.pipelining` on the
-   very same stages; forward and backward of one mini-batch, no optimizer. One process running the whole model over the same
-   micro-batches is the unit: the ideal speed-up over it is K * M / (M + K - 1).
+   very same stages; forward and backward of one mini-batch, no optimizer. One process running the whole model over
+   the same micro-batches is the unit: the ideal speed-up over it is K * M / (M + K - 1).
 
 Two processes on two cores measure the engine, not what more devices would gain; a K=4 figure needs four devices.
 """

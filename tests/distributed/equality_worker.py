@@ -1,0 +1,281 @@
+"""Run a list of cases in one launch, with the pipeline or with plain Trainer, and write down what came out.
+
+    equality_worker.py CASES.json FOLDER --trainer pipeline|plain --num_stages K
+
+Starting Python and importing torch takes longer than a case, hence many cases a launch. Each rank writes
+`FOLDER/<case>.rank<r>.json`, rank 0 also `FOLDER/<case>.safetensors`. A refused case (ValueError, alike on all ranks)
+is noted and the next one runs; any other error is noted and ends the launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, Case
+from tests.models import IGNORED, MODELS, QA_LENGTH, build_model, collate, make_dataset, make_rows
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+MODEL_SEED = 11
+EVAL_SEED = 1
+# Drawn in the first epoch, but not in the first steps.
+NAN_SAMPLE = 20
+
+
+class CountEvents(TrainerCallback):
+    """Counts the events a callback of the user sees. Logs are left out: the pipeline writes some of its own."""
+
+    EVENTS = (
+        *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end"),
+        *("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_save"),
+        "on_prediction_step",
+    )
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+
+def _counter_of(event: str) -> Callable[..., None]:
+    def count(self: CountEvents, *args: Any, **kwargs: Any) -> None:
+        self.counts[event] += 1
+
+    return count
+
+
+for _event in CountEvents.EVENTS:
+    setattr(CountEvents, _event, _counter_of(_event))
+
+
+class FocalLoss:
+    """A user's `compute_loss`: a mean over samples that the model does not know."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        log_probability = outputs.logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        loss = -((1 - log_probability.exp()) ** 2 * log_probability).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    """A user's `compute_loss_func` as the documentation of Trainer asks for it."""
+    logits = outputs.logits.flatten(0, -2)
+    loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.05)
+    return loss / num_items_in_batch
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    """A user's `compute_loss_func` that does not care for `num_items_in_batch`."""
+    return nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=0.05)
+
+
+def accuracy(evaluation):
+    """Share of right labels, and the mean margin, which a wrong order of samples changes too."""
+    predictions, labels = evaluation.predictions, evaluation.label_ids
+    classes = predictions.argmax(-1) if predictions.ndim > labels.ndim else predictions
+    counted = labels != IGNORED
+    order = np.arange(1, len(labels) + 1).reshape(-1, *[1] * (labels.ndim - 1))
+    right = (classes == labels) & counted
+    return {
+        "accuracy": right.sum() / counted.sum(),
+        "weighted_accuracy": (order * right).sum() / (order * counted).sum(),
+        "num_items": int(counted.sum()),
+    }
+
+
+def to_classes(logits, labels):
+    return logits.argmax(-1)
+
+
+def datasets_of(case: Case) -> tuple[Dataset, Dataset]:
+    rows = make_rows(case.model, case.num_samples)
+    for index, row in enumerate(rows):
+        if case.change == "nan" and index == NAN_SAMPLE:
+            row["pixel_values"] = np.full_like(row["pixel_values"], np.nan).tolist()
+        elif case.change == "ignored_labels" and index % 4 == 1:
+            row["labels"] = IGNORED
+        elif case.change == "ignored_answers" and index % 4 == 1:
+            row["start_positions"] = row["end_positions"] = QA_LENGTH
+    return Dataset.from_list(rows), make_dataset(case.model, NUM_EVAL_SAMPLES, EVAL_SEED)
+
+
+def arguments_of(case: Case, output: str, num_stages: int | None) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": output,
+        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "per_device_eval_batch_size": GLOBAL_EVAL_BATCH // WORLD_SIZE,
+        "gradient_accumulation_steps": case.accumulation,
+        "num_train_epochs": case.epochs,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 5,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": 7,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    options |= case.options
+    if num_stages is None:
+        return TrainingArguments(**options)
+    from hf_pipetransformer import PipeTransformerArguments
+
+    return PipeTransformerArguments(
+        **options,
+        pipeline_parallel_size=num_stages,
+        pipeline_parallel_num_microbatches=case.num_microbatches,
+        pipeline_schedule=case.schedule,
+        pipeline_timeout=60,
+        **case.pipeline_options,
+    )
+
+
+def trainer_of(case: Case, args: TrainingArguments, counter: CountEvents, num_stages: int | None) -> Trainer:
+    base: type[Trainer] = Trainer
+    if num_stages is not None:
+        from hf_pipetransformer import PipeTransformerTrainer
+
+        base = PipeTransformerTrainer
+    if case.loss == "override":
+        base = type(f"Focal{base.__name__}", (FocalLoss, base), {})
+    train, evaluation = datasets_of(case)
+    trainer = base(
+        model=build_model(case.model, MODEL_SEED),
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=collate,
+        compute_loss_func={"function": summed_loss, "mean_function": mean_loss}.get(case.loss),
+        compute_metrics=accuracy if case.metrics else None,
+        preprocess_logits_for_metrics=to_classes if case.metrics == "classes" else None,
+        callbacks=[counter, *([EarlyStoppingCallback(early_stopping_patience=2)] if case.stop_early else [])],
+    )
+    smooths_labels = bool(case.options.get("label_smoothing_factor"))
+    if num_stages is None and not MODELS[case.model].loss_uses_num_items and not smooths_labels:
+        # Else Trainer takes the loss for one that honours `num_items_in_batch` and counts accumulation twice. Its
+        # own label smoothing, which takes the place of the model's loss, does honour it.
+        trainer.model_accepts_loss_kwargs = False
+    return trainer
+
+
+def run(case: Case, num_stages: int | None, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Train, evaluate, predict; what is a plain value, and what is a tensor. `output` is the same on all ranks."""
+    counter = CountEvents()
+    tensors: dict[str, torch.Tensor] = {}
+    trainer = trainer_of(case, arguments_of(case, str(output), num_stages), counter, num_stages)
+    if case.evaluate_first:
+        tensors |= prediction_tensors("predictions.before", trainer.predict(trainer.eval_dataset))
+    trained = trainer.train()
+    weights = {f"weights.{name}": value.detach().clone() for name, value in trainer.model.named_parameters()}
+    metrics = trainer.evaluate()
+    predicted = trainer.predict(trainer.eval_dataset)
+    tensors |= prediction_tensors("predictions.after", predicted)
+    tensors |= {f"whole.{key}": value for key, value in plain_forward(trainer).items()}
+    state = trainer.state
+    values = {
+        "log_history": state.log_history,
+        "global_step": state.global_step,
+        "max_steps": state.max_steps,
+        "epoch": state.epoch,
+        "best_metric": state.best_metric,
+        "best_global_step": state.best_global_step,
+        "training_loss": trained.training_loss,
+        "metrics": metrics,
+        "test_metrics": predicted.metrics,
+        "events": dict(counter.counts),
+        "digests": {"weights": digest(weights), "predictions": digest(tensors)},
+    }
+    if num_stages is not None:
+        layout = trainer.layout
+        values["layout"] = [layout.num_stages, layout.num_replicas, layout.num_frozen_layers]
+        values["num_microbatches"] = layout.num_microbatches
+    return values, tensors | weights
+
+
+def prediction_tensors(prefix: str, predicted) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for key in ("predictions", "label_ids"):
+        arrays = getattr(predicted, key)
+        arrays = arrays if isinstance(arrays, tuple) else (arrays,)
+        tensors |= {f"{prefix}.{key}.{i}": torch.from_numpy(array.copy()) for i, array in enumerate(arrays)}
+    return tensors
+
+
+@torch.no_grad()
+def plain_forward(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The outputs of the trained model called directly, on this rank: after `train()` it is whole."""
+    trainer.model.eval()
+    batch = collate([trainer.eval_dataset[index] for index in range(NUM_EVAL_SAMPLES)])
+    return {key: value.clone() for key, value in trainer.model(**batch).items() if isinstance(value, torch.Tensor)}
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    state = hashlib.sha256()
+    for name in sorted(tensors):
+        state.update(name.encode())
+        state.update(tensors[name].contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trainer", choices=["pipeline", "plain"], required=True)
+    parser.add_argument("--num_stages", type=int)
+    options = parser.parse_args()
+    num_stages = options.num_stages if options.trainer == "pipeline" else None
+    torch.set_num_threads(1)
+    for fields in json.loads(options.cases.read_text()):
+        case = Case(**fields)
+        start = time.monotonic()
+        print(f"case {case.name}", flush=True)
+        try:
+            values, tensors = run(case, num_stages, options.folder / f"{case.name}-output")
+        except ValueError:
+            note(options.folder, case, {"error": traceback.format_exc()})
+            continue
+        except BaseException:
+            note(options.folder, case, {"error": traceback.format_exc()})
+            raise
+        if RANK == 0:
+            save_file(
+                {name: value.contiguous() for name, value in tensors.items()},
+                options.folder / f"{case.name}.safetensors",
+            )
+        note(options.folder, case, {**values, "seconds": time.monotonic() - start})
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def note(folder: Path, case: Case, values: dict[str, Any]) -> None:
+    path = folder / f"{case.name}.rank{RANK}.json"
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(values))
+    unfinished.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A training run in which one planted thing goes wrong.
+
+    fault_worker.py FAULT OUTPUT --num_stages K --rank r --timeout seconds
+
+`FAULT` is a key of `FAULTS`; `r` is the rank it happens on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.models import build_model, collate, make_dataset
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+MODEL = "bert_sequence"
+READY = "past the third step"
+PLANTED = "planted failure"
+
+
+class Announce(TrainerCallback):
+    """Says when training is well under way."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            print(READY, flush=True)
+
+
+class FailInCallback(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise RuntimeError(PLANTED)
+
+
+def fail_in_collator(rows):
+    fail_in_collator.calls += 1
+    if fail_in_collator.calls > 3:
+        raise RuntimeError(PLANTED)
+    return collate(rows)
+
+
+fail_in_collator.calls = 0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fall_silent() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise RuntimeError(PLANTED)
+
+
+def go_on() -> None:
+    pass
+
+
+class FaultyTrainer(PipeTransformerTrainer):
+    """In the fourth step, amid the micro-batches, something happens."""
+
+    happening = staticmethod(go_on)
+    calls = 0
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.state.global_step == 3 and self.is_in_train:
+            self.calls += 1
+            if self.calls == 2:
+                self.happening()
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+# What differs from a sound run on the rank concerned: options, data, trainer.
+FAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "killed": {"happening": die},
+    "silent": {"happening": fall_silent},
+    "exception": {"happening": fail},
+    "exception_in_callback": {"callbacks": [Announce(), FailInCallback()]},
+    "exception_in_collator": {"data_collator": fail_in_collator},
+    "batch_size": {"options": {"per_device_train_batch_size": 2}},
+    "pipeline_size": {"options": {"pipeline_parallel_size": 1}},
+    "data_length": {"train_dataset": make_dataset(MODEL, 40)},
+    # Happens on all ranks alike.
+    "labels": {"everywhere": True, "train_dataset": make_dataset(MODEL, 53).remove_columns("labels")},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--num_stages", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=15)
+    parser.add_argument("--max_steps", type=int, default=1_000_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    fault = FAULTS[options.fault]
+    if options.rank != RANK and not fault.get("everywhere"):
+        fault = {}
+    settings = {
+        "output_dir": str(options.output),
+        "per_device_train_batch_size": 4,
+        "max_steps": options.max_steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "pipeline_parallel_size": options.num_stages,
+        "pipeline_parallel_num_microbatches": 4,
+        "pipeline_timeout": options.timeout,
+    }
+    trainer = FaultyTrainer(
+        model=build_model(MODEL),
+        args=PipeTransformerArguments(**(settings | fault.get("options", {}))),
+        train_dataset=fault.get("train_dataset", make_dataset(MODEL, 53)),
+        data_collator=fault.get("data_collator", collate),
+        callbacks=fault.get("callbacks", [Announce()]),
+    )
+    trainer.happening = fault.get("happening", go_on)
+    trainer.train()
+    print(f"rank {RANK} trained to the end", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

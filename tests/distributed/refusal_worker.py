@@ -1,0 +1,197 @@
+"""Try everything that cannot work with a pipeline, one after the other, and note how it was refused.
+
+    refusal_worker.py FOLDER
+
+Each rank writes `FOLDER/rank<r>.json`: name of the attempt to error class, its bases, text, and steps begun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.models import build_model, collate, make_dataset
+
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class CountSteps(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self.steps += 1
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield make_dataset("bert_sequence", 1)[0]
+
+
+class ContrastiveTrainer(PipeTransformerTrainer):
+    """A loss that compares the samples of a batch with each other."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits
+        loss = torch.nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_adapter():
+    model = build_model("bert_sequence")
+    # What `model.add_adapter()` leaves behind, without the package peft.
+    model._hf_peft_config_loaded = True
+    model.peft_config = {"default": object()}
+    return model
+
+
+def with_device_map():
+    model = build_model("bert_sequence")
+    model.hf_device_map = {"bert": "cpu", "classifier": "disk"}
+    return model
+
+
+def swin():
+    return SwinForImageClassification(
+        SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2)
+    )
+
+
+def albert():
+    return AlbertForSequenceClassification(
+        AlbertConfig(
+            vocab_size=64,
+            embedding_size=16,
+            hidden_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=64,
+            num_labels=3,
+        )
+    )
+
+
+def user_optimizer(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def search(trainer: PipeTransformerTrainer) -> None:
+    trainer.hyperparameter_search(hp_space=lambda trial: {}, n_trials=1)
+
+
+def resume(where: Any) -> Callable[[PipeTransformerTrainer], Any]:
+    return lambda trainer: trainer.train(resume_from_checkpoint=where)
+
+
+# Name of the attempt to what is different in it. `options` go to the arguments; `model`, `train_dataset` and `act`
+# (in place of `train()`) are called.
+ATTEMPTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"options": {"fsdp": "full_shard"}},
+    "deepspeed": {"options": {"deepspeed": {"zero_optimization": {"stage": 1}}}},
+    "parallelism_config": {"options": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)}},
+    "auto_find_batch_size": {"options": {"auto_find_batch_size": True}},
+    "torch_compile": {"options": {"torch_compile": True}},
+    "lomo": {"options": {"optim": "lomo"}},
+    "adalomo": {"options": {"optim": "adalomo"}},
+    "galore": {"options": {"optim": "galore_adamw", "optim_target_modules": ["attention"]}},
+    "fp16": {"options": {"fp16": True}},
+    "peft": {"model": with_adapter},
+    "device_map": {"model": with_device_map},
+    "swin": {"model": swin, "train_dataset": lambda: make_dataset("vit", 20)},
+    "albert": {"model": albert},
+    "hyperparameter_search": {"act": search},
+    "resume_from_last_checkpoint": {"act": resume(True)},
+    "resume_from_a_checkpoint": {"act": resume("checkpoint-3")},
+    "iterable_dataset": {"train_dataset": Endless},
+    "streamed_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 20).to_iterable_dataset()},
+    "empty_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([])},
+    "user_optimizer": {"optimizers": user_optimizer},
+    "loss_across_samples": {"trainer": ContrastiveTrainer},
+    "plain_arguments": {"arguments": TrainingArguments},
+    "no_divisor": {"options": {"pipeline_parallel_size": 3}},
+    "no_stages": {"options": {"pipeline_parallel_size": 0}},
+    "stages_in_words": {"options": {"pipeline_parallel_size": "two"}},
+    "no_microbatches": {"options": {"pipeline_parallel_num_microbatches": 0}},
+    "unknown_schedule": {"options": {"pipeline_schedule": "zigzag"}},
+    "unknown_checkpoint": {"options": {"pipeline_checkpoint": "sometimes"}},
+    "checkpoint_twice": {"options": {"pipeline_checkpoint": "always", "activation_checkpointing": True}},
+    "no_timeout": {"options": {"pipeline_timeout": 0}},
+    "unknown_policy": {"options": {"freeze_policy": "gradient_norm"}},
+}
+
+
+def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
+    options = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **({} if "arguments" in change else {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}),
+    }
+    changed = {key: value() if callable(value) else value for key, value in change.get("options", {}).items()}
+    args = change.get("arguments", PipeTransformerArguments)(**(options | changed))
+    model = change.get("model", lambda: build_model("bert_sequence"))()
+    extra = {"optimizers": change["optimizers"](model)} if "optimizers" in change else {}
+    trainer = change.get("trainer", PipeTransformerTrainer)(
+        model=model,
+        args=args,
+        train_dataset=change.get("train_dataset", lambda: make_dataset("bert_sequence", 20))(),
+        data_collator=collate,
+        callbacks=[counter],
+        **extra,
+    )
+    change.get("act", lambda trainer: trainer.train())(trainer)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    found = {}
+    for name, change in ATTEMPTS.items():
+        print(f"attempt {name}", flush=True)
+        environment = dict(os.environ)
+        counter = CountSteps()
+        try:
+            attempt(change, folder / "output", counter)
+            found[name] = {"error": None, "bases": [], "text": "", "steps": counter.steps}
+        except Exception as error:
+            bases = [base.__name__ for base in type(error).__mro__]
+            found[name] = {"error": bases[0], "bases": bases, "text": str(error), "steps": counter.steps}
+        # Options such as fsdp leave their mark in the environment and in accelerate's state.
+        os.environ.clear()
+        os.environ.update(environment)
+        AcceleratorState._reset_state(reset_partial_state=False)
+        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

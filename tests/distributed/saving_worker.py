@@ -1,0 +1,211 @@
+"""Train and save with a pipeline, load with plain tools, and weigh what each rank holds.
+
+saving_worker.py train FOLDER --num_stages K     on K * R processes
+saving_worker.py load FOLDER                     on one process
+saving_worker.py memory FOLDER --num_stages K    on K processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, ViTForImageClassification
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.models import build_model, collate, make_dataset, vit_config
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+MODELS = ["bert_sequence", "bert_masked", "vit"]
+NUM_STEPS = 6
+EVAL_BATCH = 4
+NUM_EVAL_SAMPLES = 13
+NUM_VIT_LAYERS = 12
+
+
+def evaluation_set(name: str):
+    return make_dataset(name, NUM_EVAL_SAMPLES, seed=1)
+
+
+def arguments(output: Path, num_stages: int, **changes: Any) -> PipeTransformerArguments:
+    options = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 8 // WORLD_SIZE,
+        "per_device_eval_batch_size": EVAL_BATCH // WORLD_SIZE,
+        "learning_rate": 1e-3,
+        "max_steps": NUM_STEPS,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "pipeline_parallel_size": num_stages,
+        "pipeline_parallel_num_microbatches": 2,
+        "pipeline_timeout": 60,
+    }
+    return PipeTransformerArguments(**(options | changes))
+
+
+def trainer_of(model: PreTrainedModel, name: str, args: TrainingArguments, **changes: Any) -> PipeTransformerTrainer:
+    return PipeTransformerTrainer(
+        model=model, args=args, train_dataset=make_dataset(name, 29), data_collator=collate, **changes
+    )
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
+    """The model called directly, in the batches of an evaluation on one process."""
+    model.eval()
+    rows = list(evaluation_set(name))
+    batches = [collate(rows[start : start + EVAL_BATCH]) for start in range(0, len(rows), EVAL_BATCH)]
+    return {f"batch{index}": model(**batch).logits.clone() for index, batch in enumerate(batches)}
+
+
+def unpadded(name: str, predictions: Any) -> dict[str, torch.Tensor]:
+    """Predictions of a trainer cut into its batches again, without the padding between batches."""
+    rows = list(evaluation_set(name))
+    parts = {}
+    for index, start in enumerate(range(0, len(rows), EVAL_BATCH)):
+        part = torch.from_numpy(predictions[start : start + EVAL_BATCH].copy())
+        if part.ndim == 3:
+            part = part[:, : collate(rows[start : start + EVAL_BATCH])["input_ids"].shape[1]]
+        parts[f"batch{index}"] = part.contiguous()
+    return parts
+
+
+def train(folder: Path, num_stages: int) -> None:
+    for name in MODELS:
+        args = arguments(folder / name, num_stages, save_strategy="steps", save_steps=3)
+        trainer = trainer_of(build_model(name, seed=5), name, args)
+        trainer.train()
+        trainer.save_model(str(folder / name / "saved"))
+        logits = logits_of(trainer.model, name)
+        if RANK == 0:
+            save_file(logits, folder / name / "logits_after_training.safetensors")
+
+
+def load(folder: Path) -> None:
+    for name in MODELS:
+        found = {}
+        for source in ("saved", f"checkpoint-{NUM_STEPS}", "checkpoint-3"):
+            model, information = type(build_model(name)).from_pretrained(
+                folder / name / source, output_loading_info=True
+            )
+            found[source] = {key: sorted(map(str, value)) for key, value in information.items()}
+            save_file(
+                {key: value.detach().clone() for key, value in model.named_parameters()},
+                folder / name / f"weights_{source}.safetensors",
+            )
+        (folder / name / "loading.json").write_text(json.dumps(found))
+
+        fresh = type(model).from_pretrained(folder / name / "saved")
+        save_file(logits_of(fresh, name), folder / name / "logits_loaded.safetensors")
+
+        plain_args = TrainingArguments(
+            str(folder / name / "plain"), per_device_eval_batch_size=EVAL_BATCH, report_to="none", use_cpu=True
+        )
+        plain = Trainer(model=fresh, args=plain_args, data_collator=collate).predict(evaluation_set(name))
+        save_file(unpadded(name, plain.predictions), folder / name / "logits_plain_trainer.safetensors")
+
+        args = arguments(folder / name / "ours", 1, pipeline_parallel_num_microbatches=1)
+        ours = trainer_of(type(model).from_pretrained(folder / name / "saved"), name, args)
+        predicted = ours.predict(evaluation_set(name)).predictions
+        save_file(unpadded(name, predicted), folder / name / "logits_pipeline_trainer.safetensors")
+
+
+class Weigh(TrainerCallback):
+    """Weighs a rank between optimizer step and zero_grad, when parameters, gradients and state all exist."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, int]] = {}
+        self.trainer: Trainer | None = None
+
+    def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        named = {
+            name: parameter
+            for name, parameter in self.trainer.model.named_parameters()
+            if parameter.device.type != "meta" and parameter.numel()
+        }
+        gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
+        states = [
+            value
+            for state in self.trainer.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.ndim
+        ]
+        self.found = {
+            "parameters": {name: num_bytes([parameter]) for name, parameter in named.items()},
+            "totals": {
+                # Every parameter that lives in this process, whoever holds it.
+                "parameters": num_bytes(living_parameters()),
+                "gradients": num_bytes(gradients),
+                "optimizer": num_bytes(states),
+            },
+        }
+
+
+def living_parameters() -> list[nn.Parameter]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is nn.Parameter and found.device.type != "meta"]
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory behind some tensors, each storage counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def memory(folder: Path, num_stages: int) -> None:
+    # One after the other, so that no model is in memory while another is weighed.
+    builders: dict[str, Callable[[], PreTrainedModel]] = {
+        "vit": lambda: ViTForImageClassification(vit_config(NUM_VIT_LAYERS)),
+        "bert_masked": lambda: build_model("bert_masked"),
+    }
+    for name, build in builders.items():
+        model = build()
+        whole = {key: num_bytes([value]) for key, value in model.named_parameters()}
+        weigh = Weigh()
+        args = arguments(folder / f"{name}-output", num_stages, max_steps=2)
+        trainer = trainer_of(model, name, args, callbacks=[weigh])
+        weigh.trainer = trainer
+        del model
+        trainer.train()
+        layout = trainer.layout
+        record = {
+            **weigh.found,
+            "whole": whole,
+            "units": [list(layout.units_of(stage)) for stage in range(layout.num_stages)],
+            "whole_again": {key: num_bytes([value]) for key, value in trainer.model.named_parameters()},
+        }
+        (folder / f"{name}.rank{RANK}.json").write_text(json.dumps(record))
+        del trainer, weigh
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["train", "load", "memory"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--num_stages", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "load":
+        load(options.folder)
+    else:
+        {"train": train, "memory": memory}[options.what](options.folder, options.num_stages)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Law 1: whatever the layout, the numbers are those of plain Trainer.
+
+Plain Trainer runs in one process with the same global batch. All cases of one layout run in one launch, all references
+in another; the tests below look at what they wrote down.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, PRODUCT, Case
+from tests.distributed.equality_worker import EVAL_SEED
+from tests.distributed.launcher import launch
+from tests.models import MODELS, has_zero_gradient, real_positions
+
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+
+# Seconds a launch may take: to start, and for each case.
+START_SECONDS = 120
+CASE_SECONDS = 15
+
+METRIC_TOLERANCE = 1e-6
+
+Layout = tuple[int, int]
+
+
+pytestmark = [
+    pytest.mark.distributed,
+    # The first test of a layout waits for the launch of all its cases.
+    pytest.mark.timeout(3000),
+]
+
+
+def _selectable_runs() -> Iterator[Any]:
+    for layout in LAYOUTS:
+        name = f"{layout[0]}x{layout[1]}"
+        for case in CI_CASES[layout]:
+            yield pytest.param((layout, case), id=f"{name}-{case.name}")
+        for case in PRODUCT:
+            if case not in CI_CASES[layout]:
+                yield pytest.param((layout, case), id=f"{name}-{case.name}", marks=pytest.mark.slow)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of one run of one case wrote down."""
+
+    ranks: list[dict[str, Any]]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        return self.ranks[0]["log_history"]
+
+    def steps(self) -> list[dict[str, float]]:
+        return [entry for entry in self.history if "loss" in entry]
+
+    def evaluations(self) -> list[dict[str, float]]:
+        return [entry for entry in self.history if "eval_loss" in entry]
+
+    def named(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
+
+
+class Runs:
+    """Launches the selected cases, all of one layout together, when the first of them is asked for."""
+
+    def __init__(self, folder: Path, selected: Mapping[Layout, Sequence[Case]]) -> None:
+        self.folder = folder
+        self.selected = selected
+        self.launched: dict[Layout | None, str] = {}
+
+    def pipeline(self, layout: Layout, case: Case) -> Outcome:
+        return self._outcome(layout, case, self.selected[layout])
+
+    def reference(self, case: Case) -> Outcome:
+        references = {case.reference.name: case.reference for cases in self.selected.values() for case in cases}
+        return self._outcome(None, case.reference, list(references.values()))
+
+    def _outcome(self, layout: Layout | None, case: Case, cases: Sequence[Case]) -> Outcome:
+        folder = self.folder / ("reference" if layout is None else f"{layout[0]}x{layout[1]}")
+        if layout not in self.launched:
+            folder.mkdir()
+            self.launched[layout] = self._launch_all(layout, cases, folder)
+        num_ranks = layout[0] * layout[1] if layout else 1
+        paths = [folder / f"{case.name}.rank{rank}.json" for rank in range(num_ranks)]
+        missing = [path.name for path in paths if not path.exists()]
+        if missing:
+            pytest.fail(f"{missing} were not written.\n{self.launched[layout]}", pytrace=False)
+        ranks = [json.loads(path.read_text()) for path in paths]
+        errors = [f"rank {rank}:\n{values['error']}" for rank, values in enumerate(ranks) if "error" in values]
+        if errors:
+            pytest.fail("\n".join(errors), pytrace=False)
+        return Outcome(ranks, load_file(folder / f"{case.name}.safetensors"))
+
+    def _launch_all(self, layout: Layout | None, cases: Sequence[Case], folder: Path) -> str:
+        """Run all cases; a case that ends its launch does not take the ones behind it along. Returns all output."""
+        num_stages, num_replicas = layout or (1, 1)
+        left, output = list(cases), ""
+        while left:
+            listed = folder / "cases.json"
+            listed.write_text(json.dumps([case.as_json() for case in left]))
+            trainer = ["--trainer", "pipeline", "--num_stages", str(num_stages)] if layout else ["--trainer", "plain"]
+            result = launch(
+                WORKER,
+                [listed, folder, *trainer],
+                num_processes=num_stages * num_replicas,
+                timeout=START_SECONDS + CASE_SECONDS * len(left),
+                check=False,
+                grace=70,
+            )
+            output += result.output
+            if result.returncode == 0:
+                break
+            done = [case for case in left if (folder / f"{case.name}.rank0.json").exists()]
+            left = left[max(len(done), 1) :]
+        return output
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    selected: dict[Layout, dict[str, Case]] = defaultdict(dict)
+    for item in request.session.items:
+        if item.path == request.path:
+            layout, case = item.callspec.params["run"]
+            selected[layout][case.name] = case
+    cases = {layout: list(named.values()) for layout, named in selected.items()}
+    return Runs(tmp_path_factory.mktemp("equality"), cases)
+
+
+@pytest.fixture(params=list(_selectable_runs()))
+def run(request: pytest.FixtureRequest) -> tuple[Layout, Case]:
+    return request.param
+
+
+@pytest.fixture
+def layout(run: tuple[Layout, Case]) -> Layout:
+    return run[0]
+
+
+@pytest.fixture
+def case(run: tuple[Layout, Case]) -> Case:
+    return run[1]
+
+
+@pytest.fixture
+def ours(runs: Runs, run: tuple[Layout, Case]) -> Outcome:
+    return runs.pipeline(*run)
+
+
+@pytest.fixture
+def plain(runs: Runs, case: Case) -> Outcome:
+    return runs.reference(case)
+
+
+def relative_difference(found: float, expected: float) -> float:
+    """0 where both are not a number."""
+    if math.isnan(expected) or math.isnan(found):
+        return 0.0 if math.isnan(expected) and math.isnan(found) else math.inf
+    return abs(found - expected) / max(abs(expected), 1e-12)
+
+
+def tensor_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over norm; 0 where both are not a number at the same places."""
+    assert found.shape == expected.shape
+    found, expected = found.double(), expected.double()
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return math.inf
+    difference = (found - expected).nan_to_num().norm() / expected.nan_to_num().norm().clamp_min(1e-12)
+    return float(difference)
+
+
+def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics without what a clock says."""
+    return {key: value for key, value in metrics.items() if not key.endswith(("_runtime", "_per_second", "_time"))}
+
+
+def test_losses_and_gradient_norms_follow_trainer(ours: Outcome, plain: Outcome, case: Case):
+    found, expected = ours.steps(), plain.steps()
+    assert [entry["step"] for entry in found] == [entry["step"] for entry in expected]
+    for key in ("loss", "grad_norm"):
+        far = {
+            mine["step"]: (mine[key], theirs[key])
+            for mine, theirs in zip(found, expected, strict=True)
+            if relative_difference(mine[key], theirs[key]) > case.tolerance
+        }
+        assert far == {}, f"{key} by step: ours, Trainer's"
+    ends = ours.ranks[0]["training_loss"], plain.ranks[0]["training_loss"]
+    assert relative_difference(*ends) <= case.tolerance
+
+
+def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: Outcome):
+    for mine, theirs in zip(ours.steps(), plain.steps(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert mine["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-12)
+        assert mine["epoch"] == pytest.approx(theirs["epoch"], rel=1e-12)
+    ends = ours.history[-1], plain.history[-1]
+    summaries = [[entry for entry in outcome.history if "train_runtime" in entry] for outcome in (ours, plain)]
+    assert [len(summary) for summary in summaries] == [1, 1]
+    assert summaries[0][0].keys() == summaries[1][0].keys()
+    assert [untimed(entry).keys() for entry in ours.evaluations()] == [
+        untimed(entry).keys() for entry in plain.evaluations()
+    ]
+    assert ends[0]["step"] == ends[1]["step"]
+    for key in ("global_step", "max_steps", "epoch", "best_global_step"):
+        assert ours.ranks[0][key] == plain.ranks[0][key], key
+
+
+def test_weights_follow_trainer(ours: Outcome, plain: Outcome, case: Case):
+    found, expected = ours.named("weights."), plain.named("weights.")
+    assert found.keys() == expected.keys()
+    far = {
+        name: difference
+        for name in expected
+        if not has_zero_gradient(case.model, name)
+        and (difference := tensor_difference(found[name], expected[name])) > case.tolerance
+    }
+    assert far == {}
+
+
+def test_evaluation_equals_trainers(ours: Outcome, plain: Outcome, case: Case):
+    tolerance = max(METRIC_TOLERANCE, case.tolerance if case.options.get("bf16") else 0)
+    pairs = [(ours.ranks[0][key], plain.ranks[0][key]) for key in ("metrics", "test_metrics")]
+    pairs += zip(ours.evaluations(), plain.evaluations(), strict=True)
+    for mine, theirs in pairs:
+        mine, theirs = untimed(mine), untimed(theirs)
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert relative_difference(mine[key], value) <= tolerance, (key, mine[key], value)
+
+
+def test_predictions_are_complete_and_in_order(ours: Outcome, plain: Outcome, case: Case):
+    found, expected = ours.named("predictions."), plain.named("predictions.")
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("before.") for name in expected) == case.evaluate_first
+    real = real_positions(case.model, NUM_EVAL_SAMPLES, EVAL_SEED)
+    for name, theirs in expected.items():
+        mine = found[name]
+        assert len(mine) == NUM_EVAL_SAMPLES
+        if "label_ids" in name:
+            assert torch.equal(mine, theirs)
+            continue
+        if real is not None:
+            # What stands at padding depends on how far a batch was padded, and means nothing.
+            assert mine.shape == theirs.shape
+            mine, theirs = mine[real], theirs[real]
+        elif MODELS[case.model].task == "question":
+            # A constant added to every position means nothing either, and is moved by rounding noise alone.
+            mine, theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
+        for position, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            assert tensor_difference(one, other) <= case.tolerance, (name, position)
+
+
+def test_every_rank_ends_with_the_same_whole_model(ours: Outcome, layout: Layout):
+    assert len(ours.ranks) == layout[0] * layout[1]
+    for rank in ours.ranks[1:]:
+        assert rank["digests"] == ours.ranks[0]["digests"]
+        assert rank["test_metrics"].keys() == ours.ranks[0]["test_metrics"].keys()
+        for key in ("global_step", "best_metric"):
+            assert rank[key] == ours.ranks[0][key]
+
+
+def test_the_layout_is_the_one_asked_for(ours: Outcome, layout: Layout, case: Case):
+    for rank in ours.ranks:
+        assert rank["layout"] == [*layout, 0]
+        if case.num_microbatches != "auto":
+            assert rank["num_microbatches"] == case.num_microbatches
+        else:
+            assert rank["num_microbatches"] == ours.ranks[0]["num_microbatches"] >= 1
+
+
+def test_callbacks_see_trainers_events_on_every_rank(ours: Outcome, plain: Outcome):
+    for rank in ours.ranks:
+        assert rank["events"] == plain.ranks[0]["events"]
+
+
+def test_the_case_tests_something(plain: Outcome, case: Case):
+    """A comparison of two runs that learn nothing, never clip or stop too soon would show nothing."""
+    steps = plain.steps()
+    whole_run = case.num_samples > 8 and not case.stop_early and case.epochs > 1 and "max_steps" not in case.options
+    if whole_run and "logging_steps" not in case.options:
+        assert len(steps) >= 20
+    if case.change == "nan":
+        assert 2 < sum(not math.isnan(entry["grad_norm"]) for entry in steps) < len(steps)
+        return
+    limit = case.options.get("max_grad_norm", 0.5)
+    if limit:
+        assert sum(entry["grad_norm"] > limit for entry in steps) > len(steps) / 3
+    assert len({entry["learning_rate"] for entry in steps}) > len(steps) / 2
+    if case.stop_early:
+        assert plain.ranks[0]["global_step"] == 6
+    if case.options.get("load_best_model_at_end"):
+        assert plain.ranks[0]["best_global_step"] < plain.ranks[0]["global_step"]

@@ -1,0 +1,242 @@
+"""Law 7: whatever goes wrong ends the run on every rank, with the first cause named, and nothing hangs.
+
+What Trainer takes in its stride, the pipeline does too: a loss that is not a number and a data set shorter than one
+batch are cases of test_equality.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.fault_worker import PLANTED, READY
+from tests.distributed.launcher import LaunchResult, accelerate_launch, launch
+from tests.distributed.refusal_worker import ATTEMPTS
+
+
+FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
+REFUSAL_WORKER = Path(__file__).with_name("refusal_worker.py")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+
+PIPELINE_TIMEOUT = 15
+# Law 7: within the timeout and five seconds.
+GRACE = PIPELINE_TIMEOUT + 5
+# Ctrl-C stops every rank sooner.
+INTERRUPT_SECONDS = 10
+
+
+def run_with_fault(
+    fault: str, output: Path, num_processes: int = 2, num_stages: int = 2, rank: int = 1, **options: Any
+) -> LaunchResult:
+    timeout = options.pop("pipeline_timeout", PIPELINE_TIMEOUT)
+    arguments = [fault, output, "--num_stages", str(num_stages), "--rank", str(rank), "--timeout", str(timeout)]
+    return launch(
+        FAULT_WORKER, arguments, num_processes=num_processes, timeout=120, check=False, **{"grace": GRACE} | options
+    )
+
+
+def assert_all_ended_by_themselves(result: LaunchResult, seconds: float) -> None:
+    assert not result.timed_out, f"ended: {result.ended}"
+    assert max(result.ended) - min(result.ended) < seconds
+    assert all(code != 0 for code in result.returncodes), result.returncodes
+
+
+# Rank, number of processes, K.
+PLACES = [
+    pytest.param(0, 2, 2, id="first-stage"),
+    pytest.param(1, 2, 2, id="last-stage"),
+    pytest.param(1, 2, 1, id="replica", marks=pytest.mark.slow),
+    pytest.param(2, 4, 2, id="two-by-two", marks=pytest.mark.slow),
+    pytest.param(1, 4, 4, id="middle-stage", marks=pytest.mark.slow),
+]
+
+
+def test_a_sound_run_ends_well(tmp_path: Path):
+    """Else the tests below would show nothing."""
+    result = launch(FAULT_WORKER, ["none", tmp_path, "--max_steps", "5"], num_processes=2, timeout=100)
+    for rank, text in enumerate(result.outputs):
+        assert f"rank {rank} trained to the end" in text
+
+
+@pytest.mark.parametrize(("rank", "num_processes", "num_stages"), PLACES)
+def test_a_rank_killed_in_mid_step_ends_all(tmp_path: Path, rank: int, num_processes: int, num_stages: int):
+    result = run_with_fault("killed", tmp_path, num_processes, num_stages, rank)
+    assert READY in result.outputs[rank]
+    assert result.returncodes[rank] == -signal.SIGKILL
+    # A closed connection tells the others at once, long before their patience ends.
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    for survivor in set(range(num_processes)) - {rank}:
+        assert re.search(rf"\brank {rank}\b", result.outputs[survivor]), f"rank {survivor} does not name rank {rank}"
+
+
+@pytest.mark.parametrize(("rank", "num_processes", "num_stages"), PLACES)
+def test_an_exception_in_compute_loss_reaches_every_rank(
+    tmp_path: Path, rank: int, num_processes: int, num_stages: int
+):
+    result = run_with_fault("exception", tmp_path, num_processes, num_stages, rank)
+    assert READY in result.outputs[rank]
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    for text in result.outputs:
+        assert re.search(rf"rank {rank}: RuntimeError: {PLANTED}", text) or f"RuntimeError: {PLANTED}" in text
+    for other in set(range(num_processes)) - {rank}:
+        assert re.search(rf"\brank {rank}\b.*{PLANTED}", result.outputs[other]), f"rank {other}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        pytest.param("exception_in_collator", 0, id="collator"),
+        pytest.param("exception_in_callback", 1, id="callback"),
+        pytest.param("exception_in_callback", 0, id="callback-of-rank-0", marks=pytest.mark.slow),
+    ],
+)
+def test_an_exception_elsewhere_reaches_every_rank(tmp_path: Path, fault: str, rank: int):
+    result = run_with_fault(fault, tmp_path, rank=rank)
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    for text in result.outputs:
+        assert PLANTED in text
+    assert re.search(rf"\brank {rank}\b.*{PLANTED}", result.outputs[1 - rank])
+
+
+def test_a_rank_that_falls_silent_is_given_up_after_the_timeout(tmp_path: Path):
+    timeout = 6
+    # The silent rank never ends, so the launch ends when the grace period after the first failure does.
+    result = run_with_fault(
+        "silent", tmp_path, pipeline_timeout=timeout, signal_on=None, grace=1, num_processes=2, rank=1
+    )
+    assert READY in result.outputs[1]
+    assert result.ended[1] is None
+    assert result.ended[0] is not None
+    assert result.returncodes[0] != 0
+    assert re.search(r"\brank 1\b", result.outputs[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("batch_size", "per_device_train_batch_size"),
+        ("pipeline_size", "pipeline_parallel_size"),
+        ("data_length", "data"),
+    ],
+)
+def test_a_rank_that_disagrees_ends_all_before_training(tmp_path: Path, fault: str, name: str):
+    result = run_with_fault(fault, tmp_path)
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    for text in result.outputs:
+        assert name in last_error(text)
+        assert re.search(r"\brank 1\b", last_error(text))
+        assert READY not in text
+
+
+def test_missing_labels_end_all_ranks_with_trainers_error(tmp_path: Path):
+    result = run_with_fault("labels", tmp_path)
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    for text in result.outputs:
+        assert "ValueError" in text
+        assert re.search(r"did not return a loss|labels", last_error(text))
+        assert READY not in text
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_stages"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["2x1", "2x2"]
+)
+def test_interrupt_stops_every_rank_with_events_flushed(tmp_path: Path, num_processes: int, num_stages: int):
+    result = run_with_fault(
+        "none", tmp_path, num_processes, num_stages, signal_on=(READY, signal.SIGINT), grace=INTERRUPT_SECONDS
+    )
+    assert result.signalled is not None
+    assert not result.timed_out
+    assert all(code != 0 for code in result.returncodes)
+    assert max(result.ended) - result.signalled < INTERRUPT_SECONDS
+    for text in result.outputs:
+        assert "KeyboardInterrupt" in text
+    lines = (tmp_path / "pipetransformer_events.jsonl").read_text().splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events[0] == "run"
+    assert events[-1] in ("fault", "end")
+
+
+def last_error(text: str) -> str:
+    """The text of the error that ended a rank: what stands behind the last traceback."""
+    return text.rpartition("Traceback (most recent call last)")[2]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """How each rank of two refused each attempt; an attempt that hung or crashed is missing."""
+    folder = tmp_path_factory.mktemp("refusals")
+    launch(REFUSAL_WORKER, [folder], num_processes=2, timeout=150, check=False)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+# What the text of the refusal must name.
+NAMED = {
+    "lomo": "optim.*lomo",
+    "adalomo": "optim.*adalomo",
+    "galore": "optim.*galore",
+    "swin": "Swin",
+    "albert": "Albert",
+    "hyperparameter_search": "hyperparameter_search|hyper-parameter search",
+    "resume_from_last_checkpoint": "resume_from_checkpoint",
+    "resume_from_a_checkpoint": "resume_from_checkpoint",
+    "iterable_dataset": "iterable|IterableDataset|Endless",
+    "streamed_dataset": "iterable|IterableDataset",
+    "empty_dataset": "empty|at least one sample|num_samples",
+    "user_optimizer": "optimizer",
+    "loss_across_samples": "loss",
+    "plain_arguments": "PipeTransformerArguments",
+    "no_divisor": r"pipeline_parallel_size.*3|3.*pipeline_parallel_size",
+    "no_stages": "pipeline_parallel_size",
+    "stages_in_words": "pipeline_parallel_size.*two",
+    "no_microbatches": "pipeline_parallel_num_microbatches",
+    "unknown_schedule": "pipeline_schedule.*zigzag",
+    "unknown_checkpoint": "pipeline_checkpoint.*sometimes",
+    "checkpoint_twice": "activation_checkpointing.*pipeline_checkpoint|pipeline_checkpoint.*activation_checkpointing",
+    "no_timeout": "pipeline_timeout",
+    "unknown_policy": "freeze_policy",
+}
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_what_cannot_work_is_refused_on_every_rank_before_training(refusals: list[dict[str, Any]], name: str):
+    for rank, found in enumerate(refusals):
+        assert name in found, f"rank {rank} did not come back from {name}"
+        refusal = found[name]
+        assert "ValueError" in refusal["bases"], refusal
+        assert re.search(NAMED.get(name, name), refusal["text"], re.IGNORECASE | re.DOTALL), refusal
+        assert refusal["steps"] == 0
+
+
+def test_processes_that_each_believe_to_be_alone_are_refused(tmp_path: Path):
+    """Two processes without a CPU flag on a machine without GPU would train twice, each by itself."""
+    alone = {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599", "ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""},
+    }
+    result = launch(FAULT_WORKER, ["none", tmp_path, "--max_steps", "2"], timeout=60, env=alone, check=False)
+    assert result.returncode not in (0, None)
+    error = last_error(result.output)
+    assert "ValueError" in error
+    assert re.search(r"accelerate launch --multi_gpu --num_processes (2|N)\b", error)
+    assert re.search(r"ACCELERATE_USE_CPU=true|--use_cpu", error)
+
+
+def test_accelerate_that_starts_one_process_instead_of_two_is_refused(tmp_path: Path):
+    """`accelerate launch --cpu --num_processes 2` starts one, silently."""
+    result = accelerate_launch(
+        FAULT_WORKER,
+        ["none", tmp_path, "--num_stages", "1", "--max_steps", "2"],
+        num_processes=2,
+        timeout=60,
+        check=False,
+        mode="--cpu",
+    )
+    assert result.returncode != 0
+    assert "ValueError" in result.output
+    assert re.search(r"accelerate launch --multi_gpu --num_processes (2|N)\b", result.output)

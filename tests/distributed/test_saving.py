@@ -1,0 +1,157 @@
+"""Law 8: what is saved loads in plain transformers with the same logits; and each rank holds its own units only."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.launcher import launch
+from tests.distributed.saving_worker import MODELS, NUM_STEPS, NUM_VIT_LAYERS
+
+
+WORKER = Path(__file__).with_name("saving_worker.py")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+# AdamW keeps two moments beside a parameter and its gradient.
+COPIES = 4
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((2, 1), id="2x1"), pytest.param((2, 2), id="2x2", marks=pytest.mark.slow)],
+)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what a pipeline saved and what one process made of it."""
+    num_stages, num_replicas = request.param
+    folder = tmp_path_factory.mktemp("saving")
+    launch(
+        WORKER,
+        ["train", folder, "--num_stages", str(num_stages)],
+        num_processes=num_stages * num_replicas,
+        timeout=150,
+    )
+    launch(WORKER, ["load", folder], timeout=100)
+    return folder
+
+
+def assert_same_bits(found: Path, expected: Path) -> None:
+    mine, theirs = load_file(found), load_file(expected)
+    assert mine.keys() == theirs.keys()
+    assert theirs
+    for key, value in theirs.items():
+        assert torch.equal(mine[key], value), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_model_gives_the_logits_of_the_trained_one_to_the_bit(saved: Path, name: str):
+    assert_same_bits(saved / name / "logits_loaded.safetensors", saved / name / "logits_after_training.safetensors")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("evaluator", ["plain", "pipeline"])
+def test_evaluation_on_one_process_gives_the_same_logits_to_the_bit(saved: Path, name: str, evaluator: str):
+    assert_same_bits(
+        saved / name / f"logits_{evaluator}_trainer.safetensors", saved / name / "logits_loaded.safetensors"
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_missing_or_left_over(saved: Path, name: str):
+    loading = json.loads((saved / name / "loading.json").read_text())
+    assert set(loading) == {"saved", f"checkpoint-{NUM_STEPS}", "checkpoint-3"}
+    for source, information in loading.items():
+        assert all(not found for found in information.values()), (source, information)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_hold_the_model_of_their_step_and_nothing_of_the_optimizer(saved: Path, name: str):
+    last = f"checkpoint-{NUM_STEPS}"
+    assert_same_bits(saved / name / f"weights_{last}.safetensors", saved / name / "weights_saved.safetensors")
+    early = load_file(saved / name / "weights_checkpoint-3.safetensors")
+    final = load_file(saved / name / "weights_saved.safetensors")
+    assert any(not torch.equal(early[key], final[key]) for key in final)
+    for folder in ("checkpoint-3", last):
+        files = {path.name for path in (saved / name / folder).iterdir()}
+        assert {"config.json", "model.safetensors", "trainer_state.json"} <= files
+        assert not {found for found in files if found.startswith(("optimizer", "scheduler", "scaler"))}
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["K=2", "K=4"])
+def weighed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank of a pipeline of K stages held while training, by model."""
+    num_stages = request.param
+    folder = tmp_path_factory.mktemp("memory")
+    launch(WORKER, ["memory", folder, "--num_stages", str(num_stages)], num_processes=num_stages, timeout=150)
+    return {
+        name: [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(num_stages)]
+        for name in ("vit", "bert_masked")
+    }
+
+
+def vit_unit(parameter: str) -> int:
+    """The unit that owns a parameter of ViT: embeddings, attention and MLP of each layer, head."""
+    if parameter.startswith("vit.embeddings."):
+        return 0
+    found = re.match(r"vit\.layers\.(\d+)\.(\w+)", parameter)
+    if found is None:
+        assert parameter.startswith(("vit.layernorm.", "classifier.")), parameter
+        return 2 * NUM_VIT_LAYERS + 1
+    layer, part = int(found[1]), found[2]
+    half = {"layernorm_before": 0, "attention": 0, "layernorm_after": 1, "mlp": 1}[part]
+    return 1 + 2 * layer + half
+
+
+def test_a_rank_holds_what_its_layout_says(weighed: dict[str, list[Any]]):
+    for rank, record in enumerate(weighed["vit"]):
+        owned = {name: size for name, size in record["whole"].items() if vit_unit(name) in record["units"][rank]}
+        assert record["parameters"] == owned
+        expected = sum(owned.values())
+        assert record["totals"]["parameters"] == pytest.approx(expected, rel=0.02)
+        # Stages whose embeddings hold something unused (a mask token) have no gradient for it.
+        assert record["totals"]["gradients"] == pytest.approx(expected, rel=0.02)
+        assert record["totals"]["optimizer"] == pytest.approx(2 * expected, rel=0.02)
+
+
+def test_every_unit_has_exactly_one_stage(weighed: dict[str, list[Any]]):
+    for records in weighed.values():
+        units = records[0]["units"]
+        assert all(record["units"] == units for record in records)
+        flat = [unit for stage in units for unit in stage]
+        assert flat == list(range(len(flat)))
+    names = [name for record in weighed["vit"] for name in record["parameters"]]
+    assert sorted(names) == sorted(weighed["vit"][0]["whole"])
+
+
+def test_no_rank_holds_more_than_its_share_and_one_sublayer(weighed: dict[str, list[Any]]):
+    records = weighed["vit"]
+    whole = records[0]["whole"]
+    units: dict[int, int] = {}
+    for name, size in whole.items():
+        units[vit_unit(name)] = units.get(vit_unit(name), 0) + size
+    sublayer = max(size for unit, size in units.items() if 0 < unit <= 2 * NUM_VIT_LAYERS)
+    for record in records:
+        assert sum(record["totals"].values()) <= COPIES * (sum(whole.values()) / len(records) + sublayer)
+
+
+def test_a_shared_parameter_has_one_optimizer_state(weighed: dict[str, list[Any]]):
+    records = weighed["bert_masked"]
+    shared = "bert.embeddings.word_embeddings.weight"
+    holders = [rank for rank, record in enumerate(records) if shared in record["parameters"]]
+    assert holders == [0, len(records) - 1]
+    whole = sum(records[0]["whole"].values())
+    assert sum(record["totals"]["optimizer"] for record in records) == pytest.approx(2 * whole, rel=0.02)
+    copies = records[0]["whole"][shared]
+    assert sum(record["totals"]["parameters"] for record in records) == pytest.approx(whole + copies, rel=0.02)
+
+
+def test_the_model_is_whole_again_after_training(weighed: dict[str, list[Any]]):
+    for records in weighed.values():
+        for record in records:
+            assert record["whole_again"] == record["whole"]

@@ -1,0 +1,263 @@
+"""Tiny models and data sets, made on the spot and always alike.
+
+Every model has four layers, so that four stages can be cut between its sublayers, and no dropout, so that two runs
+can be compared number by number. Text has a changing length and is padded to the longest sample of a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DeiTConfig,
+    DeiTForImageClassification,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+
+__all__ = [
+    "MODELS",
+    "NUM_LAYERS",
+    "TinyModel",
+    "build_model",
+    "collate",
+    "make_dataset",
+    "real_positions",
+    "vit_config",
+]
+
+NUM_LAYERS = 4
+NUM_LABELS = 3
+NUM_TOKEN_LABELS = 5
+
+VOCABULARY = 64
+PAD = 0
+MASK = 3
+FIRST_WORD = 5
+SHORTEST = 3
+LONGEST = 18
+# The softmax of question answering runs over padding too, so every batch is padded to one length.
+QA_LENGTH = 20
+IGNORED = -100
+
+IMAGE_SIZE = 16
+PATCH_SIZE = 8
+
+Row = dict[str, Any]
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One row of `MODELS`.
+
+    Args:
+        build: makes the model with random weights.
+        task: `sequence`, `question`, `token`, `masked` or `image`: which data it takes.
+        loss_uses_num_items: whether the model's loss honours `num_items_in_batch`. Where it does not, plain Trainer
+            needs `model_accepts_loss_kwargs = False`, or it counts gradient accumulation twice.
+    """
+
+    build: Callable[[], PreTrainedModel]
+    task: str
+    loss_uses_num_items: bool = False
+
+
+def build_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """The model `name` of `MODELS`; the same seed gives the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODELS[name].build()
+        _enlarge_weights(model)
+    return model
+
+
+def make_dataset(name: str, num_samples: int, seed: int = 0) -> Dataset:
+    """A data set for the model `name`; a prefix of a longer data set with the same seed."""
+    return Dataset.from_list(list(make_rows(name, num_samples, seed)))
+
+
+def make_rows(name: str, num_samples: int, seed: int = 0) -> list[Row]:
+    """The rows of `make_dataset` as plain dicts."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return [_ROW_MAKERS[MODELS[name].task](index, generator) for index in range(num_samples)]
+
+
+def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
+    """Pad text to the longest row, labels of tokens with -100; stack everything else.
+
+    Rows without labels make a batch without labels.
+    """
+    longest = max((len(row["input_ids"]) for row in rows if "input_ids" in row), default=0)
+    if "start_positions" in rows[0]:
+        longest = QA_LENGTH
+    padding = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORED}
+    batch = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        if key in padding and isinstance(values[0], Sequence):
+            values = [[*value, *[padding[key]] * (longest - len(value))] for value in values]
+        batch[key] = torch.tensor(values)
+    return batch
+
+
+def real_positions(name: str, num_samples: int, seed: int = 0) -> torch.Tensor | None:
+    """Which predictions stand for a token, `(num_samples, longest)`; None if predictions are not per token."""
+    if MODELS[name].task not in ("token", "masked"):
+        return None
+    return collate(make_rows(name, num_samples, seed))["attention_mask"].bool()
+
+
+# A constant added to every key changes no attention weight.
+_KEY_BIAS = re.compile(r"(key|k_proj)\.bias$")
+# Question answering takes its softmax over positions, so a constant added to every position changes nothing either.
+_QA_CONSTANTS = re.compile(rf"(qa_outputs\.bias|layer\.{NUM_LAYERS - 1}\.output\.LayerNorm\.bias)$")
+
+
+def has_zero_gradient(name: str, parameter: str) -> bool:
+    """Whether the gradient of a parameter is zero by mathematics, so that its value after training is rounding noise.
+
+    AdamW divides by the gradient's size and makes visible steps of the noise; they change no loss.
+    """
+    return bool(_KEY_BIAS.search(parameter)) or (
+        MODELS[name].task == "question" and bool(_QA_CONSTANTS.search(parameter))
+    )
+
+
+def _enlarge_weights(model: nn.Module) -> None:
+    """Let every part matter: with the usual 0.02 a tiny model's attention is uniform and its mask changes nothing."""
+    for parameter in model.parameters():
+        # Biases, and the zeros that DeiT's position embeddings start from.
+        if parameter.ndim == 1 or not parameter.any():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            parameter.data.mul_(6)
+
+
+def _bert_config(**changes: Any) -> BertConfig:
+    return BertConfig(**_text_sizes(), **changes)
+
+
+def _text_sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": PAD,
+    }
+
+
+def _image_sizes() -> dict[str, Any]:
+    return {
+        "image_size": IMAGE_SIZE,
+        "patch_size": PATCH_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": NUM_LABELS,
+    }
+
+
+def vit_config(num_layers: int) -> ViTConfig:
+    """The ViT of `MODELS` with another number of layers."""
+    return ViTConfig(**{**_image_sizes(), "num_hidden_layers": num_layers})
+
+
+def _roberta() -> PreTrainedModel:
+    # Positions of RoBERTa start behind the padding index.
+    sizes = {**_text_sizes(), "max_position_embeddings": 40}
+    return RobertaForSequenceClassification(RobertaConfig(**sizes, num_labels=NUM_LABELS, type_vocab_size=1))
+
+
+MODELS: dict[str, TinyModel] = {
+    "bert_sequence": TinyModel(lambda: BertForSequenceClassification(_bert_config(num_labels=NUM_LABELS)), "sequence"),
+    "bert_question": TinyModel(lambda: BertForQuestionAnswering(_bert_config()), "question"),
+    "bert_token": TinyModel(lambda: BertForTokenClassification(_bert_config(num_labels=NUM_TOKEN_LABELS)), "token"),
+    "bert_masked": TinyModel(lambda: BertForMaskedLM(_bert_config(tie_word_embeddings=True)), "masked"),
+    "roberta_sequence": TinyModel(_roberta, "sequence"),
+    "vit": TinyModel(lambda: ViTForImageClassification(vit_config(NUM_LAYERS)), "image", True),
+    "deit": TinyModel(lambda: DeiTForImageClassification(DeiTConfig(**_image_sizes())), "image", True),
+}
+
+
+def _integer(low: int, high: int, generator: torch.Generator) -> int:
+    return int(torch.randint(low, high, (), generator=generator))
+
+
+def _text(generator: torch.Generator) -> Row:
+    length = _integer(SHORTEST, LONGEST + 1, generator)
+    words = torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator)
+    return {"input_ids": words.tolist(), "attention_mask": [1] * length}
+
+
+def _sequence_row(index: int, generator: torch.Generator) -> Row:
+    row = _text(generator)
+    # The first word decides the label nine times out of ten, so that there is something to learn.
+    label = row["input_ids"][0] if _integer(0, 10, generator) else _integer(0, NUM_LABELS, generator)
+    return {**row, "labels": label % NUM_LABELS}
+
+
+def _question_row(index: int, generator: torch.Generator) -> Row:
+    row = _text(generator)
+    start = _integer(0, len(row["input_ids"]), generator)
+    end = _integer(start, len(row["input_ids"]), generator)
+    return {**row, "start_positions": start, "end_positions": end}
+
+
+def _token_row(index: int, generator: torch.Generator) -> Row:
+    row = _text(generator)
+    labels = [word % NUM_TOKEN_LABELS for word in row["input_ids"]]
+    # As where a word has several tokens: only its first one has a label. Every sixth sample has none at all, so
+    # some micro-batches and some replicas have nothing that counts.
+    skipped = torch.rand(len(labels), generator=generator) < (2 if index % 6 == 5 else 0.3)
+    return {**row, "labels": [IGNORED if skip else label for label, skip in zip(labels, skipped, strict=True)]}
+
+
+def _masked_row(index: int, generator: torch.Generator) -> Row:
+    row = _text(generator)
+    words = row["input_ids"]
+    masked = torch.rand(len(words), generator=generator) < (0 if index % 6 == 5 else 0.3)
+    return {
+        "input_ids": [MASK if hide else word for word, hide in zip(words, masked, strict=True)],
+        "attention_mask": row["attention_mask"],
+        "labels": [word if hide else IGNORED for word, hide in zip(words, masked, strict=True)],
+    }
+
+
+def _image_row(index: int, generator: torch.Generator) -> Row:
+    label = _integer(0, NUM_LABELS, generator)
+    pixels = torch.randn(3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+    pixels[label] += 0.5
+    return {"pixel_values": pixels.tolist(), "labels": label}
+
+
+_ROW_MAKERS: dict[str, Callable[[int, torch.Generator], Row]] = {
+    "sequence": _sequence_row,
+    "question": _question_row,
+    "token": _token_row,
+    "masked": _masked_row,
+    "image": _image_row,
+}
