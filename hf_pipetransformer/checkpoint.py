@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.errors import guarded
-from hf_pipetransformer.splitters.ownership import ParameterStore
 
 
 class PipelinePlace(Protocol):
@@ -22,14 +21,19 @@ class PipelinePlace(Protocol):
 
 
 def collect_parameters(
-    store: ParameterStore, owners: dict[str, tuple[int, ...]], place: PipelinePlace
+    named: dict[str, torch.nn.Parameter], owners: dict[str, tuple[int, ...]], place: PipelinePlace
 ) -> dict[str, torch.Tensor]:
     """The parameters that this rank does not hold, on the CPU, from the stages that own them.
 
     A collective call of one pipeline; parameters go one by one in one order.
+
+    Args:
+        named: all parameters of the model by name; those that this rank does not hold are meta tensors.
+        owners: name of every parameter to the stages that use it, first user first.
+        place: this rank's pipeline.
     """
     missing: dict[str, torch.Tensor] = {}
-    for name, parameter in store.named().items():
+    for name, parameter in named.items():
         source = place.pipeline_ranks[owners[name][0]]
         is_missing = parameter.is_meta
         buffer = (

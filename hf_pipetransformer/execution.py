@@ -58,6 +58,8 @@ class StageRunner:
         if micro_batches:
             row = self._row(stage.layout.schedule, len(micro_batches))
             loss = stage.engine.train(row, micro_batches, forward, loss_scale, arm)
+        elif total_items == 0 and stage.groups.is_last:
+            loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
         if is_last_batch:
             reducer.finish()
             reduce_shared(stage.shared)

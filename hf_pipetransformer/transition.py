@@ -128,7 +128,7 @@ def make_whole(stage: Stage) -> None:
         stage.reducer = None
     if stage.groups.num_stages > 1:
         stage.store.move(set(stage.store.held()), torch.device("cpu"))
-        stage.store.fill(collect_parameters(stage.store, stage.owners, stage.groups))
+        stage.store.fill(collect_parameters(stage.store.named(), stage.owners, stage.groups))
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def whole_on_first_rank(stage: Stage) -> Iterator[None]:
         yield
         return
     held = set(stage.store.held())
-    missing = collect_parameters(stage.store, stage.owners, stage.groups)
+    missing = collect_parameters(stage.store.named(), stage.owners, stage.groups)
     if stage.groups.is_first:
         stage.store.fill(missing)
     try:

@@ -18,11 +18,12 @@ SOURCES = Path(__file__).resolve().parents[1] / PACKAGE
 # From top to bottom.
 FLOORS = [
     {"trainer"},
+    {"execution", "startup"},
     {"transition", "cli"},
     {"autopipe"},
     {"simulator", "autocache"},
     {"pipeline", "autodp"},
-    {"splitters", "checkpoint", "freeze"},
+    {"splitters", "checkpoint", "freeze", "refusals"},
     {"layout", "arguments", "report", "messages", "errors"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

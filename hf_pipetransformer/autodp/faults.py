@@ -30,7 +30,8 @@ class FaultBoard:
         self.world_size = world_size
         self._store: Any = None
         if world_size > 1:
-            self._store = dist.distributed_c10d._get_default_store().clone()
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()
 
     def report(self, cause: str, is_first_hand: bool) -> str:
         """Post `cause` unless another rank was first; returns the first cause.

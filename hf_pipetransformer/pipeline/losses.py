@@ -19,7 +19,8 @@ class LossRule(Enum):
         """What a part's loss counts in the loss of the batch."""
         if self is LossRule.SUM:
             return 1.0
-        return num_items / total_items if total_items else 0.0
+        # A batch without items has the mean of nothing, nan, as in Trainer; so have its parts.
+        return num_items / total_items if total_items else 1.0
 
 
 class LossDoesNotDecomposeError(ValueError):
@@ -49,6 +50,8 @@ def find_loss_rule(
     parts = [take_samples(inputs, slice(0, size - 1)), take_samples(inputs, slice(size - 1, size))]
     counts = [count(part) for part in parts]
     total = sum(counts)
+    if total == 0:
+        return LossRule.MEAN
     whole = loss_of(dict(inputs), total)
     losses = [loss_of(part, total) if items else 0.0 for part, items in zip(parts, counts, strict=True)]
     mean = sum(loss * LossRule.MEAN.weight(items, total) for loss, items in zip(losses, counts, strict=True))

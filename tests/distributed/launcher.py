@@ -104,7 +104,7 @@ def accelerate_launch(
 
     `outputs` has one text: `accelerate launch` merges its ranks. `mode` is left out for one process.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if num_processes > 1:
         command += [mode, "--main_process_port", "0"]
     command += ["--num_processes", str(num_processes), *launcher_args, str(script), *map(str, args)]

@@ -1,0 +1,120 @@
+"""Ten steps on real data with a pretrained model, with the pipeline or with plain Trainer.
+
+    real_worker.py TASK MODEL DATA OUTPUT --num_stages K     (0: plain Trainer)
+
+`TASK` is `text` (a BERT on sentences of SST-2) or `images` (a ViT on CIFAR-10). Writes `OUTPUT/log.rank<r>.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, load_dataset
+from transformers import (
+    AutoTokenizer,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    ViTForImageClassification,
+    set_seed,
+)
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+GLOBAL_BATCH = 8
+NUM_STEPS = 10
+NUM_SENTENCES = 200
+NUM_IMAGES = 100
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Of the images that the ViT was trained on.
+PIXEL_MEAN = np.array([0.48, 0.448, 0.398], dtype=np.float32)
+PIXEL_STD = np.array([0.277, 0.269, 0.282], dtype=np.float32)
+
+Parts = tuple[PreTrainedModel, Dataset, Callable[[list[Any]], dict[str, Any]]]
+
+
+def text(model: Path, data: Path) -> Parts:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sentences = read(data / "sst2_train.parquet", NUM_SENTENCES)
+    rows = [
+        {**tokenizer(row["sentence"], truncation=True, max_length=64), "labels": row["label"]} for row in sentences
+    ]
+    # The checkpoint is of a sentence encoder: the head for classes is new.
+    bert = BertForSequenceClassification.from_pretrained(model, num_labels=2, **NO_DROPOUT)
+    return bert, Dataset.from_list(rows), DataCollatorWithPadding(tokenizer)
+
+
+def images(model: Path, data: Path) -> Parts:
+    pictures = read(data / "cifar10_train_20000.parquet", NUM_IMAGES)
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        pixels = np.stack([np.asarray(row["image"].convert("RGB"), dtype=np.float32) / 255 for row in rows])
+        pixels = ((pixels - PIXEL_MEAN) / PIXEL_STD).transpose(0, 3, 1, 2)
+        return {"pixel_values": torch.from_numpy(pixels.copy()), "labels": torch.tensor([r["label"] for r in rows])}
+
+    vit = ViTForImageClassification.from_pretrained(model, num_labels=10, ignore_mismatched_sizes=True, **NO_DROPOUT)
+    return vit, pictures, collate
+
+
+def read(path: Path, num_rows: int) -> Dataset:
+    return load_dataset("parquet", data_files=str(path), split=f"train[:{num_rows}]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=["text", "images"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--num_stages", type=int, default=0)
+    parsed = parser.parse_args()
+    torch.set_num_threads(1)
+    set_seed(42)
+    model, dataset, collate = {"text": text, "images": images}[parsed.task](parsed.model, parsed.data)
+    options: dict[str, Any] = {
+        "output_dir": str(parsed.output),
+        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "max_steps": NUM_STEPS,
+        "learning_rate": 5e-5,
+        "warmup_steps": 2,
+        "weight_decay": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        # Images are decoded in the collator.
+        "remove_unused_columns": parsed.task == "text",
+        "use_cpu": True,
+    }
+    if parsed.num_stages:
+        from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+
+        args = PipeTransformerArguments(
+            **options, pipeline_parallel_size=parsed.num_stages, pipeline_parallel_num_microbatches=4
+        )
+        trainer = PipeTransformerTrainer(model=model, args=args, train_dataset=dataset, data_collator=collate)
+    else:
+        args = TrainingArguments(**options)
+        trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=collate)
+        # The loss of BERT ignores `num_items_in_batch`, that of ViT does not.
+        trainer.model_accepts_loss_kwargs = parsed.task == "images"
+    trainer.train()
+    (parsed.output / f"log.rank{RANK}.json").write_text(json.dumps(trainer.state.log_history))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
