@@ -1,0 +1,125 @@
+"""Samples, micro-batches, item counts, loss rules and messages: the pure parts of the data path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
+from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
+from hf_pipetransformer.pipeline.microbatch import batch_size, count_items, join_outputs, split_batch
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_replicas_share_a_batch_without_gap_or_double(num_samples: int, num_replicas: int) -> None:
+    parts = [range(num_samples)[replica_slice(num_samples, r, num_replicas)] for r in range(num_replicas)]
+    assert [sample for part in parts for sample in part] == list(range(num_samples))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_small_evaluation_batch_goes_whole_to_every_replica() -> None:
+    batches = [[0, 1, 2, 3], [4]]
+    assert list(ReplicaBatchSampler(batches, 1, 2, repeat_small=True)) == [[2, 3], [4]]
+    assert list(ReplicaBatchSampler(batches, 1, 2)) == [[2, 3], []]
+
+
+@given(st.integers(1, 20), st.integers(1, 25))
+def test_micro_batches_keep_order_and_are_even(size: int, num_microbatches: int) -> None:
+    inputs = {"x": torch.arange(size), "y": list(range(size)), "scale": torch.tensor(2.0), "flag": True}
+    parts = split_batch(inputs, num_microbatches)
+    sizes = [batch_size(part) for part in parts]
+    assert len(parts) == min(num_microbatches, size)
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
+    assert [item for part in parts for item in part["y"]] == inputs["y"]
+    assert all(part["scale"] is inputs["scale"] and part["flag"] is True for part in parts)
+
+
+def test_an_empty_batch_has_no_micro_batches() -> None:
+    assert split_batch({}, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"labels": torch.tensor([0, 1, -100])}, 2),
+        ({"labels": torch.tensor([[0, -100], [-100, -100]])}, 1),
+        ({"labels": torch.tensor([0.5, -100.0])}, 2),
+        ({"labels": torch.rand(3, 4)}, 12),
+        ({"input_ids": torch.zeros(3, 8), "start_positions": torch.tensor([0, 7, 8])}, 2),
+        ({"pixel_values": torch.zeros(3, 1)}, 3),
+        ({}, 0),
+    ],
+)
+def test_items_that_a_mean_runs_over(inputs: dict[str, torch.Tensor], expected: int) -> None:
+    assert count_items(inputs) == expected
+
+
+def test_items_of_a_loss_that_shifts_labels() -> None:
+    assert count_items({"labels": torch.tensor([[1, 2, -100]])}, shifts_labels=True) == 1
+
+
+def loss_rule_of(loss: Any) -> LossRule:
+    labels = torch.tensor([[1, 2, -100], [3, -100, -100], [4, 5, 6]])
+    values = labels.clamp(min=0).float() ** 2
+
+    def loss_of(part: dict[str, Any], total: int) -> float:
+        kept = part["values"][part["labels"] != -100]
+        return float(loss(kept, total))
+
+    return find_loss_rule(loss_of, {"labels": labels, "values": values}, count_items, tolerance=1e-5)
+
+
+def test_loss_rules_are_recognised() -> None:
+    assert loss_rule_of(lambda kept, total: kept.mean()) is LossRule.MEAN
+    assert loss_rule_of(lambda kept, total: kept.sum() / total) is LossRule.SUM
+    with pytest.raises(LossDoesNotDecomposeError, match="mean over"):
+        loss_rule_of(lambda kept, total: kept.max())
+
+
+def test_outputs_of_micro_batches_are_joined() -> None:
+    parts = [
+        {"loss": torch.tensor(1.0), "logits": torch.zeros(2, 3), "extra": (torch.ones(2), None)},
+        {"loss": torch.tensor(3.0), "logits": torch.ones(1, 3), "extra": (torch.ones(1), None)},
+    ]
+    joined = join_outputs(parts, [2 / 3, 1 / 3])
+    assert joined["loss"].item() == pytest.approx(5 / 3)
+    assert joined["logits"].shape == (3, 3)
+    assert joined["extra"][0].shape == (3,)
+    assert joined["extra"][1] is None
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.text(max_size=5), st.floats(allow_nan=False)
+)
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=8))
+def test_plain_trees_survive_a_message(tree: Any) -> None:
+    assert unpack(pack(tree)) == tree
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5,), (2, 3, 4)])
+def test_tensors_survive_a_message_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    found = unpack(pack({"a": (tensor, [tensor.t() if tensor.dim() == 2 else tensor])}))["a"]
+    assert found[0].dtype == dtype
+    assert found[0].shape == tensor.shape
+    assert torch.equal(found[0], tensor)
+
+
+def test_a_placeholder_travels_as_one_element() -> None:
+    message = pack({"pixel_values": torch.zeros(1).expand(8, 3, 224, 224)})
+    assert message.numel() < 500
+    assert unpack(message)["pixel_values"].shape == (8, 3, 224, 224)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(TypeError, match="holds a set"):
+        pack({"a": {1, 2}})

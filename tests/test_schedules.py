@@ -1,0 +1,96 @@
+"""Schedule tables: their exact entries, and the proof that none can deadlock."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
+from hf_pipetransformer.pipeline.schedules import SCHEDULES, Action, Op, Row, Table, build_table
+
+
+def text(row: Row, computation_only: bool = False) -> str:
+    chosen = [action for action in row if not computation_only or action.op in (Op.FORWARD, Op.BACKWARD)]
+    return " ".join(map(str, chosen))
+
+
+def parse(*rows: str) -> Table:
+    """Rows such as `"F0 SF0 RB0 B0"` as a table."""
+    ops = {op.value: op for op in Op}
+    return tuple(
+        tuple(Action(ops[word.rstrip("0123456789")], int(word.lstrip("FBRS"))) for word in row.split()) for row in rows
+    )
+
+
+def test_gpipe_is_all_forwards_then_all_backwards_reversed() -> None:
+    assert [text(row, computation_only=True) for row in build_table("gpipe", 2, 3)] == ["F0 F1 F2 B2 B1 B0"] * 2
+
+
+def test_1f1b_is_the_drawn_table() -> None:
+    rows = [text(row, computation_only=True) for row in build_table("1f1b", 4, 4)]
+    assert rows == [
+        "F0 F1 F2 F3 B0 B1 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_1f1b_posts_each_receive_before_the_send_that_could_wait_for_it() -> None:
+    assert [text(row) for row in build_table("1f1b", 2, 3)] == [
+        "F0 RB0 SF0 F1 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
+        "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
+    ]
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: str) -> None:
+    num_stages, num_microbatches = 4, 12
+    for stage, row in enumerate(build_table(schedule, num_stages, num_microbatches)):
+        held = most = 0
+        for action in row:
+            held += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
+            most = max(most, held)
+        assert most == (num_stages - stage if schedule == "1f1b" else num_microbatches)
+
+
+@pytest.mark.parametrize("schedule", [*sorted(SCHEDULES), "forward_only"])
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_every_table_ends_under_rendezvous(schedule: str, num_stages: int) -> None:
+    for num_microbatches in range(1, 49):
+        table = build_table(schedule, num_stages, num_microbatches)
+        check_table(table, num_microbatches, has_backward=schedule != "forward_only")
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        # Both sides send before either has posted its receive: the classic 1F1B deadlock.
+        (parse("F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF0 F0 B0 SB0 RF1 F1 B1 SB1"), "Deadlock"),
+        # A stage waits for what its neighbour sends only later.
+        (parse("F0 RB0 B0 SF0", "RF0 F0 B0 SB0"), "Deadlock"),
+        # Messages of one direction in different orders.
+        (parse("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF1 RF0 F0 F1 B0 SB0 B1 SB1"), "where stage 1 expects"),
+        # A receive that nobody sends to.
+        (parse("F0 RB0 SF0 B0", "RF0 RF0 F0 B0 SB0"), "twice"),
+        (parse("F0 RB0 SF0 B0 RB1", "RF0 F0 B0 SB0"), "there are 1 micro-batches"),
+        # Work left out, or done in the wrong order.
+        (parse("F0 SF0", "RF0 F0"), "does not run micro-batch 0"),
+        (parse("B0 F0"), "B0 before F0"),
+        (parse("SF0 F0 RB0 B0", "RF0 F0 B0 SB0"), "SF0 before F0"),
+        # A neighbour that does not exist.
+        (parse("F0 B0 SB0"), "there is no stage -1"),
+        # The data was sent, but the receive was never posted.
+        (parse("F0 RB0 SF0 B0", "F0 B0 SB0"), "Deadlock"),
+    ],
+)
+def test_the_checker_rejects_planted_bad_tables(table: Table, complaint: str) -> None:
+    with pytest.raises(ScheduleError, match=complaint):
+        check_table(table, max(action.micro_batch for row in table for action in row if action.op is Op.FORWARD) + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_microbatches"), [("zigzag", 2, 2), ("gpipe", 0, 2), ("gpipe", 2, 0)]
+)
+def test_nonsense_is_refused(name: str, num_stages: int, num_microbatches: int) -> None:
+    with pytest.raises(ValueError, match=r"expected one of|at least one"):
+        build_table(name, num_stages, num_microbatches)
