@@ -8,6 +8,11 @@ TORCH ?= torch==2.13.0
 # The slowest unit of CI is a test with several processes: one thread each keeps two cores from being fought over.
 export OMP_NUM_THREADS ?= 1
 
+# Real data and a small pretrained ViT, for benchmarks only.
+SHARED ?= ../shared
+# glibc hands large blocks back to the system after each step; every contender of a benchmark is spared that.
+SAME_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
@@ -51,7 +56,10 @@ style: $(INSTALLED)
 	$(BIN)/ruff format $(CHECKED)
 
 benchmark: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_pipeline.py
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
+		--output benchmarks/pipeline_core.json
+	$(BIN)/python scripts/benchmark_real_input.py --data $(SHARED)/data --models $(SHARED)/models \
+		--output benchmarks/real_input.json
 
 clean:
 	rm -rf build dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

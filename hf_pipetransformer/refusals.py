@@ -17,6 +17,9 @@ LAUNCH_HINT = (
     "(on CPU add `--use_cpu true` after the script's name)"
 )
 
+FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
+"""Environment variable that lets fp16 through, for the check on GPUs."""
+
 _LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
 
 
@@ -69,9 +72,9 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
             "optimizer with one state per parameter, such as 'adamw_torch'.",
         ),
         (
-            args.fp16,
-            "fp16=True: loss scaling over several stages has not been verified on GPUs yet (`make gpu-check`). "
-            "Use bf16=True or float32.",
+            args.fp16 and os.environ.get(FP16_VARIABLE) != "1",
+            "fp16=True: loss scaling over several stages has not been verified on GPUs yet. Use bf16=True or "
+            f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
         ),
         (
             args.n_gpu > 1,

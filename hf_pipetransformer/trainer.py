@@ -22,6 +22,7 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.errors import PipelineError, guarded
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.microbatch import batch_size, count_items
 from hf_pipetransformer.pipeline.shared import share_values
 from hf_pipetransformer.pipeline.shell import PipelineShell
@@ -278,8 +279,10 @@ class PipeTransformerTrainer(Trainer):
             return loss
 
         accumulation = 1.0 if self._is_scaled(num_items_in_batch) else 1.0 / self.current_gradient_accumulation_steps
+        scaler = self.accelerator.scaler
+        loss_scale = accumulation * (scaler.get_scale() if scaler is not None else 1.0)
         loss = self._runner.train(
-            inputs, forward, self._batch_items.popleft(), accumulation, self.accelerator.sync_gradients
+            inputs, forward, self._batch_items.popleft(), loss_scale, self.accelerator.sync_gradients
         )
         return loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
 
@@ -325,6 +328,9 @@ class PipeTransformerTrainer(Trainer):
     def _global_grad_norm(self) -> torch.Tensor:
         """L2 norm over the whole model: each stage's own, squared and summed over the pipeline."""
         assert self._stage is not None
+        if self.accelerator.scaler is not None:
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            agree_on_overflow(self.accelerator.scaler, optimizer, self.args.device, self.topology.largest)
         gradients = [p.grad for p in self._parameters_with_gradient() if p.grad is not None]
         norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.args.device)
         group = self._stage.groups.pipeline_control

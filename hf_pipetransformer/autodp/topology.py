@@ -125,6 +125,12 @@ class Topology:
         """`value` of rank `source` on every rank."""
         return broadcast_tree(value, source, self.control, self.rank)
 
+    def largest(self, tensor: torch.Tensor) -> None:
+        """Replace a CPU tensor by its maximum over all ranks, in place."""
+        if self.is_distributed:
+            what = "comparing a value over all ranks"
+            guarded(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control), what)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.is_distributed:

@@ -60,7 +60,7 @@ class _Run:
     loss_scale: float = 0.0
     held: dict[int, _Held] = field(default_factory=dict)
     arriving: dict[tuple[Op, int], Pending] = field(default_factory=dict)
-    leaving: list[Pending] = field(default_factory=list)
+    leaving: dict[tuple[Op, int], Pending] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ class Engine:
         return run.results
 
     def _finish(self, run: _Run) -> None:
-        for pending in run.leaving:
+        for pending in run.leaving.values():
             pending.wait()
 
     def _execute(self, action: Action, run: _Run) -> None:
@@ -157,12 +157,15 @@ class Engine:
         elif op is Op.SEND_FORWARD:
             output = run.held[i].output
             assert links.forward_out is not None and output is not None
-            run.leaving.append(post_send(links.forward_out, output, self.timeout))
             if not torch.is_grad_enabled():
                 del run.held[i]
+                self._wait_for_send(run, op, i - 1)
+            run.leaving[op, i] = post_send(links.forward_out, output, self.timeout)
         elif op is Op.SEND_BACKWARD:
             assert links.backward_out is not None
-            run.leaving.append(post_send(links.backward_out, run.gradients.pop(i), self.timeout))
+            for earlier in [key for key in run.leaving if key[0] is op]:
+                self._wait_for_send(run, *earlier)
+            run.leaving[op, i] = post_send(links.backward_out, run.gradients.pop(i), self.timeout)
 
     def _forward(self, i: int, run: _Run) -> None:
         micro_batch = run.micro_batches[i]
@@ -181,6 +184,8 @@ class Engine:
     def _backward(self, i: int, run: _Run) -> None:
         held, micro_batch = run.held.pop(i), run.micro_batches[i]
         gradient = self._take(run, Op.RECEIVE_BACKWARD, i)
+        # The gradient came back, so the activation has long arrived.
+        self._wait_for_send(run, Op.SEND_FORWARD, i)
         if micro_batch.weight or not self.is_last:
             if held.random_state is not None:
                 with _restored_random_state(held.random_state, self.device):
@@ -210,6 +215,13 @@ class Engine:
             self.view.received = None
         assert self.is_last, "a stage without the head must leave the model through StageExit"
         return result
+
+    @staticmethod
+    def _wait_for_send(run: _Run, op: Op, i: int) -> None:
+        """Let go of a tensor that was sent, so that no more than a few wait for the end of the batch."""
+        pending = run.leaving.pop((op, i), None)
+        if pending is not None:
+            pending.wait()
 
     def _take(self, run: _Run, op: Op, i: int) -> torch.Tensor | None:
         pending = run.arriving.pop((op, i), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 MODEL = "bert_sequence"
 READY = "past the third step"
 PLANTED = "planted failure"
+SILENT = "silent since"
 
 
 class Announce(TrainerCallback):
@@ -57,6 +59,7 @@ def die() -> None:
 
 
 def fall_silent() -> None:
+    print(SILENT, time.time(), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
