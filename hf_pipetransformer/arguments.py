@@ -65,6 +65,11 @@ class PipeTransformerArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.deepspeed:
+            raise ValueError(
+                "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
+                "Remove deepspeed, or use Trainer."
+            )
         super().__post_init__()
         self.pipeline_parallel_size = _auto_or_count("pipeline_parallel_size", self.pipeline_parallel_size)
         self.pipeline_parallel_num_microbatches = _auto_or_count(

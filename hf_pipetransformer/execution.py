@@ -8,8 +8,11 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
 from hf_pipetransformer.autodp.topology import broadcast_tree
+from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.microbatch import count_items, join_outputs, split_batch
@@ -64,6 +67,31 @@ class StageRunner:
             reducer.finish()
             reduce_shared(stage.shared)
         return loss
+
+    def over_replicas(self, counts: list[int]) -> list[int]:
+        """Item counts summed over all replicas, on the last stage; the others, which see no loss, keep their own."""
+        groups = self.stage.groups
+        if groups.replica_control is None or not groups.is_last:
+            return counts
+        sums = torch.tensor(counts)
+        what = f"counting the samples of {groups.replicas}"
+        guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
+        return sums.tolist()
+
+    def parameters_with_gradient(self) -> list[torch.nn.Parameter]:
+        """This stage's parameters that have a gradient; one shared with other stages has it at its first user only."""
+        return [p for p in self.stage.store.held().values() if p.grad is not None]
+
+    def grad_norm(self) -> torch.Tensor:
+        """L2 norm of the gradient of the whole model: each stage's own, squared and summed over the pipeline."""
+        gradients = [p.grad for p in self.parameters_with_gradient() if p.grad is not None]
+        norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.stage.engine.device)
+        group = self.stage.groups.pipeline_control
+        if group is None:
+            return norm
+        squared = norm.double().square().cpu().reshape(1)
+        guarded(lambda: dist.all_reduce(squared, group=group), "summing the gradient norm over the stages")
+        return squared.sqrt().to(norm.dtype).to(norm.device)[0]
 
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers.training_args import OptimizerNames, ParallelMode, TrainingArguments
+from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 
@@ -49,8 +49,9 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
             "Remove fsdp, or use Trainer.",
         ),
         (
-            bool(args.deepspeed) or args.parallel_mode == ParallelMode.DISTRIBUTED and _uses_deepspeed(),
-            "deepspeed: the DeepSpeed engine owns model and optimizer itself. Remove deepspeed, or use Trainer.",
+            os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
+            "accelerate was told to use DeepSpeed, whose engine owns model and optimizer itself. Remove deepspeed "
+            "from the accelerate config, or use Trainer.",
         ),
         (
             getattr(args, "parallelism_config", None) is not None,
@@ -93,10 +94,6 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
     ]
 
 
-def _uses_deepspeed() -> bool:
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-
-
 def _check_launch(args: TrainingArguments) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != args.world_size:
@@ -120,7 +117,8 @@ def _processes_asked_of_accelerate() -> int:
         words = parent.cmdline() if parent is not None else []
     except psutil.Error:
         return 1
-    if "launch" not in words or not any("accelerate" in word for word in words):
+    is_launch = any(word == "launch" or "accelerate.commands.launch" in word for word in words)
+    if not is_launch or not any("accelerate" in word for word in words):
         return 1
     for position, word in enumerate(words):
         name, _, value = word.partition("=")

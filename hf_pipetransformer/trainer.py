@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -9,8 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy, TrainOutput
 
@@ -19,7 +19,7 @@ from hf_pipetransformer.autodp.faults import FaultBoard, is_second_hand
 from hf_pipetransformer.autodp.gathering import ReplicaGather
 from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.errors import PipelineError, guarded
+from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
@@ -58,18 +58,18 @@ class PipeTransformerTrainer(Trainer):
         args: PipeTransformerArguments | None = None,
         *positional: Any,
         splitter: Splitter | None = None,
-        **kwargs: Any,
+        **named: Any,
     ) -> None:
         args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else args
         check_arguments(args)
-        optimizers = kwargs.get("optimizers", (None, None))
+        kwargs = inspect.signature(Trainer.__init__).bind(self, model, args, *positional, **named).arguments
         if model is not None:
-            check_model(model, args.num_stages if args.world_size > 1 else 1, optimizers)
+            check_model(model, args.num_stages if args.world_size > 1 else 1, kwargs.get("optimizers", (None, None)))
         check_dataset(kwargs.get("train_dataset"), "training")
         if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
             # Said in the documentation and enforced by `check_resume`; optimizer state of one stage would be useless.
             args.save_only_model = True
-        super().__init__(model, args, *positional, **kwargs)
+        super().__init__(model, args, *positional, **named)
         self.topology = Topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
@@ -250,16 +250,13 @@ class PipeTransformerTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over."""
+        assert self._runner is not None
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        counts = torch.tensor([self._count_items(batch) for batch in batches])
-        group = self._stage.groups.replica_control if self._stage is not None else None
-        if group is not None and self._stage is not None and self._stage.groups.is_last:
-            guarded(lambda: dist.all_reduce(counts, group=group), "counting the samples of all replicas")
-        self._batch_items = deque(counts.tolist())
-        total = int(counts.sum())
+        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
+        self._batch_items = deque(counts)
         has_labels = any(self._passes_num_items(batch) for batch in batches) or not all(batches)
         passes = has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
-        return batches, torch.tensor(float(total), device=device) if passes else None
+        return batches, torch.tensor(float(sum(counts)), device=device) if passes else None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
@@ -315,30 +312,19 @@ class PipeTransformerTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         norm = self._global_grad_norm()
-        clip_grads_with_norm_(self._parameters_with_gradient(), self.args.max_grad_norm, norm)
+        assert self._runner is not None
+        clip_grads_with_norm_(self._runner.parameters_with_gradient(), self.args.max_grad_norm, norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return self._global_grad_norm() if grad_norm is None else grad_norm
 
-    def _parameters_with_gradient(self) -> list[torch.nn.Parameter]:
-        assert self._stage is not None
-        return [p for p in self._stage.store.held().values() if p.grad is not None]
-
     def _global_grad_norm(self) -> torch.Tensor:
-        """L2 norm over the whole model: each stage's own, squared and summed over the pipeline."""
-        assert self._stage is not None
+        assert self._runner is not None
         if self.accelerator.scaler is not None:
             optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
             agree_on_overflow(self.accelerator.scaler, optimizer, self.args.device, self.topology.largest)
-        gradients = [p.grad for p in self._parameters_with_gradient() if p.grad is not None]
-        norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.args.device)
-        group = self._stage.groups.pipeline_control
-        if group is None:
-            return norm
-        squared = norm.double().square().cpu().reshape(1)
-        guarded(lambda: dist.all_reduce(squared, group=group), "summing the gradient norm over the stages")
-        return squared.sqrt().to(norm.dtype).to(norm.device)[0]
+        return self._runner.grad_norm()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's estimate, counted once per pipeline."""

@@ -117,7 +117,7 @@ def apply_layout(
         stage.shared = _shared_parameters(stage, topology)
         shared_ids = {id(entry.parameter) for entry in stage.shared}
         own = [p for p in store.held().values() if id(p) not in shared_ids]
-        stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout)
+        stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout, groups.replicas)
     return stage
 
 

@@ -38,7 +38,9 @@ class ReplicaGather:
             return loss.reshape(1)
         share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
         sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
-        guarded(lambda: dist.all_reduce(sums, group=group), "averaging the evaluation loss over replicas")
+        guarded(
+            lambda: dist.all_reduce(sums, group=group), f"averaging the evaluation loss over {self.groups.replicas}"
+        )
         return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -50,5 +52,5 @@ class ReplicaGather:
         own = tensor.new_zeros((rows, *tensor.shape[1:]))
         own[: min(rows, tensor.shape[0])] = tensor[:rows]
         parts = [torch.empty_like(own) for _ in counts]
-        guarded(lambda: dist.all_gather(parts, own, group=group), "gathering predictions over replicas")
+        guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

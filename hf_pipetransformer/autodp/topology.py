@@ -24,6 +24,7 @@ class PipelineGroups:
         stage: this rank's stage.
         replica: this rank's replica.
         pipeline_ranks: global ranks of this pipeline, by stage.
+        replica_ranks: global ranks that hold this stage, by replica.
         pair_groups: `(stage, direction)` to the group of `stage` and `stage + 1`, direction "forward" or "backward".
         replica_group: ranks that hold this stage, on the training backend; None if R is 1.
         pipeline_control: ranks of this pipeline, gloo; None if K is 1.
@@ -35,6 +36,7 @@ class PipelineGroups:
     stage: int
     replica: int
     pipeline_ranks: tuple[int, ...]
+    replica_ranks: tuple[int, ...]
     pair_groups: dict[tuple[int, str], Any]
     replica_group: Any
     pipeline_control: Any
@@ -47,6 +49,12 @@ class PipelineGroups:
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
+
+    @property
+    def replicas(self) -> str:
+        """This stage's replicas in words, for error texts."""
+        ranks = ", ".join(f"rank {rank}" for rank in self.replica_ranks)
+        return f"the replicas of stage {self.stage} ({ranks})"
 
     @property
     def last_rank(self) -> int:
@@ -163,6 +171,7 @@ class Topology:
             stage=stage,
             replica=replica,
             pipeline_ranks=tuple(range(replica * num_stages, (replica + 1) * num_stages)),
+            replica_ranks=tuple(range(stage, self.world_size, num_stages)),
             pair_groups=pairs,
             replica_group=replica_group,
             pipeline_control=pipeline_control,

@@ -39,9 +39,9 @@ class _Bucket:
                     view.copy_(parameter.grad)
         self.work = dist.all_reduce(self._flat, group=group, async_op=True)
 
-    def finish(self, timeout: float) -> None:
+    def finish(self, timeout: float, what: str) -> None:
         """Wait and hand the sums to the parameters; one without gradient on any replica keeps None."""
-        wait_for(self.work, timeout, "summing gradients over the replicas of this stage")
+        wait_for(self.work, timeout, what)
         used = self.flags.tolist()
         for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
             parameter.grad = view if count else None
@@ -59,11 +59,13 @@ class GradientReducer:
         parameters: the parameters to reduce, in the model's order, the same on every replica.
         group: process group of the replicas of this stage; None if there is one replica.
         timeout: seconds to wait for the others.
+        replicas: who they are, for error texts.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float, replicas: str) -> None:
         self.group = group
         self.timeout = timeout
+        self.what = f"summing gradients over {replicas}"
         self.buckets: list[_Bucket] = []
         self._hooks: list[Any] = []
         self._next = 0
@@ -86,7 +88,7 @@ class GradientReducer:
         while self._next < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
-            bucket.finish(self.timeout)
+            bucket.finish(self.timeout, self.what)
         self._next = 0
 
     def remove(self) -> None:
@@ -109,7 +111,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
-        guarded(lambda: bucket.launch(self.group), "summing gradients over the replicas of this stage")
+        guarded(lambda: bucket.launch(self.group), self.what)
         self._next += 1
 
 
