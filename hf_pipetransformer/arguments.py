@@ -83,7 +83,7 @@ class PipeTransformerArguments(TrainingArguments):
             )
         if not self.pipeline_timeout > 0:
             raise ValueError(f"pipeline_timeout must be a positive number of seconds, found {self.pipeline_timeout}.")
-        if self.activation_checkpointing:
+        if self.activation_checkpointing and self.pipeline_parallel_size != "1":
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "

@@ -21,7 +21,7 @@ class PipelinePlace(Protocol):
 
 
 def collect_parameters(
-    named: dict[str, torch.nn.Parameter], owners: dict[str, tuple[int, ...]], place: PipelinePlace
+    named: dict[str, torch.nn.Parameter], owners: dict[str, tuple[int, ...]], place: PipelinePlace, keep: bool = True
 ) -> dict[str, torch.Tensor]:
     """The parameters that this rank does not hold, on the CPU, from the stages that own them.
 
@@ -31,6 +31,7 @@ def collect_parameters(
         named: all parameters of the model by name; those that this rank does not hold are meta tensors.
         owners: name of every parameter to the stages that use it, first user first.
         place: this rank's pipeline.
+        keep: False on a rank that only hands its own parameters on.
     """
     missing: dict[str, torch.Tensor] = {}
     for name, parameter in named.items():
@@ -39,7 +40,7 @@ def collect_parameters(
         buffer = (
             torch.empty(parameter.shape, dtype=parameter.dtype)
             if is_missing
-            else parameter.detach().cpu().contiguous().clone()
+            else parameter.detach().to("cpu", copy=True).contiguous()
         )
         guarded(
             lambda buffer=buffer, source=source: dist.broadcast(  # type: ignore[misc]
@@ -47,6 +48,6 @@ def collect_parameters(
             ),
             f"receiving {name} from rank {source}",
         )
-        if is_missing:
+        if is_missing and keep:
             missing[name] = buffer
     return missing

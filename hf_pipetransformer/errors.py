@@ -6,6 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
+
 
 T = TypeVar("T")
 
@@ -18,13 +20,16 @@ class PeerLostError(PipelineError):
     """Another rank did not answer: it died, or it is doing something else."""
 
 
-def wait_for(work: Any, seconds: float, what: str) -> None:
+def wait_for(work: Any, seconds: float | None, what: str) -> None:
     """Wait for a `torch.distributed` work handle, at most `seconds`.
+
+    None leaves the limit to the process group: on GPUs a wait with a limit would block the host until the device is
+    done, one without only orders the streams.
 
     Raises:
         PeerLostError: the transfer failed or took longer; `what` says what was awaited and from whom.
     """
-    guarded(lambda: work.wait(timedelta(seconds=seconds)), what)
+    guarded(work.wait if seconds is None else lambda: work.wait(timedelta(seconds=seconds)), what)
 
 
 def guarded(call: Callable[[], T], what: str) -> T:
@@ -35,6 +40,8 @@ def guarded(call: Callable[[], T], what: str) -> T:
     """
     try:
         return call()
+    except torch.OutOfMemoryError:
+        raise  # Its own cause, not another rank's.
     except RuntimeError as error:
         raise PeerLostError(f"Lost contact while {what}: {_first_line(error)}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -37,14 +37,23 @@ class StageRunner:
         self.activation = activation
         self.loss_rule = loss_rule
         self.shifts_labels = shifts_labels
+        self.sends_loss_only = False
+        """Whether predictions give the other stages the loss without the logits."""
 
     def train(
-        self, inputs: dict[str, Any], forward: Forward, total_items: int, loss_scale: float, is_last_batch: bool
+        self,
+        inputs: dict[str, Any],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        forward: Forward,
+        total_items: int,
+        loss_scale: float,
+        is_last_batch: bool,
     ) -> torch.Tensor:
         """Forward and backward of one loader batch of this replica, and the reduction if it ends the step.
 
         Args:
-            inputs: the batch on this stage's device; empty for a replica without samples.
+            inputs: the batch as the loader gave it; empty for a replica without samples.
+            prepare: puts a micro-batch on this stage's device.
             forward: loss of a micro-batch.
             total_items: items of the batch over all replicas.
             loss_scale: factor of the loss in the backward.
@@ -56,7 +65,9 @@ class StageRunner:
         stage, reducer = self.stage, self.stage.reducer
         assert reducer is not None, "the stage was started for training"
         arm = reducer.arm if is_last_batch else _do_nothing
-        micro_batches = self._cut(inputs, total_items)
+        micro_batches = [
+            replace(part, inputs=prepare(part.inputs)) for part in self._cut(inputs, total_items, self.loss_rule)
+        ]
         loss = torch.zeros((), device=stage.engine.device)
         if micro_batches:
             row = self._row(stage.layout.schedule, len(micro_batches))
@@ -97,11 +108,14 @@ class StageRunner:
         """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
-        micro_batches = self._cut(inputs, total)
+        # Without num_items_in_batch every loss is a mean, also one that could be a sum.
+        rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
+        micro_batches = self._cut(inputs, total, rule)
         outputs = stage.engine.predict(self._row("forward_only", len(micro_batches)), micro_batches, forward)
         message = None
         if stage.groups.is_last:
-            message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches]))
+            joined = join_outputs(outputs, [batch.weight for batch in micro_batches])
+            message = _as_message(_loss_of(joined) if self.sends_loss_only else joined)
         rank = stage.groups.pipeline_ranks[stage.groups.stage]
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
         return _from_message(message, stage.engine.device)
@@ -110,10 +124,10 @@ class StageRunner:
         table = build_table(schedule, self.stage.layout.num_stages, num_microbatches)
         return table[self.stage.groups.stage]
 
-    def _cut(self, inputs: dict[str, Any], total_items: int) -> list[MicroBatch]:
+    def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:
         parts = split_batch(inputs, self.stage.layout.num_microbatches)
         counts = [count_items(part, self.shifts_labels) for part in parts]
-        weights = [self.loss_rule.weight(count, total_items) for count in counts]
+        weights = [rule.weight(count, total_items) for count in counts]
         shapes = self._shapes(parts)
         return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, strict=True)]
 
@@ -121,6 +135,11 @@ class StageRunner:
         if self.stage.layout.num_stages == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
+
+
+def _loss_of(output: Any) -> Any:
+    """A model output with nothing but its loss."""
+    return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
 
 
 def _do_nothing() -> None:

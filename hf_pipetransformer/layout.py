@@ -51,10 +51,6 @@ class Layout:
         """Embeddings, two sublayers a layer, head."""
         return 2 * self.num_layers + 2
 
-    @property
-    def world_size(self) -> int:
-        return self.num_stages * self.num_replicas
-
     def units_of(self, stage: int) -> range:
         """The units that `stage` owns."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
@@ -67,18 +63,17 @@ class Layout:
         """The layout as plain JSON values, for the events file and for the agreement check."""
         return asdict(self)
 
+    def as_scalars(self) -> dict[str, float]:
+        """What trackers show of the layout."""
+        return {
+            "pipeline_stages": self.num_stages,
+            "pipeline_replicas": self.num_replicas,
+            "pipeline_microbatches": self.num_microbatches,
+            "frozen_layers": self.num_frozen_layers,
+        }
+
     def __str__(self) -> str:
         return (
             f"K={self.num_stages} stages x R={self.num_replicas} replicas, M={self.num_microbatches} micro-batches, "
             f"F={self.num_frozen_layers} of {self.num_layers} layers frozen"
         )
-
-
-def describe_unit(unit: int, num_layers: int) -> str:
-    """A unit in words: `embeddings`, `attention 3`, `mlp 3`, `head`."""
-    if unit == 0:
-        return "embeddings"
-    if unit == 2 * num_layers + 1:
-        return "head"
-    layer, half = divmod(unit - 1, 2)
-    return f"{'mlp' if half else 'attention'} {layer}"

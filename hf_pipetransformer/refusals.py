@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import torch
+from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
@@ -40,7 +41,7 @@ def check_arguments(args: Any) -> None:
     _check_launch(args)
 
 
-def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
+def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
     optimizer = OptimizerNames(args.optim).value
     return [
         (
@@ -82,6 +83,7 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
             f"One process sees {args.n_gpu} GPUs and Trainer would use nn.DataParallel. Start one process a GPU: "
             f"{LAUNCH_HINT}.",
         ),
+        *_refused_details(args),
         (
             args.train_sampling_strategy == "batch_rebalance",
             "train_sampling_strategy='batch_rebalance' gives ranks different numbers of samples. Use 'random' or "
@@ -92,6 +94,73 @@ def _refused_options(args: TrainingArguments) -> list[tuple[bool, str]]:
             "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it.",
         ),
     ]
+
+
+def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
+    """Options that would be wrong or without effect with several stages or processes."""
+    accelerator, several = args.accelerator_config, args.world_size > 1
+    may_have_stages = several and args.num_stages != 1
+    return [
+        (
+            bool(accelerator.split_batches or accelerator.dispatch_batches),
+            "accelerator_config: split_batches and dispatch_batches change who reads a batch; here stage 0 of each "
+            "replica reads its own part. Remove them.",
+        ),
+        (
+            several and not accelerator.use_seedable_sampler,
+            "accelerator_config: use_seedable_sampler=False draws the order from each process's own generator. "
+            "Remove it.",
+        ),
+        (
+            args.eval_use_gather_object,
+            "eval_use_gather_object=True: predictions are gathered over replicas as tensors. Remove it.",
+        ),
+        (
+            may_have_stages and (args.bf16_full_eval or args.fp16_full_eval),
+            "bf16_full_eval and fp16_full_eval cast a whole model, a stage holds a part of it. Use bf16=True, or "
+            "pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages and args.save_on_each_node,
+            "save_on_each_node=True: the whole model is put together on rank 0 only. Save to a shared folder, or use "
+            "pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages and bool(args.debug),
+            f"debug={args.debug}: it inspects the weights of the whole model. Use pipeline_parallel_size=1 for it.",
+        ),
+        (
+            args.enable_jit_checkpoint,
+            "enable_jit_checkpoint=True saves when a signal arrives, which ranks see at different steps. Remove it.",
+        ),
+        (
+            args.activation_checkpointing_kwargs is not None and args.pipeline_checkpoint != "never",
+            "activation_checkpointing_kwargs have no effect on the pipeline's own recomputation. Remove them.",
+        ),
+    ]
+
+
+def warn_about_options(args: PipeTransformerArguments) -> list[str]:
+    """Texts about options that are taken differently than in Trainer."""
+    warnings = []
+    if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+        warnings.append(
+            f"save_strategy={args.save_strategy.value!r}: checkpoints hold the model only in this release "
+            "(save_only_model=True); a run cannot be resumed from them."
+        )
+    if not args.average_tokens_across_devices:
+        warnings.append(
+            "average_tokens_across_devices=False: losses are always averaged over the items of all replicas, as "
+            "in one process."
+        )
+    if not args.accelerator_config.even_batches:
+        warnings.append("accelerator_config.even_batches has no effect: no sample is ever repeated or dropped.")
+    if args.num_stages == 1 and args.pipeline_checkpoint != "never":
+        warnings.append(
+            f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a stage, with one stage that saves nothing: "
+            "use activation_checkpointing=True, which recomputes layer by layer."
+        )
+    return warnings
 
 
 def _check_launch(args: TrainingArguments) -> None:
@@ -128,8 +197,14 @@ def _processes_asked_of_accelerate() -> int:
     return 1
 
 
-def check_model(model: Any, num_stages: int | None, optimizers: tuple[Any, Any]) -> None:
+def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:
     """Refuse models and optimizers that cannot be put on stages.
+
+    Args:
+        model: the user's model.
+        num_stages: K as far as it is known; None for "auto".
+        is_undivided: one process and one micro-batch.
+        optimizers: the user's optimizer and scheduler.
 
     Raises:
         ValueError: names what was found and what to do.
@@ -140,14 +215,27 @@ def check_model(model: Any, num_stages: int | None, optimizers: tuple[Any, Any])
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if getattr(model, "is_quantized", False):
         raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    if batch_norms and not is_undivided:
+        raise ValueError(
+            f"The model has batch normalisation ({batch_norms[0]}), whose statistics run over a whole batch; "
+            "micro-batches and replicas would each have their own. Use one process with "
+            "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
+        )
     if optimizers[0] is not None and num_stages != 1:
         raise ValueError(
             "optimizers=(...) was built for the whole model, a stage trains a part of it. Use `optim`/`optim_args` or "
             "`optimizer_cls_and_kwargs`, or pipeline_parallel_size=1."
         )
     config = getattr(model, "config", None)
+    layerdrop: float = getattr(config, "layerdrop", 0.0)
+    if num_stages != 1 and layerdrop:
+        raise ValueError(
+            f"config.layerdrop={layerdrop}: layers that are skipped at random cannot be stages. Set it to 0."
+        )
     for option in ("output_hidden_states", "output_attentions"):
-        if num_stages != 1 and getattr(config, option, False):
+        is_on: bool = getattr(config, option, False)
+        if num_stages != 1 and is_on:
             raise ValueError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
 
 

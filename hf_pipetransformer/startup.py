@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.loader import CommonLength
+from hf_pipetransformer.autodp.padding import pad_batch
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.planner import choose_num_microbatches, choose_num_stages, plan_layout
 from hf_pipetransformer.layout import Layout
@@ -19,7 +21,7 @@ from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
 
 
-NUM_PROBE_SAMPLES = 3
+NUM_PROBE_SAMPLES = 6
 TRAINING_BYTES_FACTOR = 4
 """Weights, gradients and Adam's two moments."""
 
@@ -59,6 +61,7 @@ class StartUp:
         self.topology = topology
         self.device = device
         self._probe: Probe | None = None
+        self.common_length: CommonLength | None = None
 
     @property
     def probe(self) -> Probe:
@@ -74,19 +77,46 @@ class StartUp:
             LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
         """
         main_input = getattr(self.model, "main_input_name", "input_ids")
-        is_exact = self.device.type == "cpu" and not (self.args.bf16 or self.args.fp16)
+        is_exact = self._probe_device().type == "cpu" and not (self.args.bf16 or self.args.fp16)
         tolerance = 1e-5 if is_exact else 3e-2
-        self.model.to(self.device)
-        inputs = {key: _moved(value, self.device) for key, value in samples.items()}
+        device = self._probe_device()
+        self.model.to(device)
+        inputs = {key: _moved(value, device) for key, value in samples.items()}
         total = count(inputs)
         with undisturbed(self.model):
             self._probe = probe_model(
                 self.model, self.splitter, lambda part: compute(part, total), inputs, main_input, tolerance
             )
             rule = self._find_rule(inputs, compute, count, 10 * tolerance)
+            self.common_length = self._find_common_length(inputs, main_input, lambda part: compute(part, total))
         if self.args.num_stages != 1 and self.topology.world_size > 1:
             self.model.to("cpu")
         return rule
+
+    def _probe_device(self) -> torch.device:
+        """This rank's device if the whole model with its gradients fits, else the CPU."""
+        if self.device.type != "cuda":
+            return self.device
+        free, _ = torch.cuda.mem_get_info(self.device)
+        needed = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return self.device if needed < free / 2 else torch.device("cpu")
+
+    def _find_common_length(
+        self, inputs: dict[str, Any], main_input: str, compute: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> CommonLength | None:
+        """Whether the loss sees padding (a softmax over positions does), so that replicas must pad alike."""
+        tokens = inputs[main_input]
+        if self.topology.world_size == 1 or tokens.dim() != 2 or tokens.is_floating_point():
+            return None
+        pad_token_id: int | None = getattr(self.model.config, "pad_token_id", None)
+        rule = CommonLength(main_input, pad_token_id or 0)
+        longest = getattr(self.model.config, "max_position_embeddings", tokens.shape[1] + 1)
+        if "attention_mask" not in inputs or tokens.shape[1] + 2 >= longest:
+            return rule
+        padded = pad_batch(inputs, main_input, tokens.shape[1] + 1, rule.pad_token_id)
+        with torch.no_grad():
+            expected, found = float(compute(inputs)), float(compute(padded))
+        return rule if abs(found - expected) > 1e-6 * abs(expected) else None
 
     def _find_rule(
         self, inputs: dict[str, Any], compute: ProbeCompute, count: Callable[[Any], int], tolerance: float
@@ -174,14 +204,14 @@ def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> No
 
 
 def probe_samples(dataset: Any, collate: Any) -> dict[str, Any]:
-    """A tiny batch of the first samples.
+    """A tiny batch from all over the data set: sorted data would show one label only.
 
     Raises:
         ValueError: the data set is empty.
     """
     if len(dataset) == 0:
         raise ValueError("The data set is empty: expected at least one sample.")
-    indices = [i % len(dataset) for i in range(NUM_PROBE_SAMPLES)]
+    indices = [i * len(dataset) // NUM_PROBE_SAMPLES for i in range(NUM_PROBE_SAMPLES)]
     batch: Mapping[str, Any] = collate([dataset[i] for i in indices])
     return dict(batch)
 

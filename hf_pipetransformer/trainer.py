@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import datasets
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.faults import FaultBoard, is_second_hand
 from hf_pipetransformer.autodp.gathering import ReplicaGather
 from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
-from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
@@ -26,8 +28,14 @@ from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.microbatch import batch_size, count_items
 from hf_pipetransformer.pipeline.shared import share_values
 from hf_pipetransformer.pipeline.shell import PipelineShell
-from hf_pipetransformer.refusals import check_arguments, check_dataset, check_model, check_resume
-from hf_pipetransformer.report.events import EventLog, announce
+from hf_pipetransformer.refusals import (
+    check_arguments,
+    check_dataset,
+    check_model,
+    check_resume,
+    warn_about_options,
+)
+from hf_pipetransformer.report.events import EventLog, announce, logger
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.startup import StartUp, check_agreement, probe_samples
@@ -64,13 +72,13 @@ class PipeTransformerTrainer(Trainer):
         check_arguments(args)
         kwargs = inspect.signature(Trainer.__init__).bind(self, model, args, *positional, **named).arguments
         if model is not None:
-            check_model(model, args.num_stages if args.world_size > 1 else 1, kwargs.get("optimizers", (None, None)))
+            self._check_model(model, args, kwargs.get("optimizers", (None, None)))
         check_dataset(kwargs.get("train_dataset"), "training")
-        if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
-            # Said in the documentation and enforced by `check_resume`; optimizer state of one stage would be useless.
-            args.save_only_model = True
+        for text in warn_about_options(args) if args.process_index == 0 else ():
+            logger.warning(text)
+        args.save_only_model = True
         super().__init__(model, args, *positional, **named)
-        self.topology = Topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
+        self.topology = get_topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
         check_agreement(self.topology, "training arguments", _comparable(args))
@@ -85,6 +93,10 @@ class PipeTransformerTrainer(Trainer):
         self._batch_items: deque[int] = deque()
         self._eval_gather: ReplicaGather | None = None
         self._num_starts = 0
+        self._model_declares_loss_kwargs = self.model_accepts_loss_kwargs
+        self._has_labels = False
+        self._logged_layout: Layout | None = None
+        self._random_state: torch.Tensor | None = None
 
     # ---- layout and life of the pipeline ----
 
@@ -93,20 +105,32 @@ class PipeTransformerTrainer(Trainer):
         """The layout in force; None before the first training, evaluation or prediction."""
         return None if self._stage is None else self._stage.layout
 
+    @staticmethod
+    def _check_model(model: Any, args: PipeTransformerArguments, optimizers: tuple[Any, Any]) -> None:
+        is_alone = args.world_size == 1
+        check_model(
+            model, 1 if is_alone else args.num_stages, is_alone and args.num_microbatches in (None, 1), optimizers
+        )
+
     def _start(self, dataset: Any, is_training: bool) -> Stage:
         """The transition from nothing: probe the model, choose a layout, take this rank's stage."""
         args, device = self.args, self.args.device
-        check_dataset(dataset, "training" if is_training else "evaluation")
+        what = "Training" if is_training else "Evaluation"
+        if dataset is None:
+            raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
+        check_dataset(dataset, what.lower())
+        self.model_accepts_loss_kwargs = self._model_declares_loss_kwargs
         check_agreement(self.topology, "data set", {"number of samples": len(dataset)})
-        check_model(self.model, args.num_stages if args.world_size > 1 else 1, (None, None))
+        self._check_model(self.model, args, (None, None))
         splitter = self._splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
         start_up = StartUp(self.model, splitter, args, self.topology, device)
         with undisturbed(self.model):
-            samples = probe_samples(*self._dataset_and_collator(dataset, "Training" if is_training else "Evaluation"))
+            samples = self.topology.broadcast(probe_samples(*self._dataset_and_collator(dataset, what)))
+        self._has_labels = "labels" in samples
         needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
         rule = start_up.run(samples, self._probe_loss if needs_loss else self._probe_output, self._count_items)
-        if rule.ignores_num_items and self.model_accepts_loss_kwargs:
+        if needs_loss and rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).
             self.model_accepts_loss_kwargs = False
@@ -146,10 +170,14 @@ class PipeTransformerTrainer(Trainer):
             dataset = self.eval_dataset if dataset is None else dataset
             dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
             stage = self._start(next(iter(dataset.values())) if isinstance(dataset, dict) else dataset, False)
-        if not stage.view.is_installed:
-            stage.store.move(stage.own_names(), self.args.device)
-        with nullcontext() if stage.view.is_installed else stage.active():
+        if stage.view.is_installed:
             yield
+            return
+        stage.store.move(stage.own_names(), self.args.device)
+        with stage.active():
+            yield
+        if stage.groups.num_stages > 1:
+            stage.store.move(stage.own_names(), torch.device("cpu"))
 
     @contextmanager
     def _reporting_faults(self) -> Iterator[None]:
@@ -213,6 +241,7 @@ class PipeTransformerTrainer(Trainer):
 
     def _separate_random_streams(self, stage: Stage) -> None:
         """Stages and replicas draw different dropout masks; one process draws what Trainer draws."""
+        self._random_state = torch.get_rng_state()
         if self.topology.world_size > 1:
             place = stage.groups.replica * stage.groups.num_stages + stage.groups.stage
             torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * self._num_starts)
@@ -254,8 +283,8 @@ class PipeTransformerTrainer(Trainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
         self._batch_items = deque(counts)
-        has_labels = any(self._passes_num_items(batch) for batch in batches) or not all(batches)
-        passes = has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        # An empty batch of this replica says nothing of labels; the probe did.
+        passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         return batches, torch.tensor(float(sum(counts)), device=device) if passes else None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -268,7 +297,8 @@ class PipeTransformerTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        inputs = self._prepare_inputs(inputs) if inputs else {}
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
             with self.compute_loss_context_manager():
@@ -279,7 +309,12 @@ class PipeTransformerTrainer(Trainer):
         scaler = self.accelerator.scaler
         loss_scale = accumulation * (scaler.get_scale() if scaler is not None else 1.0)
         loss = self._runner.train(
-            inputs, forward, self._batch_items.popleft(), loss_scale, self.accelerator.sync_gradients
+            inputs,
+            self._prepare_inputs,
+            forward,
+            self._batch_items.popleft(),
+            loss_scale,
+            self.accelerator.sync_gradients,
         )
         return loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
 
@@ -347,9 +382,18 @@ class PipeTransformerTrainer(Trainer):
         self._tr_loss = self._tr_loss * 0 + total / self.topology.world_size
         make_whole(self._stage)
         self._stage.view.remove()
+        if self.topology.world_size > 1 and self._random_state is not None:
+            torch.set_rng_state(self._random_state)
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         self.events.write("end", self.state.global_step, self.state.epoch, train_loss=output.training_loss)
         return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's log; the first training entry under a layout shows the layout as scalars."""
+        if "loss" in logs and self.layout is not None and self.layout is not self._logged_layout:
+            self._logged_layout = self.layout
+            logs.update(self.layout.as_scalars())
+        super().log(logs, start_time)
 
     # ---- evaluation and prediction ----
 
@@ -369,8 +413,13 @@ class PipeTransformerTrainer(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         assert self._stage is not None
+        if not isinstance(dataloader, PipelineLoader):
+            raise ValueError(
+                f"get_eval_dataloader or get_test_dataloader returned a {type(dataloader).__name__}, which knows "
+                "nothing of stages. Build it with self._get_dataloader, or override _get_eval_sampler instead."
+            )
         outer = self._eval_gather
-        self._eval_gather = ReplicaGather(self._stage.groups, dataloader, self.topology.timeout)
+        self._eval_gather = ReplicaGather(self._stage.groups, dataloader)
         self.gather_function = self._eval_gather
         try:
             return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -382,7 +431,13 @@ class PipeTransformerTrainer(Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
         assert self._eval_gather is not None
+        assert self._runner is not None
         num_items, num_samples = self._count_items(inputs), batch_size(inputs)
+        is_plain = type(self).compute_loss is Trainer.compute_loss and self.label_smoother is None
+        has_loss = all(inputs.get(name) is not None for name in self.label_names)
+        self._runner.sends_loss_only = (
+            prediction_loss_only and has_loss and is_plain and self.compute_loss_func is None
+        )
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = self._eval_gather.mean(loss, num_items).expand(num_samples)
@@ -392,7 +447,7 @@ class PipeTransformerTrainer(Trainer):
 
     def _dataset_and_collator(self, dataset: Any, description: str) -> tuple[Any, Any]:
         """The data set without the columns that the model does not take, and a collator that drops the rest."""
-        if hasattr(dataset, "column_names") and hasattr(dataset, "features"):
+        if isinstance(dataset, datasets.Dataset):
             return self._remove_unused_columns(dataset, description=description), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
@@ -419,6 +474,7 @@ class PipeTransformerTrainer(Trainer):
             groups=stage.groups,
             placeholders=frozenset() if shows_inputs else self._start_up.probe.placeholders,
             is_training=is_training,
+            common_length=self._start_up.common_length,
         )
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
@@ -432,7 +488,8 @@ class PipeTransformerTrainer(Trainer):
         is_spread = stage is not None and stage.reducer is not None
         with self._reporting_faults(), whole_on_first_rank(stage) if is_spread and stage else nullcontext():
             super().save_model(output_dir, _internal_call)
-            self.topology.barrier()
+            if is_spread:
+                self.topology.barrier()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
 from hf_pipetransformer.checkpoint import collect_parameters
-from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.errors import PipelineError, guarded
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.engine import Engine, StageLinks
 from hf_pipetransformer.pipeline.links import Link
@@ -138,9 +138,7 @@ def whole_on_first_rank(stage: Stage) -> Iterator[None]:
         yield
         return
     held = set(stage.store.held())
-    missing = collect_parameters(stage.store.named(), stage.owners, stage.groups)
-    if stage.groups.is_first:
-        stage.store.fill(missing)
+    stage.store.fill(collect_parameters(stage.store.named(), stage.owners, stage.groups, keep=stage.groups.is_first))
     try:
         yield
     finally:
@@ -149,6 +147,11 @@ def whole_on_first_rank(stage: Stage) -> Iterator[None]:
 
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
     """Overwrite all parameters and buffers by rank 0's: a head that a script initialised unseeded becomes one head."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PipelineError(
+            "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
+            "stages. Load the model anew."
+        )
     if topology.world_size == 1:
         return
     with torch.no_grad():

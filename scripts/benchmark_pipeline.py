@@ -349,8 +349,8 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of alternating contenders")
-    parser.add_argument("--repeats", type=int, default=5, help="steps a contender runs per round (schedules)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of alternating contenders")
+    parser.add_argument("--repeats", type=int, default=1, help="steps a contender runs per round (schedules)")
     parser.add_argument("--steps", type=int, default=15, help="optimizer steps per run (data_parallel)")
     parser.add_argument("--only", choices=("data_parallel", "schedules"), help="one question only")
     options = parser.parse_args()
@@ -361,7 +361,7 @@ def main() -> None:
         results["schedules"] = benchmark_schedules(options.rounds, options.repeats, (2, 4, 8))
     if options.only != "schedules":
         folder = str(options.output.parent / "_runs")
-        results["data_parallel"] = benchmark_data_parallel(options.rounds, options.steps, folder)
+        results["data_parallel"] = benchmark_data_parallel(max(5, options.rounds // 2), options.steps, folder)
     if dist.get_rank() == 0:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(results, indent=2) + "\n")

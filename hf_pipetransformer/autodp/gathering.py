@@ -19,13 +19,11 @@ class ReplicaGather:
     Args:
         groups: this rank's pipeline.
         loader: the loader of this evaluation; it knows how many samples each replica has in the current batch.
-        timeout: seconds to wait for the others.
     """
 
-    def __init__(self, groups: PipelineGroups, loader: PipelineLoader, timeout: float) -> None:
+    def __init__(self, groups: PipelineGroups, loader: PipelineLoader) -> None:
         self.groups = groups
         self.loader = loader
-        self.timeout = timeout
 
     def __call__(self, values: Any) -> Any:
         """Tensors of shape `(own samples, ...)` become `(samples of the global batch, ...)`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,28 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
 from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.errors import guarded, wait_for
 from hf_pipetransformer.messages import pack, unpack
+
+
+@dataclass(frozen=True)
+class CommonLength:
+    """How replicas pad to one length.
+
+    Args:
+        main_input: the token ids, `(batch, seq)`.
+        pad_token_id: what fills them.
+    """
+
+    main_input: str
+    pad_token_id: int
 
 
 class PipelineLoader(DataLoaderStateMixin):
@@ -32,6 +48,8 @@ class PipelineLoader(DataLoaderStateMixin):
             shape and dtype without memory behind it.
         timeout: seconds that a stage may wait for its batch.
         total_batch_size: samples in a full global batch.
+        num_samples: samples of an epoch over all replicas.
+        common_length: makes the replicas pad to one length; None where the loss does not see padding.
     """
 
     def __init__(
@@ -41,12 +59,16 @@ class PipelineLoader(DataLoaderStateMixin):
         placeholders: frozenset[str],
         timeout: float,
         total_batch_size: int,
+        num_samples: int,
+        common_length: CommonLength | None,
     ) -> None:
         self.loader = loader
         self.groups = groups
         self.placeholders = placeholders
         self.timeout = timeout
         self.total_batch_size = total_batch_size
+        self.num_samples = num_samples
+        self.common_length = common_length
         self.gradient_state = GradientState()
         self._drop_last = False
         self._index = 0
@@ -71,7 +93,7 @@ class PipelineLoader(DataLoaderStateMixin):
     def samples_of_replicas(self) -> list[int]:
         """Samples of the current global batch that count for each replica; see `ReplicaBatchSampler.repeat_small`."""
         num_replicas = self.groups.num_replicas
-        size = min(self.total_batch_size, len(self.dataset) - self._index * self.total_batch_size)
+        size = min(self.total_batch_size, self.num_samples - self._index * self.total_batch_size)
         if size < num_replicas:
             return [size] + [0] * (num_replicas - 1)
         slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]
@@ -91,10 +113,19 @@ class PipelineLoader(DataLoaderStateMixin):
     def _read(self) -> Iterator[dict[str, Any]]:
         leaving: list[tuple[Any, torch.Tensor]] = []
         for batch in self.loader:
+            if self.common_length is not None:
+                batch = self._padded(batch, self.common_length)
             self._wait(leaving)
             leaving = self._send(batch)
             yield dict(batch)
         self._wait(leaving)
+
+    def _padded(self, batch: Any, rule: CommonLength) -> dict[str, Any]:
+        group = self.groups.replica_control
+        length = torch.tensor([sequence_length(batch, rule.main_input)])
+        what = f"agreeing on a padded length with {self.groups.replicas}"
+        guarded(lambda: dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group), what)
+        return pad_batch(batch, rule.main_input, int(length), rule.pad_token_id) if batch else {}
 
     def _send(self, batch: Any) -> list[tuple[Any, torch.Tensor]]:
         if self.groups.num_stages == 1:
@@ -137,6 +168,7 @@ def make_pipeline_loader(
     groups: PipelineGroups,
     placeholders: frozenset[str],
     is_training: bool,
+    common_length: CommonLength | None = None,
 ) -> PipelineLoader:
     """The loader of one replica for a map-style data set.
 
@@ -149,6 +181,7 @@ def make_pipeline_loader(
         groups: this rank's pipeline.
         placeholders: see `PipelineLoader`.
         is_training: whether a replica may be left without samples, and workers are seeded.
+        common_length: see `PipelineLoader`.
     """
     order = _same_on_every_rank(sampler or SequentialSampler(dataset), args)
     global_batches = BatchSampler(order, global_batch_size, args.dataloader_drop_last)
@@ -166,13 +199,17 @@ def make_pipeline_loader(
         in_order=args.dataloader_in_order,
         worker_init_fn=worker_init if is_training else None,
     )
-    return PipelineLoader(loader, groups, placeholders, args.pipeline_timeout, global_batch_size)
+    if groups.num_replicas == 1:
+        common_length = None
+    return PipelineLoader(
+        loader, groups, placeholders, args.pipeline_timeout, global_batch_size, len(order), common_length
+    )
 
 
-def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Sampler[int]:
+def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Any:
     """Trainer's order for this seed, drawn from a generator of its own: ranks differ in their global ones."""
     seed = args.data_seed if args.data_seed is not None else args.seed
-    if type(sampler) is RandomSampler:
+    if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
         return SeedableRandomSampler(
             data_source=sampler.data_source,
             replacement=sampler.replacement,
@@ -180,10 +217,14 @@ def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Sampler
             generator=torch.Generator(),
             data_seed=seed,
         )
+    if args.world_size == 1:
+        return sampler
+    if isinstance(sampler, LengthGroupedSampler):
+        # It sorts within some batches; those are global ones here.
+        sampler.batch_size *= args.world_size
     if getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
-    ordered: Sampler[int] = sampler
-    return ordered
+    return sampler
 
 
 class SkipEmpty:

@@ -198,6 +198,18 @@ class Topology:
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend)
 
 
+_TOPOLOGIES: dict[tuple[Any, float, int], Topology] = {}
+
+
+def get_topology(timeout: float, local_world_size: int) -> Topology:
+    """The topology of this process: groups cost threads and sockets, so several trainers share them."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    key = (world, timeout, local_world_size)
+    if key not in _TOPOLOGIES:
+        _TOPOLOGIES[key] = Topology(timeout, local_world_size)
+    return _TOPOLOGIES[key]
+
+
 def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
     """`value` of global rank `source` on every rank of a gloo `group`; the source gets its own object back."""
     if group is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.pipeline.links import Link, Pending, post_receive, post_send
 from hf_pipetransformer.pipeline.schedules import Action, Op, Row
 from hf_pipetransformer.splitters.view import StageExit, StageView
@@ -63,6 +64,7 @@ class _Run:
     leaving: dict[tuple[Op, int], Pending] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
+    recomputed: set[int] = field(default_factory=set)
 
 
 class Engine:
@@ -118,6 +120,12 @@ class Engine:
             The weighted sum of the losses on the last stage, zero on the others.
         """
         run = _Run(micro_batches, forward, loss_scale)
+        computations = [action for action in row if action.op in (Op.FORWARD, Op.BACKWARD)]
+        run.recomputed = {
+            action.micro_batch
+            for action, following in zip(computations, computations[1:], strict=False)
+            if action.op is Op.FORWARD and self._recomputes(action.micro_batch, run, following)
+        }
         num_backwards = sum(action.op is Op.BACKWARD for action in row)
         for action in row:
             if action.op is Op.BACKWARD:
@@ -170,7 +178,7 @@ class Engine:
     def _forward(self, i: int, run: _Run) -> None:
         micro_batch = run.micro_batches[i]
         held = _Held(self._take(run, Op.RECEIVE_FORWARD, i))
-        recomputes = torch.is_grad_enabled() and self._recomputes(i, run)
+        recomputes = i in run.recomputed
         if recomputes:
             held.random_state = _random_state(self.device)
         with torch.no_grad() if recomputes else nullcontext():
@@ -209,12 +217,25 @@ class Engine:
         except StageExit as stage_exit:
             # The traceback holds the frames of the whole forward, and with them every activation.
             stage_exit.__traceback__ = None
-            return stage_exit.hidden
+            return self._as_sent(stage_exit.hidden, micro_batch)
         finally:
             self.is_active = False
             self.view.received = None
-        assert self.is_last, "a stage without the head must leave the model through StageExit"
+        if not self.is_last:
+            raise PipelineError(
+                "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
+                "Layers that are skipped at random (layerdrop) cannot be stages."
+            )
         return result
+
+    def _as_sent(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+        if tuple(hidden.shape) != micro_batch.activation_shape:
+            raise PipelineError(
+                f"A stage gave an activation of shape {tuple(hidden.shape)} where the next one expects "
+                f"{micro_batch.activation_shape}: the model changes the number of tokens or samples from batch to "
+                "batch. Use pipeline_parallel_size=1 for it."
+            )
+        return hidden.to(self.dtype_out)
 
     @staticmethod
     def _wait_for_send(run: _Run, op: Op, i: int) -> None:
@@ -227,7 +248,9 @@ class Engine:
         pending = run.arriving.pop((op, i), None)
         return None if pending is None else pending.wait()
 
-    def _recomputes(self, i: int, run: _Run) -> bool:
+    def _recomputes(self, i: int, run: _Run, following: Action) -> bool:
+        if following == Action(Op.BACKWARD, i):
+            return False  # Its backward comes at once: there is nothing to free in between.
         is_last_one = i == len(run.micro_batches) - 1
         return self.recompute == "always" or (self.recompute == "except_last" and not is_last_one)
 

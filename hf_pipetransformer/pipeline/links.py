@@ -41,7 +41,7 @@ class Pending:
         Raises:
             PeerLostError: the neighbour died, or `pipeline_timeout` passed.
         """
-        wait_for(self._work, self._timeout, self._description)
+        wait_for(self._work, self._timeout if self._tensor.is_cpu else None, self._description)
         return self._tensor
 
 

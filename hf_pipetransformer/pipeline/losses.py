@@ -47,7 +47,8 @@ def find_loss_rule(
     size = batch_size(inputs)
     if size < 2:
         return LossRule.MEAN
-    parts = [take_samples(inputs, slice(0, size - 1)), take_samples(inputs, slice(size - 1, size))]
+    cut = max(1, 2 * size // 3)
+    parts = [take_samples(inputs, slice(0, cut)), take_samples(inputs, slice(cut, size))]
     counts = [count(part) for part in parts]
     total = sum(counts)
     if total == 0:
@@ -61,8 +62,8 @@ def find_loss_rule(
     if abs(sum(losses) - whole) <= bound:
         return LossRule.SUM
     raise LossDoesNotDecomposeError(
-        f"The loss of {size} samples is {whole:.7g}, but its parts of {size - 1} and 1 samples give {losses[0]:.7g} "
-        f"and {losses[1]:.7g}, whose mean over {counts} items is {mean:.7g}. Micro-batches and replicas need a loss "
-        "that is a mean (or a sum divided by num_items_in_batch) over samples or label tokens. Use such a loss, or "
-        "one process with pipeline_parallel_num_microbatches=1."
+        f"The loss of {size} samples is {whole:.7g}, but its parts of {cut} and {size - cut} samples give "
+        f"{losses[0]:.7g} and {losses[1]:.7g}, whose mean over {counts} items is {mean:.7g}. "
+        "Micro-batches and replicas need a loss that is a mean (or a sum divided by "
+        "num_items_in_batch) over samples or label tokens. Use such a loss, or one process with pipeline_parallel_num_microbatches=1."
     )

@@ -28,20 +28,21 @@ class _Bucket:
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.flags = self._flat[total:]
 
-    def launch(self, group: Any) -> None:
+    def launch(self, group: Any, what: str) -> None:
         """Copy the gradients in and start summing over `group`; parameters without gradient count as zeros."""
-        with torch.no_grad():
-            for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-                self.flags[index] = 0 if parameter.grad is None else 1
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad is not view:
-                    view.copy_(parameter.grad)
-        self.work = dist.all_reduce(self._flat, group=group, async_op=True)
+        flags = [0.0 if parameter.grad is None else 1.0 for parameter in self.parameters]
+        self.flags.copy_(torch.tensor(flags))
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+                parameter.grad = None  # The flat buffer holds it now; once is enough.
+        self.work = guarded(lambda: dist.all_reduce(self._flat, group=group, async_op=True), what)
 
     def finish(self, timeout: float, what: str) -> None:
         """Wait and hand the sums to the parameters; one without gradient on any replica keeps None."""
-        wait_for(self.work, timeout, what)
+        wait_for(self.work, timeout if self._flat.is_cpu else None, what)
         used = self.flags.tolist()
         for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
             parameter.grad = view if count else None
@@ -111,7 +112,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
-        guarded(lambda: bucket.launch(self.group), self.what)
+        bucket.launch(self.group, self.what)
         self._next += 1
 
 

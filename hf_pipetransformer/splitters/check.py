@@ -53,7 +53,7 @@ class ActivationShape:
             return (value.shape[0], shape[0], *self.hidden_shape[1:])
         raise ValueError(
             f"A batch holds {self.main_input!r} of shape {shape} a sample, the first batch had {self.input_shape}. "
-            "With more than one stage all images must have one size: resize them in the data set."
+            "With more than one stage all inputs but text must have one size: resize them in the data set."
         )
 
 
@@ -95,6 +95,11 @@ def probe_model(
     Raises:
         UnsupportedModelError: the split model differs from the whole one.
     """
+    if not isinstance(inputs.get(main_input), torch.Tensor):
+        raise UnsupportedModelError(
+            f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}; it has "
+            f"{sorted(inputs)}."
+        )
     structure = trace_structure(model, splitter, lambda: compute(inputs))
     with _gradients_discarded(model):
         expected = compute(inputs)
@@ -111,13 +116,22 @@ def probe_model(
             found_norms, expected_norms, 10 * tolerance
         ):
             activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]))
+            _check_shape(model, chain.hidden_shape, activation.of(inputs))
             return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
     raise UnsupportedModelError(
         f"{type(model).__name__} gives {found.item():.8g} when it is split into pipeline stages and "
         f"{expected.item():.8g} when it is whole (gradient norms {_total(found_norms):.8g} and "
         f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a Splitter "
-        "that knows it, or use pipeline_parallel_size=1."
+        "that knows it, or use transformers.Trainer."
     )
+
+
+def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives its layers activations of shape {found}; expected {expected}, one row a "
+            "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
+        )
 
 
 class _Chain:
@@ -220,7 +234,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     model.eval()
     try:
-        with torch.random.fork_rng():
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python_state)

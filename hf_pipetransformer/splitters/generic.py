@@ -27,7 +27,7 @@ class GenericSplitter(Splitter):
             raise UnsupportedModelError(
                 f"{name} runs the same layer weights several times (num_hidden_groups="
                 f"{model.config.num_hidden_groups}); shared layers cannot be put on different stages. "
-                "Use pipeline-free Trainer for it."
+                "Use transformers.Trainer for it."
             )
         found = [f"{len(stack)} x {type(stack[0]).__name__}" for stack in stacks]
         raise UnsupportedModelError(

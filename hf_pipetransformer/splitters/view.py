@@ -38,7 +38,7 @@ class StageView:
         self.splitter = splitter
         self.structure = structure
         self.received: torch.Tensor | None = None
-        self._overridden: list[nn.Module] = []
+        self._overridden: list[tuple[nn.Module, Any]] = []
         self._units = range(0)
 
     @property
@@ -61,15 +61,17 @@ class StageView:
 
     def remove(self) -> None:
         """Give the model its own forward back."""
-        for module in self._overridden:
+        for module, own in self._overridden:
             del module.forward
+            if own is not None:
+                module.forward = own
         self._overridden.clear()
         self._units = range(0)
         self.received = None
 
     def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._overridden.append((module, module.__dict__.get("forward")))
         module.forward = forward
-        self._overridden.append(module)
 
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
