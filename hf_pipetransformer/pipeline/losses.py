@@ -65,5 +65,6 @@ def find_loss_rule(
         f"The loss of {size} samples is {whole:.7g}, but its parts of {cut} and {size - cut} samples give "
         f"{losses[0]:.7g} and {losses[1]:.7g}, whose mean over {counts} items is {mean:.7g}. "
         "Micro-batches and replicas need a loss that is a mean (or a sum divided by "
-        "num_items_in_batch) over samples or label tokens. Use such a loss, or one process with pipeline_parallel_num_microbatches=1."
+        "num_items_in_batch) over samples or label tokens. Use such a loss, or one process with "
+        "pipeline_parallel_num_microbatches=1."
     )
