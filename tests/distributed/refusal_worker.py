@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState
 from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
+    BertForMultipleChoice,
     SwinConfig,
     SwinForImageClassification,
     TrainerCallback,
@@ -57,6 +58,41 @@ class ContrastiveTrainer(PipeTransformerTrainer):
         logits = outputs.logits
         loss = torch.nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
         return (loss, outputs) if return_outputs else loss
+
+
+class WeightedTrainer(PipeTransformerTrainer):
+    """Class weights: the mean runs over the sum of the weights, which differs from part to part of a batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 5.0, 25.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+def sorted_dataset():
+    return make_dataset("bert_sequence", 60).sort("labels")
+
+
+def with_batch_norm():
+    model = build_model("vit")
+    model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
+    return model
+
+
+def with_layerdrop():
+    model = build_model("bert_sequence")
+    model.config.layerdrop = 0.1
+    return model
+
+
+def multiple_choice():
+    return BertForMultipleChoice(build_model("bert_sequence").config)
+
+
+def choices():
+    row = {"input_ids": [[5, 6, 7], [5, 8, 9]], "attention_mask": [[1, 1, 1], [1, 1, 1]], "labels": 0}
+    return datasets.Dataset.from_list([row] * 20)
 
 
 def with_adapter():
@@ -139,6 +175,18 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "unknown_checkpoint": {"options": {"pipeline_checkpoint": "sometimes"}},
     "checkpoint_twice": {"options": {"pipeline_checkpoint": "always", "activation_checkpointing": True}},
     "no_timeout": {"options": {"pipeline_timeout": 0}},
+    "batch_norm": {"model": with_batch_norm, "train_dataset": lambda: make_dataset("vit", 20)},
+    "layerdrop": {"model": with_layerdrop},
+    "weighted_loss_on_sorted_data": {"trainer": WeightedTrainer, "train_dataset": sorted_dataset},
+    "multiple_choice": {"model": multiple_choice, "train_dataset": choices},
+    "no_train_dataset": {"train_dataset": lambda: None},
+    "split_batches": {"options": {"accelerator_config": {"split_batches": True}}},
+    "unseeded_order": {"options": {"accelerator_config": {"use_seedable_sampler": False}}},
+    "gather_object": {"options": {"eval_use_gather_object": True}},
+    "full_eval": {"options": {"bf16_full_eval": True}},
+    "save_on_each_node": {"options": {"save_on_each_node": True}},
+    "debug": {"options": {"debug": "underflow_overflow"}},
+    "jit_checkpoint": {"options": {"enable_jit_checkpoint": True}},
     "unknown_policy": {"options": {"freeze_policy": "gradient_norm"}},
 }
 

@@ -201,6 +201,15 @@ NAMED = {
     "checkpoint_twice": "activation_checkpointing.*pipeline_checkpoint|pipeline_checkpoint.*activation_checkpointing",
     "no_timeout": "pipeline_timeout",
     "unknown_policy": "freeze_policy",
+    "batch_norm": "batch normalisation",
+    "weighted_loss_on_sorted_data": "loss of 6 samples",
+    "multiple_choice": "MultipleChoice.*shape",
+    "no_train_dataset": "train_dataset",
+    "unseeded_order": "use_seedable_sampler",
+    "gather_object": "eval_use_gather_object",
+    "full_eval": "bf16_full_eval",
+    "debug": "debug=",
+    "jit_checkpoint": "enable_jit_checkpoint",
 }
 
 

@@ -1,0 +1,86 @@
+"""One process that trains a tiny model with the pipeline or, alone, with plain Trainer, and writes its losses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainingArguments, set_seed
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.models import QA_LENGTH, build_model, collate, make_dataset, make_rows
+
+
+NUM_SAMPLES = 53
+
+
+def pad_to_the_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """`collate` without the fixed length that it gives question answering."""
+    batch = collate(rows)
+    longest = max(len(row["input_ids"]) for row in rows)
+    assert longest <= QA_LENGTH
+    return {key: value[:, :longest] if value.dim() == 2 else value for key, value in batch.items()}
+
+
+class EveryThird(PipeTransformerTrainer):
+    """A trainer whose user evaluates on a part of the data set only."""
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return SequentialSampler(range(3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("plain", "ours"))
+    parser.add_argument("model")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--world_size", type=int, default=2)
+    parser.add_argument("--num_stages", default="2")
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--pad_to_the_longest", action="store_true")
+    parser.add_argument("--predict_first", action="store_true", help="predict without labels before training")
+    parser.add_argument("--evaluate_three", action="store_true", help="evaluate with a sampler of three samples")
+    options = parser.parse_args()
+
+    set_seed(0)
+    common: dict[str, Any] = {
+        "output_dir": str(options.output), "max_steps": 20, "learning_rate": 1e-3, "weight_decay": 0.1,
+        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none",
+        "seed": 1, "fp16": options.precision == "fp16", "bf16": options.precision == "bf16",
+        "gradient_accumulation_steps": 2 if options.predict_first else 1,
+    }  # fmt: skip
+    data: dict[str, Any] = {
+        "train_dataset": make_dataset(options.model, NUM_SAMPLES),
+        "eval_dataset": make_dataset(options.model, 10, seed=1),
+        "data_collator": pad_to_the_longest if options.pad_to_the_longest else collate,
+        "compute_metrics": lambda prediction: {"count": len(prediction.label_ids)},
+    }
+    model = build_model(options.model)
+    if options.kind == "plain":
+        trainer = Trainer(model, TrainingArguments(per_device_train_batch_size=8, **common), **data)
+        trainer.model_accepts_loss_kwargs = options.model == "vit"
+    else:
+        args = PipeTransformerArguments(
+            per_device_train_batch_size=8 // options.world_size, pipeline_parallel_size=options.num_stages,
+            pipeline_parallel_num_microbatches="2", pipeline_schedule=options.schedule, pipeline_timeout=60, **common,
+        )  # fmt: skip
+        trainer = (EveryThird if options.evaluate_three else PipeTransformerTrainer)(model, args, **data)
+    if options.predict_first:
+        rows = make_rows(options.model, 5)
+        trainer.predict([{key: value for key, value in row.items() if key != "labels"} for row in rows])
+    trainer.train()
+    result = {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "evaluated": trainer.evaluate()["eval_count"] if options.evaluate_three else None,
+    }
+    if trainer.is_world_process_zero():
+        (options.output / "result.json").write_text(json.dumps(result))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
