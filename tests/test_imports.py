@@ -137,7 +137,7 @@ def test_imports_only_run_downwards(name, tree):
 
 def test_nothing_imports_the_trainer_except_the_package_itself():
     guilty = [name for name, tree in MODULES if "trainer" in inner_imports(tree, name, is_package(name))]
-    assert [name for name in guilty if name not in ("", "trainer")] == []
+    assert [name for name in guilty if name and name.split(".")[0] != "trainer"] == []
 
 
 @pytest.mark.parametrize(("name", "tree"), [pytest.param(*module, id=module[0] or PACKAGE) for module in MODULES])

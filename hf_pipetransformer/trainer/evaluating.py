@@ -1,0 +1,83 @@
+"""Evaluation and prediction through the pipeline, with one copy of every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+
+from hf_pipetransformer.autodp.gathering import ReplicaGather
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.pipeline.microbatch import batch_size
+from hf_pipetransformer.trainer.starting import StartingTrainer
+
+
+class EvaluatingTrainer(StartingTrainer):
+    """`evaluate` and `predict` of Trainer over stages and replicas."""
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
+        with self._reporting_faults(), self._evaluating(eval_dataset):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
+        with self._reporting_faults(), self._evaluating(test_dataset):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        assert self._stage is not None
+        if not isinstance(dataloader, PipelineLoader):
+            raise ValueError(
+                f"get_eval_dataloader or get_test_dataloader returned a {type(dataloader).__name__}, which knows "
+                "nothing of stages. Build it with self._get_dataloader, or override _get_eval_sampler instead."
+            )
+        outer = self._eval_gather
+        self._eval_gather = ReplicaGather(self._stage.groups, dataloader)
+        self.gather_function = self._eval_gather
+        try:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self._eval_gather = outer
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
+        assert self._eval_gather is not None
+        assert self._runner is not None
+        num_items, num_samples = self._count_items(inputs), batch_size(inputs)
+        is_plain = type(self).compute_loss is Trainer.compute_loss and self.label_smoother is None
+        has_loss = all(inputs.get(name) is not None for name in self.label_names)
+        self._runner.sends_loss_only = (
+            prediction_loss_only and has_loss and is_plain and self.compute_loss_func is None
+        )
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = self._eval_gather.mean(loss, num_items).expand(num_samples)
+        return loss, logits, labels
+
+    @contextmanager
+    def _evaluating(self, dataset: Any) -> Iterator[None]:
+        """The pipeline is up inside, for evaluation or prediction, in training or without."""
+        stage = self._stage
+        if stage is None or stage.view.model is not self.model:
+            dataset = self.eval_dataset if dataset is None else dataset
+            dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+            stage = self._start(next(iter(dataset.values())) if isinstance(dataset, dict) else dataset, False)
+        if stage.view.is_installed:
+            yield
+            return
+        stage.store.move(stage.own_names(), self.args.device)
+        with stage.active():
+            yield
+        if stage.groups.num_stages > 1:
+            stage.store.move(stage.own_names(), torch.device("cpu"))

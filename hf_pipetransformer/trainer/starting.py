@@ -1,0 +1,226 @@
+"""The part of the trainer that comes before any batch: checks, the first layout, loaders, faults."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import torch
+from transformers import PreTrainedModel, Trainer
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.faults import FaultBoard, is_second_hand
+from hf_pipetransformer.autodp.gathering import ReplicaGather
+from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
+from hf_pipetransformer.autodp.topology import get_topology
+from hf_pipetransformer.errors import PipelineError
+from hf_pipetransformer.execution import StageRunner
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.microbatch import count_items
+from hf_pipetransformer.pipeline.shell import PipelineShell
+from hf_pipetransformer.refusals import (
+    check_arguments,
+    check_dataset,
+    check_model,
+    warn_about_options,
+)
+from hf_pipetransformer.report.events import EventLog, logger
+from hf_pipetransformer.splitters import Splitter, find_splitter
+from hf_pipetransformer.splitters.check import undisturbed
+from hf_pipetransformer.startup import StartUp, check_agreement, probe_samples
+from hf_pipetransformer.transition import Settings, Stage, apply_layout
+
+
+class StartingTrainer(Trainer):
+    """Knows its ranks, refuses what cannot work, starts the pipeline and builds its loaders."""
+
+    args: PipeTransformerArguments
+    model_accepts_loss_kwargs: bool
+    _tr_loss: torch.Tensor
+
+    def __init__(
+        self,
+        model: PreTrainedModel | torch.nn.Module | None = None,
+        args: PipeTransformerArguments | None = None,
+        *positional: Any,
+        splitter: Splitter | None = None,
+        **named: Any,
+    ) -> None:
+        args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else args
+        check_arguments(args)
+        kwargs = inspect.signature(Trainer.__init__).bind(self, model, args, *positional, **named).arguments
+        if model is not None:
+            self._check_model(model, args, kwargs.get("optimizers", (None, None)))
+        check_dataset(kwargs.get("train_dataset"), "training")
+        for text in warn_about_options(args) if args.process_index == 0 else ():
+            logger.warning(text)
+        args.save_only_model = True
+        super().__init__(model, args, *positional, **named)
+        self.topology = get_topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
+        if args.num_stages is not None:
+            self.topology.check_num_stages(args.num_stages)
+        check_agreement(self.topology, "training arguments", _comparable(args))
+        self.events = EventLog(args.output_dir if self.is_world_process_zero() else None)
+        self._splitter = splitter
+        self._faults = FaultBoard(self.topology.rank, self.topology.world_size)
+        self._guard_depth = 0
+        self._stage: Stage | None = None
+        self._start_up: StartUp | None = None
+        self._shell: PipelineShell | None = None
+        self._runner: StageRunner | None = None
+        self._batch_items: deque[int] = deque()
+        self._eval_gather: ReplicaGather | None = None
+        self._num_starts = 0
+        self._model_declares_loss_kwargs = self.model_accepts_loss_kwargs
+        self._has_labels = False
+        self._logged_layout: Layout | None = None
+        self._random_state: torch.Tensor | None = None
+
+    # ---- layout and life of the pipeline ----
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout in force; None before the first training, evaluation or prediction."""
+        return None if self._stage is None else self._stage.layout
+
+    @staticmethod
+    def _check_model(model: Any, args: PipeTransformerArguments, optimizers: tuple[Any, Any]) -> None:
+        is_alone = args.world_size == 1
+        check_model(
+            model, 1 if is_alone else args.num_stages, is_alone and args.num_microbatches in (None, 1), optimizers
+        )
+
+    def _start(self, dataset: Any, is_training: bool) -> Stage:
+        """The transition from nothing: probe the model, choose a layout, take this rank's stage."""
+        args, device = self.args, self.args.device
+        what = "Training" if is_training else "Evaluation"
+        if dataset is None:
+            raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
+        check_dataset(dataset, what.lower())
+        self.model_accepts_loss_kwargs = self._model_declares_loss_kwargs
+        check_agreement(self.topology, "data set", {"number of samples": len(dataset)})
+        self._check_model(self.model, args, (None, None))
+        splitter = self._splitter or find_splitter(self.model)
+        self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
+        start_up = StartUp(self.model, splitter, args, self.topology, device)
+        with undisturbed(self.model):
+            samples = self.topology.broadcast(probe_samples(*self._dataset_and_collator(dataset, what)))
+        self._has_labels = "labels" in samples
+        needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
+        rule = start_up.run(samples, self._probe_loss if needs_loss else self._probe_output, self._count_items)
+        if needs_loss and rule.ignores_num_items:
+            # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
+            # (transformers#47688).
+            self.model_accepts_loss_kwargs = False
+        settings = Settings(device, args.pipeline_timeout, args.pipeline_checkpoint)
+        layout = start_up.layout(self._samples_per_pipeline)
+        stage = apply_layout(self.model, splitter, start_up.probe, self.topology, layout, settings, is_training)
+        self._stage, self._start_up = stage, start_up
+        self._runner = StageRunner(stage, start_up.probe.activation, rule.rule, self._loss_shifts_labels)
+        self._shell.is_inside_step = lambda: stage.engine.is_active
+        if layout.num_stages > 1:
+            self._shell.run_pipeline = lambda inputs: self._runner.predict(inputs, self._predict_forward)  # type: ignore[union-attr]
+        return stage
+
+    def _samples_per_pipeline(self, num_stages: int) -> int:
+        return self.args.per_device_train_batch_size * num_stages
+
+    def _probe_loss(self, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
+        items = torch.tensor(num_items, device=self.args.device) if self._passes_num_items(inputs) else None
+        loss: torch.Tensor = self.compute_loss(self._shell, dict(inputs), num_items_in_batch=items)
+        return loss
+
+    def _probe_output(self, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
+        assert self._shell is not None
+        outputs = self._shell(**inputs)
+        logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
+        return logits.float().square().mean()
+
+    def _predict_forward(self, inputs: dict[str, Any]) -> Any:
+        assert self._shell is not None
+        return self._shell(**inputs)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
+        assert self._shell is not None
+        return self._shell
+
+    def _count_items(self, inputs: Any) -> int:
+        return count_items(inputs, self._loss_shifts_labels) if inputs else 0
+
+    def _passes_num_items(self, inputs: Any) -> bool:
+        return "labels" in inputs and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
+        # Called by Trainer's `prediction_step`; training counts over all replicas in `get_batch_samples`.
+        if not any(self._passes_num_items(batch) for batch in batch_samples):
+            return None
+        return torch.tensor(float(sum(self._count_items(batch) for batch in batch_samples)), device=device)
+
+    @contextmanager
+    def _reporting_faults(self) -> Iterator[None]:
+        """An error inside ends the run on every rank, with the first cause named."""
+        self._guard_depth += 1
+        try:
+            yield
+        except BaseException as error:
+            if self._guard_depth == 1 and not isinstance(error, (SystemExit, GeneratorExit)):
+                self._report_fault(error)
+            raise
+        finally:
+            self._guard_depth -= 1
+
+    def _report_fault(self, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
+        second_hand = is_second_hand(error)
+        cause = self._faults.report(text, is_first_hand=not second_hand)
+        self.events.write("fault", self.state.global_step, self.state.epoch, cause=cause)
+        if second_hand:
+            raise PipelineError(f"The run ended on rank {self.topology.rank}. First cause: {cause}") from error
+
+    # ---- data ----
+
+    def _dataset_and_collator(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """The data set without the columns that the model does not take, and a collator that drops the rest."""
+        if isinstance(dataset, datasets.Dataset):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> PipelineLoader:
+        check_dataset(dataset, description.lower())
+        stage = self._stage if self._stage is not None else self._start(dataset, is_training=False)
+        assert self._start_up is not None
+        dataset, collate = self._dataset_and_collator(dataset, description)
+        shows_inputs = "inputs" in self.args.include_for_metrics
+        loader = make_pipeline_loader(
+            dataset=dataset,
+            collate=collate,
+            sampler=sampler_fn(dataset) if sampler_fn is not None else None,
+            global_batch_size=batch_size * self.topology.world_size,
+            args=self.args,
+            groups=stage.groups,
+            placeholders=frozenset() if shows_inputs else self._start_up.probe.placeholders,
+            is_training=is_training,
+            common_length=self._start_up.common_length,
+        )
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:
+            self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
+        return loader
+
+
+def _comparable(args: PipeTransformerArguments) -> dict[str, Any]:
+    """The arguments that must be equal on all ranks."""
+    local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
+    return {key: str(value) for key, value in args.to_dict().items() if key not in local}

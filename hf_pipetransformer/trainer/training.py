@@ -1,0 +1,238 @@
+"""`PipeTransformerTrainer`: `transformers.Trainer` over a pipeline. Overrides only; the work is done below."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from torch.nn.utils import clip_grads_with_norm_
+from transformers.trainer_utils import TrainOutput
+
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
+from hf_pipetransformer.pipeline.shared import share_values
+from hf_pipetransformer.refusals import check_resume
+from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
+from hf_pipetransformer.transition import Stage, make_whole, whole_on_first_rank
+
+
+class PipeTransformerTrainer(EvaluatingTrainer):
+    """A `Trainer` whose model is split into K pipeline stages and R replicas, with the same numbers as `Trainer`.
+
+    Start it with `accelerate launch`; `K * R` is the number of processes. Takes everything that `Trainer` takes.
+
+    Args:
+        args ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options.
+        splitter ([`Splitter`], *optional*): how the model falls into layers, for models that the library does not
+            know; by default it is found by `config.model_type`.
+
+    Raises:
+        ValueError: an option, model or data set that cannot work with a pipeline; the text says what to change.
+    """
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as `Trainer.train` does; afterwards `trainer.model` is whole on every rank.
+
+        Raises:
+            ValueError: asked to resume, or something that cannot work with a pipeline.
+            PipelineError: another rank failed; the text names the first cause.
+        """
+        check_resume(resume_from_checkpoint)
+        with self._reporting_faults():
+            return super().train(None, trial, ignore_keys_for_eval)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a trial would have to start and stop on all ranks of a pipeline together."""
+        raise ValueError(
+            "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
+        )
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        stage = self._start(self.train_dataset, is_training=True)
+        self._announce_start()
+        self._separate_random_streams(stage)
+        with stage.active():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _announce_start(self) -> None:
+        assert self._stage is not None and self._start_up is not None
+        layout = self._stage.layout
+        fields = self._start_up.describe(layout)
+        self.events.write("run", 0, 0.0, layout=layout.as_event(), **fields)
+        if self.is_world_process_zero():
+            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
+
+    def _separate_random_streams(self, stage: Stage) -> None:
+        """Stages and replicas draw different dropout masks; one process draws what Trainer draws."""
+        self._random_state = torch.get_rng_state()
+        if self.topology.world_size > 1:
+            place = stage.groups.replica * stage.groups.num_stages + stage.groups.stage
+            torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * self._num_starts)
+        self._num_starts += 1
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Trainer's optimizer over what this stage owns; a shared parameter's state is kept by its first user."""
+        if self._stage is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        secondary = self._stage.secondary()
+        for parameter in secondary:
+            parameter.requires_grad_(False)
+        optimizer = super().create_optimizer(model)
+        for parameter in secondary:
+            parameter.requires_grad_(True)
+        optimizer.register_step_post_hook(self._after_optimizer_step)
+        return optimizer
+
+    def _after_optimizer_step(self, *_args: Any) -> None:
+        if self._stage is not None:
+            share_values(self._stage.shared)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        assert self._stage is not None
+        if not isinstance(train_dataloader, PipelineLoader) and self.topology.world_size > 1:
+            raise ValueError(
+                f"get_train_dataloader returned a {type(train_dataloader).__name__}, which knows nothing of stages. "
+                "Build it with self._get_dataloader, or override _get_train_sampler or the data collator instead."
+            )
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over."""
+        assert self._runner is not None
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
+        self._batch_items = deque(counts)
+        # An empty batch of this replica says nothing of labels; the probe did.
+        passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        return batches, torch.tensor(float(sum(counts)), device=device) if passes else None
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
+
+        Returns:
+            A scalar whose mean over all ranks is the batch's loss.
+        """
+        assert self._runner is not None and self._stage is not None
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
+
+        def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
+            with self.compute_loss_context_manager():
+                loss: torch.Tensor = self.compute_loss(model, micro_batch, num_items_in_batch=num_items_in_batch)
+            return loss
+
+        accumulation = 1.0 if self._is_scaled(num_items_in_batch) else 1.0 / self.current_gradient_accumulation_steps
+        scaler = self.accelerator.scaler
+        loss_scale = accumulation * (scaler.get_scale() if scaler is not None else 1.0)
+        loss = self._runner.train(
+            inputs,
+            self._prepare_inputs,
+            forward,
+            self._batch_items.popleft(),
+            loss_scale,
+            self.accelerator.sync_gradients,
+        )
+        return loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
+
+    def _is_scaled(self, num_items_in_batch: Any) -> bool:
+        """Trainer's rule for a loss that is already divided over the accumulation."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        uses_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return uses_items or self.compute_loss_func is not None
+
+    def get_tp_size(self) -> int:
+        """Trainer multiplies losses by the ranks that do not share a batch, to undo a mean; this trainer sums."""
+        return self.args.world_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of one optimizer step, the same for every layout."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        norm = self._global_grad_norm()
+        assert self._runner is not None
+        clip_grads_with_norm_(self._runner.parameters_with_gradient(), self.args.max_grad_norm, norm)
+        return norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self._global_grad_norm() if grad_norm is None else grad_norm
+
+    def _global_grad_norm(self) -> torch.Tensor:
+        assert self._runner is not None
+        if self.accelerator.scaler is not None:
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            agree_on_overflow(self.accelerator.scaler, optimizer, self.args.device, self.topology.largest)
+        return self._runner.grad_norm()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Trainer's estimate, counted once per pipeline."""
+        counts_here = self._stage is None or self._stage.groups.is_first
+        return int(super().floating_point_ops(inputs)) if counts_here else 0
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        before = self.state.num_input_tokens_seen
+        if inputs and (self._stage is None or self._stage.groups.is_first):
+            with _gathering_nothing(self.accelerator):
+                super()._track_num_input_tokens(inputs)
+        own = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + sum(self.topology.gather(own))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        assert self._stage is not None
+        total = sum(self.topology.gather(self._tr_loss.item()))
+        self._tr_loss = self._tr_loss * 0 + total / self.topology.world_size
+        make_whole(self._stage)
+        self._stage.view.remove()
+        if self.topology.world_size > 1 and self._random_state is not None:
+            torch.set_rng_state(self._random_state)
+        output: TrainOutput = super()._finalize_training(*args, **kwargs)
+        self.events.write("end", self.state.global_step, self.state.epoch, train_loss=output.training_loss)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's log; the first training entry under a layout shows the layout as scalars."""
+        if "loss" in logs and self.layout is not None and self.layout is not self._logged_layout:
+            self._logged_layout = self.layout
+            logs.update(self.layout.as_scalars())
+        super().log(logs, start_time)
+
+    # ---- saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a normal checkpoint for `from_pretrained`, whole, by rank 0. Call it on every rank."""
+        stage = self._stage
+        is_spread = stage is not None and stage.reducer is not None
+        with self._reporting_faults(), whole_on_first_rank(stage) if is_spread and stage else nullcontext():
+            super().save_model(output_dir, _internal_call)
+            if is_spread:
+                self.topology.barrier()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.events.write("checkpoint", self.state.global_step, self.state.epoch, content="model")
+
+
+@contextmanager
+def _gathering_nothing(accelerator: Any) -> Iterator[None]:
+    """`accelerator.gather` gives the own value back, for code that only some ranks run."""
+    accelerator.gather = lambda value: value
+    try:
+        yield
+    finally:
+        del accelerator.gather
