@@ -116,7 +116,7 @@ def work(options: argparse.Namespace) -> None:
         "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 1,
         "report_to": "none", **task.pop("arguments"),
     }  # fmt: skip
-    kind, _, num_stages = RUNS[options.run]
+    kind, _, num_stages = RUNS[options.contender]
     metrics = {"compute_metrics": lambda p: {"correct": int((p.predictions.argmax(-1) == p.label_ids).sum())}}
     if kind == "ours":
         args: TrainingArguments = PipeTransformerArguments(pipeline_parallel_size=str(num_stages), **common)
@@ -150,7 +150,7 @@ def launch(options: argparse.Namespace, task: str, run: str, folder: Path) -> di
     num_processes = RUNS[run][1]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     command = command if num_processes > 1 else [sys.executable]
-    command += [__file__, "--task", task, "--run", run, "--output", str(folder), "--data", str(options.data)]
+    command += [__file__, "--task", task, "--contender", run, "--output", str(folder), "--data", str(options.data)]
     command += ["--models", str(options.models), "--num_sentences", str(options.num_sentences)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -183,9 +183,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--num_sentences", type=int, default=4000, help="training sentences of SST-2")
     parser.add_argument("--task", choices=sorted(TASKS), help="one task only")
-    parser.add_argument("--run", choices=sorted(RUNS), help=argparse.SUPPRESS)
+    parser.add_argument("--contender", choices=sorted(RUNS), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
+    if options.contender:
         work(options)
         return
     import torch
