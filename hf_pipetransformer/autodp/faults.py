@@ -13,8 +13,8 @@ from hf_pipetransformer.errors import PeerLostError
 
 _CAUSE = "pipetransformer/first_fault"
 _TOLD = "pipetransformer/ranks_that_know"
-_FIRST_HAND_SECONDS = 1.0
-_HOST_SECONDS = 2.0
+_FIRST_HAND_SECONDS = 0.5
+_HOST_SECONDS = 1.5
 
 
 class FaultBoard:
