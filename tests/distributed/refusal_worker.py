@@ -183,7 +183,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "split_batches": {"options": {"accelerator_config": {"split_batches": True}}},
     "unseeded_order": {"options": {"accelerator_config": {"use_seedable_sampler": False}}},
     "gather_object": {"options": {"eval_use_gather_object": True}},
-    "full_eval": {"options": {"bf16_full_eval": True}},
     "save_on_each_node": {"options": {"save_on_each_node": True}},
     "debug": {"options": {"debug": "underflow_overflow"}},
     "jit_checkpoint": {"options": {"enable_jit_checkpoint": True}},

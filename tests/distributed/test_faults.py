@@ -207,7 +207,6 @@ NAMED = {
     "no_train_dataset": "train_dataset",
     "unseeded_order": "use_seedable_sampler",
     "gather_object": "eval_use_gather_object",
-    "full_eval": "bf16_full_eval",
     "debug": "debug=",
     "jit_checkpoint": "enable_jit_checkpoint",
 }
