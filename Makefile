@@ -57,7 +57,9 @@ style: $(INSTALLED)
 
 benchmark: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
-		--output benchmarks/pipeline_core.json
+		--only schedules --output benchmarks/pipeline_core.json
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
+		--only data_parallel --output benchmarks/data_parallel.json
 	$(BIN)/python scripts/benchmark_real_input.py --data $(SHARED)/data --models $(SHARED)/models \
 		--output benchmarks/real_input.json
 
