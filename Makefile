@@ -17,13 +17,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
-.PHONY: help demo test test-all gpu-check quality style benchmark clean
+.PHONY: help demo test test-all gpu-check quality style benchmark study clean
 
 help:
-	@echo "make demo       train a small ViT on handwritten digits, two processes, two pipeline stages"
+	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make test       the tests of every change; make test-all: all of them"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
-	@echo "make benchmark  throughput of the pipeline beside plain data parallelism"
+	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
+	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  the tests that need two or more GPUs"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
@@ -60,8 +61,15 @@ benchmark: $(INSTALLED)
 		--only schedules --output benchmarks/pipeline_core.json
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
 		--only data_parallel --output benchmarks/data_parallel.json
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_freezing.py \
+		--output benchmarks/freezing.json
 	$(BIN)/python scripts/benchmark_real_input.py --data $(SHARED)/data --models $(SHARED)/models \
 		--output benchmarks/real_input.json
+
+# Two hours of one core; it goes on where it stopped, and several may run side by side.
+study: $(INSTALLED)
+	$(BIN)/python scripts/study_freezing.py --data $(SHARED)/data --folder runs/freezing \
+		--output benchmarks/freezing_study.json
 
 clean:
 	rm -rf build dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -9,6 +10,9 @@ from transformers import TrainingArguments
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 SCHEDULE_NAMES = ("gpipe", "1f1b")
+FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
+FREEZE_RULES = ("inclusive", "exclusive")
+COMPRESSIONS = ("throughput", "memory")
 
 
 @dataclass
@@ -25,8 +29,19 @@ class PipeTransformerArguments(TrainingArguments):
         pipeline_checkpoint (`str`, *optional*, defaults to `"never"`): activation recomputation.
         pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other.
 
-    Parameters that control freezing:
-        freeze_policy (`str`, *optional*, defaults to `"none"`): only `"none"` in this release.
+    Parameters that control freezing (PipeTransformer section 3.1):
+        freeze_policy (`str`, *optional*, defaults to `"gradient_norm"`): who decides how many layers are frozen.
+        freeze_alpha (`float`, *optional*, defaults to 1/3): alpha of Eq. 1.
+        freeze_rule (`str`, *optional*, defaults to `"inclusive"`): reading of the argmin in Eq. 1.
+        freeze_interval (`str`, *optional*, defaults to `"epoch"`): time between two decisions.
+        freeze_warmup (`float`, *optional*, defaults to 0.5): share of the run without freezing.
+        freeze_min_active_layers (`int`, *optional*, defaults to 2): layers that are never frozen, but by `"fixed"`.
+        freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
+
+    Parameters that control the elastic pipeline (sections 3.2 and 3.3):
+        elastic (`bool`, *optional*, defaults to `True`): let the pipeline shrink and multiply as layers freeze.
+        pipeline_compression (`str`, *optional*, defaults to `"throughput"`): how the new length is chosen.
+        layout_plan (`str`, *optional*): events file of an earlier run whose decisions are replayed.
 
     Raises:
         ValueError: an option outside its range, found and expected values in the text.
@@ -42,8 +57,8 @@ class PipeTransformerArguments(TrainingArguments):
     pipeline_parallel_num_microbatches: str = field(
         default="auto",
         metadata={
-            "help": "Micro-batches per mini-batch of one pipeline, M: a number, or 'auto' for 4K as long as a "
-            "micro-batch keeps 4 samples (1 without a pipeline)."
+            "help": "Micro-batches per mini-batch of one pipeline, M: a number, or 'auto': 6K, 4K, 3K, "
+            "2K and K are tried on the first training steps of each pipeline length (1 without a pipeline)."
         },
     )
     pipeline_schedule: str = field(
@@ -61,7 +76,65 @@ class PipeTransformerArguments(TrainingArguments):
         default=300.0, metadata={"help": "Seconds that any rank may wait for another before the run ends in an error."}
     )
     freeze_policy: str = field(
-        default="none", metadata={"help": "How layers are frozen while training; only 'none' in this release."}
+        default="gradient_norm",
+        metadata={
+            "help": "How layers are frozen, from the bottom, while training: by 'gradient_norm' (PipeTransformer, "
+            "Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), 'fixed' by freeze_at, or 'none'.",
+            "choices": FREEZE_POLICIES,
+        },
+    )
+    freeze_alpha: float = field(
+        default=1 / 3,
+        metadata={"help": "alpha of Eq. 1, in (0, 1): the share of the active layers that one decision may freeze."},
+    )
+    freeze_rule: str = field(
+        default="inclusive",
+        metadata={
+            "help": "Whether 'gradient_norm' freezes up to the layer with the smallest gradient norm, that layer too "
+            "('inclusive') or not ('exclusive').",
+            "choices": FREEZE_RULES,
+        },
+    )
+    freeze_interval: str = field(
+        default="epoch",
+        metadata={
+            "help": "Time between two freeze decisions: 'epoch', a number of optimizer steps, or a share of "
+            "the run such as 0.1."
+        },
+    )
+    freeze_warmup: float = field(
+        default=0.5, metadata={"help": "Share of the run, in [0, 1), before the first freeze decision."}
+    )
+    freeze_min_active_layers: int = field(
+        default=2, metadata={"help": "Layers, counted from the top, that are never frozen, but by freeze_at."}
+    )
+    freeze_at: str | None = field(
+        default=None,
+        metadata={
+            "help": "For freeze_policy='fixed': 'step:layers,...', before optimizer step number step (0 is the first) "
+            "the first layers layers are frozen."
+        },
+    )
+    elastic: bool = field(
+        default=True,
+        metadata={
+            "help": "Let the pipeline shrink and the number of replicas grow as layers freeze. False keeps the stages."
+        },
+    )
+    pipeline_compression: str = field(
+        default="throughput",
+        metadata={
+            "help": "New pipeline length when layers froze: halved while the largest stage is no larger than at the "
+            "start ('memory', Eq. 2), or the divisor with the best predicted step time that fits ('throughput').",
+            "choices": COMPRESSIONS,
+        },
+    )
+    layout_plan: str | None = field(
+        default=None,
+        metadata={
+            "help": "Events file (pipetransformer_events.jsonl) of an earlier run: its decisions are replayed, none "
+            "are taken."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -77,10 +150,7 @@ class PipeTransformerArguments(TrainingArguments):
         )
         _check_choice("pipeline_schedule", self.pipeline_schedule, SCHEDULE_NAMES)
         _check_choice("pipeline_checkpoint", self.pipeline_checkpoint, RECOMPUTE_MODES)
-        if self.freeze_policy != "none":
-            raise ValueError(
-                f"freeze_policy={self.freeze_policy!r}: this release trains without freezing, expected 'none'."
-            )
+        self._check_freezing()
         if not self.pipeline_timeout > 0:
             raise ValueError(f"pipeline_timeout must be a positive number of seconds, found {self.pipeline_timeout}.")
         if self.activation_checkpointing and self.pipeline_parallel_size != "1":
@@ -92,6 +162,28 @@ class PipeTransformerArguments(TrainingArguments):
             # The engine recomputes; the model must not do so a second time.
             self.pipeline_checkpoint = "always"
             self.activation_checkpointing = False
+
+    def _check_freezing(self) -> None:
+        _check_choice("freeze_policy", self.freeze_policy, FREEZE_POLICIES)
+        _check_choice("freeze_rule", self.freeze_rule, FREEZE_RULES)
+        _check_choice("pipeline_compression", self.pipeline_compression, COMPRESSIONS)
+        if not 0 < self.freeze_alpha < 1:
+            raise ValueError(f"freeze_alpha must be between 0 and 1, both excluded, found {self.freeze_alpha}.")
+        if not 0 <= self.freeze_warmup < 1:
+            raise ValueError(f"freeze_warmup is a share of the run in [0, 1), found {self.freeze_warmup}.")
+        if self.freeze_min_active_layers < 0:
+            raise ValueError(f"freeze_min_active_layers must not be negative, found {self.freeze_min_active_layers}.")
+        self.freeze_interval = _interval(self.freeze_interval)
+        if self.freeze_policy == "fixed" and not self.freeze_at:
+            raise ValueError("freeze_policy='fixed' needs freeze_at='step:layers,...', found none.")
+        if self.freeze_policy != "fixed" and self.freeze_at:
+            raise ValueError(
+                f"freeze_at={self.freeze_at!r} needs freeze_policy='fixed', found {self.freeze_policy!r}."
+            )
+        if self.layout_plan is not None and not os.path.isfile(self.layout_plan):
+            raise ValueError(
+                f"layout_plan={self.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
+            )
 
     @property
     def place_model_on_device(self) -> bool:
@@ -114,6 +206,22 @@ def _auto_or_count(name: str, value: str | int) -> str:
     text = str(value)
     if text != "auto" and not (text.isdigit() and int(text) > 0):
         raise ValueError(f"{name} must be 'auto' or a positive whole number, found {value!r}.")
+    return text
+
+
+def _interval(value: str | int | float) -> str:
+    text = str(value)
+    if text == "epoch" or (text.isdigit() and int(text) > 0):
+        return text
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ValueError(
+            f"freeze_interval must be 'epoch', a positive number of steps, or a share of the run between 0 and 1, "
+            f"found {value!r}."
+        )
     return text
 
 

@@ -1,13 +1,44 @@
-"""Collecting a model that is spread over the stages of a pipeline."""
+"""Checkpoints: collecting a model that lies on several stages, and the state of a run beside the model's own files.
+
+A checkpoint folder holds the model as `from_pretrained` reads it, `trainer_state.json`, and `pipetransformer/`:
+
+    optimizer-stage-<k>.safetensors   by replica 0: "<parameter>|<key>" to tensor; options and numbers in the header
+    random-rank-<r>.safetensors       by every rank: its random number generators, and what else only it knows
+    state.json                        by rank 0 when all the others are written: without it the folder is incomplete
+
+Nothing is pickled. A header is the metadata of a safetensors file: one entry, JSON.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
 
 from hf_pipetransformer.errors import guarded
+
+
+STATE_FOLDER = "pipetransformer"
+STATE_FILE = "state.json"
+VERSION = 1
+
+_TRAINER_STATE = "trainer_state.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
+_HEADER = "json"
 
 
 class PipelinePlace(Protocol):
@@ -51,3 +82,304 @@ def collect_parameters(
         if is_missing and keep:
             missing[name] = buffer
     return missing
+
+
+def share_buffers(named: dict[str, torch.Tensor], owners: dict[str, tuple[int, ...]], place: PipelinePlace) -> None:
+    """Give all stages the buffers as the stage that uses them has them. A collective call of one pipeline."""
+    for name, buffer in named.items():
+        source = place.pipeline_ranks[owners[name][0]]
+        value = buffer.detach().to("cpu", copy=True).contiguous()
+        guarded(
+            lambda value=value, source=source: dist.broadcast(  # type: ignore[misc]
+                value, src=source, group=place.pipeline_control
+            ),
+            f"receiving {name} from rank {source}",
+        )
+        buffer.data.copy_(value)
+
+
+# ---- files ----
+
+
+def optimizer_file(stage: int) -> str:
+    """Name of the file with the optimizer state of a stage."""
+    return f"optimizer-stage-{stage}.safetensors"
+
+
+def random_file(rank: int) -> str:
+    """Name of the file with the random number generators of a rank."""
+    return f"random-rank-{rank}.safetensors"
+
+
+def clear(folder: str) -> None:
+    """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come."""
+    shutil.rmtree(os.path.join(folder, STATE_FOLDER), ignore_errors=True)
+    if os.path.exists(os.path.join(folder, _TRAINER_STATE)):
+        os.remove(os.path.join(folder, _TRAINER_STATE))
+
+
+def begin(folder: str) -> None:
+    """From now on `folder` is an incomplete checkpoint, until `write_state`."""
+    clear(folder)
+    os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
+
+
+def write_part(folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
+    """Write one file of the state: tensors, and JSON values in its header."""
+    own: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for key, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        # Optimizers may share one tensor between parameters, a file may not.
+        own[key] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
+    save_file(own, os.path.join(folder, STATE_FOLDER, name), metadata={_HEADER: json.dumps(dict(header))})
+
+
+def read_part(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The inverse of `write_part`; every tensor has memory of its own.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    path = os.path.join(folder, STATE_FOLDER, name)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return tensors, json.loads(file.metadata()[_HEADER])
+    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): expected a file of a complete checkpoint that "
+            "every process can see. Put the folder where all nodes read it, or resume from another checkpoint."
+        ) from error
+
+
+def write_state(folder: str, state: Mapping[str, Any]) -> None:
+    """Write `state.json`, at once or not at all: the last file of a checkpoint's state."""
+    path = os.path.join(folder, STATE_FOLDER, STATE_FILE)
+    with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
+        json.dump({"version": VERSION, **state}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.unfinished", path)
+
+
+def read_state(folder: str) -> dict[str, Any]:
+    """What `write_state` wrote, if the checkpoint is complete.
+
+    Raises:
+        ValueError: the folder is no checkpoint, holds the model only, or is incomplete; the text says which.
+    """
+    path = os.path.join(folder, STATE_FOLDER)
+    if not os.path.isdir(folder):
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is not a folder: expected a checkpoint-N of a run with "
+            "save_only_model=False."
+        )
+    names = set(os.listdir(folder))
+    if not has_weights(folder):
+        raise ValueError(f"{folder!r} is no complete checkpoint: it holds neither {_WEIGHTS} nor {_INDEX}.")
+    if not os.path.isdir(path):
+        by_trainer = any(name.startswith(("optimizer.", "scheduler.", "rng_state")) for name in names)
+        what = "was saved by plain Trainer" if by_trainer else "holds the model only (save_only_model=True)"
+        raise ValueError(f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline.")
+    state = _read_json(os.path.join(path, STATE_FILE), folder)
+    if state.get("version") != VERSION:
+        raise ValueError(f"{folder!r} has version {state.get('version')} of the state: expected version {VERSION}.")
+    trainer = _read_json(os.path.join(folder, _TRAINER_STATE), folder)
+    if trainer.get("global_step") != state["step"]:
+        raise ValueError(
+            f"{folder!r} is incomplete: {_TRAINER_STATE} is of step {trainer.get('global_step')}, {STATE_FILE} of "
+            f"step {state['step']}."
+        )
+    expected = [optimizer_file(stage) for stage in range(state["layout"]["num_stages"])]
+    expected += [random_file(rank) for rank in range(state["world_size"])]
+    missing = [name for name in expected if not os.path.isfile(os.path.join(path, name))]
+    if missing:
+        raise ValueError(f"{folder!r} is incomplete: {', '.join(missing)} missing in {STATE_FOLDER!r}.")
+    return state
+
+
+def has_weights(folder: str) -> bool:
+    """Whether a folder holds a saved model."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (_WEIGHTS, _INDEX))
+
+
+def _read_json(path: str, folder: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content: dict[str, Any] = json.load(file)
+        return content
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{folder!r} is incomplete: saving it was interrupted ({os.path.basename(path)}: {type(error).__name__})."
+        ) from error
+
+
+def latest_complete(output_dir: str) -> tuple[str | None, list[str]]:
+    """The complete checkpoint of the highest step in a run's folder, and why each later one was passed over."""
+    found = []
+    for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
+        match = _FOLDER_NAME.fullmatch(name)
+        if match is not None and os.path.isdir(os.path.join(output_dir, name)):
+            found.append((int(match[1]), os.path.join(output_dir, name)))
+    reasons = []
+    for _step, folder in sorted(found, reverse=True):
+        try:
+            read_state(folder)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return folder, reasons
+    return None, reasons
+
+
+def plain(value: Any, what: str) -> Any:
+    """`value` as it comes back from JSON.
+
+    Raises:
+        ValueError: it holds something that JSON does not; `what` names the value.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item, what) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+    raise ValueError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: nothing is pickled, so only tensors, "
+        "numbers, texts, lists and dicts with names can be saved. Use another optimizer or scheduler, or set "
+        "save_only_model=True."
+    )
+
+
+# ---- what belongs to a run ----
+
+
+def split_optimizer_state(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Optimizer state by parameter name as what a file holds: tensors, and everything else.
+
+    Raises:
+        ValueError: a state is neither a tensor nor a JSON value.
+    """
+    tensors, values = {}, {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}|{key}"] = value
+            else:
+                values[f"{name}|{key}"] = plain(value, f"The optimizer's state {key!r} of {name}")
+    return tensors, values
+
+
+def join_optimizer_state(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The inverse of `split_optimizer_state`."""
+    states: dict[str, dict[str, Any]] = {}
+    for joined, value in {**tensors, **values}.items():
+        name, _, key = joined.rpartition("|")
+        states.setdefault(name, {})[key] = value
+    return states
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of the parameter groups: schedulers change learning rates, some also momenta.
+
+    Raises:
+        ValueError: an option is no JSON value.
+    """
+    return [
+        {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """The inverse of `group_options`.
+
+    Raises:
+        ValueError: the optimizer has another number of groups.
+    """
+    if len(options) != len(optimizer.param_groups):
+        raise ValueError(
+            f"The checkpoint's optimizer has {len(options)} parameter groups: expected {len(optimizer.param_groups)}, "
+            "as this run's has. Build the optimizer as in the run that was saved."
+        )
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key, ()), tuple) else value
+
+
+def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The random number generators of this process, as what a file holds."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    values = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, values
+
+
+def set_random_state(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, *rest = values["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(tensors["torch"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+
+
+def load_weights(model: nn.Module, folder: str) -> None:
+    """Load a saved model, also one that was saved under the names of the hub's files, into `model` in place.
+
+    transformers saves some models (ViT) under other names than their parameters have; only `from_pretrained` knows
+    them. Tensors that have the model's own names, such as those of a head that the user exchanged, are taken as they
+    are.
+
+    Raises:
+        ValueError: the files are not those of this model.
+    """
+    saved = dict(_saved_tensors(folder))
+    expected = model.state_dict()
+    own = {key: value for key, value in saved.items() if key in expected and value.shape == expected[key].shape}
+    missing = _not_loaded(model, own)
+    kind: Any = type(model)
+    if missing and hasattr(kind, "from_pretrained"):
+        config: Any = copy.deepcopy(model.config)
+        # What is missing would be drawn at random.
+        with torch.random.fork_rng(devices=[]):
+            fresh, found = kind.from_pretrained(
+                folder, config=config, dtype=model.dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+        absent = {*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])}
+        own = {key: value for key, value in fresh.state_dict().items() if key not in absent} | own
+        missing = _not_loaded(model, own)
+    if missing:
+        raise ValueError(
+            f"{folder!r} holds no weights for {missing[0]} (one of {len(missing)}) of {kind.__name__}: "
+            "expected a checkpoint of the same model."
+        )
+    model.load_state_dict(own, strict=False)
+
+
+def _saved_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    names = [_WEIGHTS]
+    if not os.path.isfile(os.path.join(folder, _WEIGHTS)):
+        names = sorted(set(_read_json(os.path.join(folder, _INDEX), folder)["weight_map"].values()))
+    for name in names:
+        with safe_open(os.path.join(folder, name), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                yield key, file.get_tensor(key)
+
+
+def _not_loaded(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Parameters and persistent buffers that none of `tensors` would fill; of tied weights one name is enough."""
+    state = model.state_dict(keep_vars=True)
+    filled = {id(value) for key, value in state.items() if key in tensors}
+    return [key for key, value in state.items() if id(value) not in filled]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import get_total_norm
 
 from hf_pipetransformer.autodp.topology import broadcast_tree
 from hf_pipetransformer.errors import guarded
@@ -37,6 +36,12 @@ class StageRunner:
         self.activation = activation
         self.loss_rule = loss_rule
         self.shifts_labels = shifts_labels
+        num_layers = stage.layout.num_layers
+        self._layer_of = {
+            # Units are embeddings, two a layer, head; the squares are the layers, the head, the embeddings.
+            name: (units[0] - 1) // 2 if units[0] else num_layers + 1
+            for name, units in stage.view.structure.units_of_parameter.items()
+        }
         self.sends_loss_only = False
         """Whether predictions give the other stages the loss without the logits."""
 
@@ -75,8 +80,9 @@ class StageRunner:
         elif total_items == 0 and stage.groups.is_last:
             loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
         if is_last_batch:
-            reducer.finish()
-            reduce_shared(stage.shared)
+            with stage.engine.meter.part("reduction"):
+                reducer.finish()
+                reduce_shared(stage.shared)
         return loss
 
     def over_replicas(self, counts: list[int]) -> list[int]:
@@ -93,16 +99,28 @@ class StageRunner:
         """This stage's parameters that have a gradient; one shared with other stages has it at its first user only."""
         return [p for p in self.stage.store.held().values() if p.grad is not None]
 
-    def grad_norm(self) -> torch.Tensor:
-        """L2 norm of the gradient of the whole model: each stage's own, squared and summed over the pipeline."""
-        gradients = [p.grad for p in self.parameters_with_gradient() if p.grad is not None]
-        norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.stage.engine.device)
+    def gradient_squares(self) -> torch.Tensor:
+        """Squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
+
+        One entry a layer, then the head, then the embeddings; each stage's own, summed over the pipeline. Freezing
+        and clipping both live on it, so it costs no pass of its own.
+        """
+        num_layers, device = self.stage.layout.num_layers, self.stage.engine.device
+        squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
+        gradients, where = [], []
+        for name, parameter in self.stage.store.held().items():
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                where.append(self._layer_of[name])
+        if gradients:
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            squares.index_add_(0, torch.tensor(where, device=device), norms.square())
         group = self.stage.groups.pipeline_control
         if group is None:
-            return norm
-        squared = norm.double().square().cpu().reshape(1)
-        guarded(lambda: dist.all_reduce(squared, group=group), "summing the gradient norm over the stages")
-        return squared.sqrt().to(norm.dtype).to(norm.device)[0]
+            return squares
+        total = squares.cpu()
+        guarded(lambda: dist.all_reduce(total, group=group), "summing the gradient norms over the stages")
+        return total.to(device)
 
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""
@@ -121,7 +139,8 @@ class StageRunner:
         return _from_message(message, stage.engine.device)
 
     def _row(self, schedule: str, num_microbatches: int) -> Any:
-        table = build_table(schedule, self.stage.layout.num_stages, num_microbatches)
+        layout = self.stage.layout
+        table = build_table(schedule, layout.num_stages, num_microbatches, layout.first_active_stage)
         return table[self.stage.groups.stage]
 
     def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:

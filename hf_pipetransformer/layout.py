@@ -23,7 +23,8 @@ class Layout:
         schedule: name of the schedule, a key of `pipeline.schedules.SCHEDULES`.
 
     Raises:
-        ValueError: the boundaries do not cover every unit exactly once, or a stage would own nothing.
+        ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, or more layers are
+            frozen than there are.
     """
 
     num_layers: int
@@ -46,10 +47,26 @@ class Layout:
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, found {self.num_microbatches}.")
 
+        if not 0 <= self.num_frozen_layers <= self.num_layers:
+            raise ValueError(
+                f"num_frozen_layers must be from 0 to the number of layers, {self.num_layers}, "
+                f"found {self.num_frozen_layers}."
+            )
+
     @property
     def num_units(self) -> int:
         """Embeddings, two sublayers a layer, head."""
         return 2 * self.num_layers + 2
+
+    @property
+    def first_active_unit(self) -> int:
+        """The first unit that is trained: units below it are frozen."""
+        return 2 * self.num_frozen_layers + 1 if self.num_frozen_layers else 0
+
+    @property
+    def first_active_stage(self) -> int:
+        """The first stage with something to train: stages below it hold frozen units only."""
+        return self.stage_of(self.first_active_unit)
 
     def units_of(self, stage: int) -> range:
         """The units that `stage` owns."""
@@ -61,7 +78,12 @@ class Layout:
 
     def as_event(self) -> dict[str, Any]:
         """The layout as plain JSON values, for the events file and for the agreement check."""
-        return asdict(self)
+        return {**asdict(self), "boundaries": list(self.boundaries)}
+
+    @classmethod
+    def from_event(cls, fields: dict[str, Any]) -> Layout:
+        """The inverse of `as_event`, also after the way through JSON."""
+        return cls(**{**fields, "boundaries": tuple(fields["boundaries"])})
 
     def as_scalars(self) -> dict[str, float]:
         """What trackers show of the layout."""

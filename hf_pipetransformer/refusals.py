@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 import torch
-from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
@@ -130,6 +130,11 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             f"debug={args.debug}: it inspects the weights of the whole model. Use pipeline_parallel_size=1 for it.",
         ),
         (
+            not args.dataloader_in_order,
+            "dataloader_in_order=False: which samples form a step would depend on the workers' speed, and differ from "
+            "rank to rank. Remove it.",
+        ),
+        (
             args.enable_jit_checkpoint,
             "enable_jit_checkpoint=True saves when a signal arrives, which ranks see at different steps. Remove it.",
         ),
@@ -143,11 +148,6 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
 def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     """Texts about options that are taken differently than in Trainer."""
     warnings = []
-    if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
-        warnings.append(
-            f"save_strategy={args.save_strategy.value!r}: checkpoints hold the model only in this release "
-            "(save_only_model=True); a run cannot be resumed from them."
-        )
     if not args.average_tokens_across_devices:
         warnings.append(
             "average_tokens_across_devices=False: losses are always averaged over the items of all replicas, as "
@@ -254,15 +254,68 @@ def check_dataset(dataset: Any, what: str) -> None:
         )
 
 
-def check_resume(resume_from_checkpoint: Any) -> None:
-    """Refuse to resume.
+SAME_ARGUMENTS = (
+    *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
+    *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),
+    *("freeze_min_active_layers", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+    *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
+    *("neftune_noise_alpha", "bf16", "fp16"),
+)
+"""Arguments that must be as in the run that was saved, for a resumed run to give the same numbers."""
+
+
+def check_same_run(folder: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to go on from the checkpoint of another run.
+
+    Args:
+        folder: the checkpoint.
+        saved: what the run that was saved says of itself.
+        present: the same of this run.
 
     Raises:
-        ValueError: always, if asked to resume.
+        ValueError: names all that differs, as found here and as expected by the checkpoint.
     """
-    if resume_from_checkpoint:
+    differences = [
+        f"{name}={present['arguments'][name]} (expected {value})"
+        for name, value in saved["arguments"].items()
+        if present["arguments"].get(name, value) != value
+    ]
+    for key, what in (
+        ("world_size", "processes"),
+        ("num_samples", "training samples"),
+        ("policy", "as freeze policy"),
+        ("model", "as model"),
+    ):
+        if present[key] != saved[key]:
+            differences.append(f"{present[key]} {what} (expected {saved[key]})")
+    old, new = saved["parameters"], present["parameters"]
+    unequal = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if unequal:
+        name = unequal[0]
+        found, expected = new.get(name, "none"), old.get(name, "none")
+        differences.append(f"parameter {name}: {found} (expected {expected}; {len(unequal)} differ)")
+    if saved["has_plan"] and not present["has_plan"]:
+        differences.append("no layout_plan (expected one: the run that was saved replays a plan)")
+    _refuse_other_run(folder, differences)
+
+
+def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:
+    """Refuse an optimizer or scheduler of another class.
+
+    Raises:
+        ValueError: names both.
+    """
+    _refuse_other_run(
+        folder, [f"{key}={value} (expected {saved[key]})" for key, value in present.items() if saved[key] != value]
+    )
+
+
+def _refuse_other_run(folder: str, differences: list[str]) -> None:
+    if differences:
         raise ValueError(
-            f"resume_from_checkpoint={resume_from_checkpoint!r}: checkpoints hold the model only in this release, so "
-            "optimizer and data position cannot be restored. Start a new run from the checkpoint's weights: "
-            "`from_pretrained(checkpoint)`."
+            f"{folder!r} cannot be resumed by this run, which has {'; '.join(differences)}. A run goes on with equal "
+            "settings only: make them so, or start a new run from the checkpoint's weights: "
+            f"`from_pretrained({folder!r})`."
         )

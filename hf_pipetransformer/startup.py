@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -14,16 +14,26 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import CommonLength
 from hf_pipetransformer.autodp.padding import pad_batch
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.planner import choose_num_microbatches, choose_num_stages, plan_layout
+from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, stage_bytes, unit_loads
+from hf_pipetransformer.autopipe.inputs import PlanInputs
+from hf_pipetransformer.autopipe.planner import (
+    PlanRules,
+    choose_num_microbatches,
+    choose_num_stages,
+    largest_stage_size,
+    plan_layout,
+)
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
+from hf_pipetransformer.pipeline.microbatch import batch_size
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
+from hf_pipetransformer.splitters.profile import profile_units, trainable
 
 
 NUM_PROBE_SAMPLES = 6
-TRAINING_BYTES_FACTOR = 4
-"""Weights, gradients and Adam's two moments."""
+MESSAGE_SAMPLES = 8
+"""Samples of the activation whose way between two ranks is measured."""
 
 ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
 
@@ -89,9 +99,57 @@ class StartUp:
             )
             rule = self._find_rule(inputs, compute, count, 10 * tolerance)
             self.common_length = self._find_common_length(inputs, main_input, lambda part: compute(part, total))
+            self._profile(inputs, lambda part: compute(part, total))
         if self.args.num_stages != 1 and self.topology.world_size > 1:
             self.model.to("cpu")
         return rule
+
+    def _profile(self, inputs: dict[str, Any], compute: Callable[[dict[str, Any]], torch.Tensor]) -> None:
+        """Measure the units, on rank 0 while the others wait: they share a machine."""
+        structure, costs = self.probe.structure, None
+        if self.topology.rank == 0:
+            with trainable(self.model):
+                found = profile_units(self.model, self.splitter, structure, compute, inputs, batch_size(inputs))
+            costs = {
+                "forward": found.forward,
+                "backward": found.backward,
+                "edge_backward": found.edge_backward,
+                "activation_bytes": found.activation_bytes,
+                "boundary_bytes": found.boundary_bytes,
+            }
+        costs = self.topology.broadcast(costs)
+        hop, reduction = self.topology.measure(int(costs.pop("boundary_bytes")) * MESSAGE_SAMPLES)
+        parameters = [0] * structure.num_units
+        for name, parameter in self.model.named_parameters():
+            # Of tied weights the first user keeps the state and takes the step.
+            parameters[structure.units_of_parameter[name][0]] += parameter.numel()
+        self._units = UnitCosts(parameters=tuple(parameters), **{key: tuple(value) for key, value in costs.items()})
+        self._overheads = Overheads(hop=hop, reduction_per_byte=reduction)
+
+    def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:
+        """What the plans of a run start from."""
+        args, units = self.args, self._units
+        rules = PlanRules(
+            compression=args.pipeline_compression,
+            cut_positions=tuple(self.probe.structure.cut_positions()),
+            device_bytes=_device_bytes(self.device, self.topology.local_world_size),
+            elastic=args.elastic,
+            num_microbatches=args.num_microbatches,
+            known_microbatches=known_microbatches,
+            initial_largest_size=largest_stage_size(units.parameters, layout.num_frozen_layers, layout.boundaries),
+        )
+        return PlanInputs(units, self._overheads, rules, samples_per_device)
+
+    def _num_frozen_by_user(self) -> int:
+        """F at the start: leading layers that the script froze, the embeddings included."""
+        trainable_units = {
+            unit
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+            for unit in self.probe.structure.units_of_parameter[name]
+        }
+        first = min(trainable_units, default=self.probe.structure.num_units - 1)
+        return max(0, (first - 1) // 2)
 
     def _probe_device(self) -> torch.device:
         """This rank's device if the whole model with its gradients fits, else the CPU."""
@@ -134,56 +192,58 @@ class StartUp:
                 return FoundRule(LossRule.MEAN, ignores)
             raise
 
-    def layout(self, samples_per_pipeline: Callable[[int], int]) -> Layout:
+    def layout(self, samples_per_device: int) -> Layout:
         """The layout of the start, chosen by rank 0.
 
         Args:
-            samples_per_pipeline: samples of a pipeline's mini-batch for a K.
+            samples_per_device: samples of a loader batch by rank.
         """
-        num_stages, num_microbatches = self.topology.broadcast(self._choose(samples_per_pipeline))
-        return self._plan(num_stages, num_microbatches, tuple(self.topology.broadcast(list(self.probe.unit_flops))))
+        return Layout.from_event(self.topology.broadcast(self._choose(samples_per_device).as_event()))
 
-    def _choose(self, samples_per_pipeline: Callable[[int], int]) -> list[int]:
+    def _choose(self, samples_per_device: int) -> Layout:
         num_stages = self.args.num_stages
         if num_stages is None:
             most = len(self.probe.structure.cut_positions()) - 1
             local = self.topology.local_world_size
             candidates = [k for k in range(1, min(local, most) + 1) if local % k == 0]
-            num_stages = choose_num_stages(candidates, self._largest_stage_bytes, _device_bytes(self.device, local))
+            num_stages = choose_num_stages(
+                candidates,
+                lambda k: max(stage_bytes(self._plan(k, samples_per_device), self._units, k * samples_per_device)),
+                _device_bytes(self.device, local),
+            )
         self.topology.check_num_stages(num_stages)
-        batch = samples_per_pipeline(num_stages)
-        return [num_stages, self.args.num_microbatches or choose_num_microbatches(num_stages, batch)]
+        return self._plan(num_stages, samples_per_device)
 
-    def _largest_stage_bytes(self, num_stages: int) -> float:
-        layout = self._plan(num_stages, 1, self.probe.unit_flops)
-        sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
-        loads = [0.0] * num_stages
-        for name, units in self.probe.structure.units_of_parameter.items():
-            for stage in {layout.stage_of(unit) for unit in units}:
-                loads[stage] += TRAINING_BYTES_FACTOR * sizes[name]
-        return max(loads)
-
-    def _plan(self, num_stages: int, num_microbatches: int, unit_costs: tuple[float, ...]) -> Layout:
-        structure = self.probe.structure
+    def _plan(self, num_stages: int, samples_per_device: int) -> Layout:
+        structure, num_frozen = self.probe.structure, self._num_frozen_by_user()
+        samples = samples_per_device * num_stages
         return plan_layout(
-            unit_costs=unit_costs,
+            unit_costs=unit_loads(self._units, num_frozen),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
             num_stages=num_stages,
             num_replicas=self.topology.world_size // num_stages,
-            num_microbatches=num_microbatches,
+            num_microbatches=self.args.num_microbatches or choose_num_microbatches(num_stages, samples),
             schedule=self.args.pipeline_schedule,
+            num_frozen_layers=num_frozen,
         )
 
-    def describe(self, layout: Layout) -> dict[str, Any]:
+    def describe(self, layout: Layout, samples_per_device: int, policy: str) -> dict[str, Any]:
         """The start-up line's honest expectation, and the inputs of the choice, for the event."""
+        samples = samples_per_device * layout.num_stages
+        accumulation = self.args.gradient_accumulation_steps
+        prediction = predict_step(layout, self._units, self._overheads, samples, accumulation)
         k, m = layout.num_stages, layout.num_microbatches
-        if k == 1:
-            text = "No pipeline and no freezing in this release: expect the speed of data-parallel training."
-        else:
-            share = m / (m + k - 1)
-            text = f"Bubble: at most {share:.0%} of {k} devices a pipeline are busy at M={m}."
-        return {"expectation": text, "unit_flops": list(self.probe.unit_flops)}
+        bubble = (
+            "" if k == 1 else f" Bubble: at most {m / (m + k - 1):.0%} of {k} devices a pipeline are busy at M={m}."
+        )
+        return {
+            "expectation": f"Freezing: {policy}. Without a cache frozen layers still run forward.{bubble}",
+            "predicted_step_s": prediction.seconds,
+            "stage_seconds": list(prediction.stage_seconds),
+            "unit_costs": {key: list(value) for key, value in asdict(self._units).items()},
+            "unit_flops": list(self.probe.unit_flops),
+        }
 
 
 def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> None:

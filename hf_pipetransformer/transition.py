@@ -1,26 +1,44 @@
-"""Moving a run from one layout to the next. A fresh start is the transition from nothing: all comes from rank 0."""
+"""Moving a run from one layout to the next. A fresh start is the transition from nothing: all comes from rank 0.
+
+A transition lies between two optimizer steps and changes no bit of what is trained: frozen parameters leave the
+optimizer, each rank gets what its new stage needs from a rank that has it, and the view, engine and reduction are made
+anew around it (PipeTransformer sections 3.2 and 3.3).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_pipetransformer.autodp.migration import (
+    Bundle,
+    Move,
+    OptimizerState,
+    check_replicas,
+    digest,
+    exchange,
+    plan_moves,
+    stages_of_bundle,
+)
 from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
-from hf_pipetransformer.checkpoint import collect_parameters
+from hf_pipetransformer.checkpoint import collect_parameters, share_buffers
 from hf_pipetransformer.errors import PipelineError, guarded
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.engine import Engine, StageLinks
 from hf_pipetransformer.pipeline.links import Link
 from hf_pipetransformer.pipeline.reduction import GradientReducer
 from hf_pipetransformer.pipeline.shared import SharedParameter
+from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe
-from hf_pipetransformer.splitters.ownership import ParameterStore, stages_of_parameters
+from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names, stages_of_parameters
+from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageView
 
 
@@ -32,11 +50,13 @@ class Settings:
         device: where this rank computes.
         timeout: seconds that any rank may wait for another.
         recompute: the engine's activation recomputation mode.
+        meter: where the time of steps is written down.
     """
 
     device: torch.device
     timeout: float
     recompute: str
+    meter: StepMeter
 
 
 @dataclass
@@ -67,9 +87,21 @@ class Stage:
         """Names of the parameters that this stage uses."""
         return {name for name, stages in self.owners.items() if self.groups.stage in stages}
 
+    def owns_state_of(self, name: str) -> bool:
+        """Whether this stage keeps the optimizer state of a parameter: its first user does."""
+        return self.owners[name][0] == self.groups.stage
+
     def secondary(self) -> list[nn.Parameter]:
         """Shared parameters whose optimizer state another stage keeps."""
         return [entry.parameter for entry in self.shared if not entry.is_owner]
+
+    def set_modes(self) -> None:
+        """Put the model in training mode, the frozen prefix in evaluation mode: no dropout there."""
+        model, structure = self.view.model, self.view.structure
+        model.train()
+        if self.layout.num_frozen_layers:
+            for module in [*structure.entries, *structure.layers[: self.layout.num_frozen_layers]]:
+                module.eval()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -78,7 +110,7 @@ class Stage:
         try:
             yield
         finally:
-            self.view.remove()
+            self.view.remove()  # Also if the layout has changed inside: all its stages share one view.
 
 
 def apply_layout(
@@ -95,11 +127,49 @@ def apply_layout(
     Rank 0's parameters and buffers are given to everybody; what this stage uses is put on its device, and in training
     the rest is freed.
     """
-    groups = topology.groups(layout.num_stages)
     send_model_from_first_rank(model, topology)
-    owners = stages_of_parameters(probe.structure, layout)
-    store = ParameterStore(model)
     view = StageView(model, splitter, probe.structure)
+    store = ParameterStore(model)
+    stage = _make_stage(view, store, probe, topology, layout, settings)
+    if is_training:
+        store.release(keep=stage.own_names())
+    store.move(stage.own_names(), settings.device)
+    if is_training:
+        _prepare_training(stage, topology, settings)
+    return stage
+
+
+def change_layout(
+    stage: Stage, layout: Layout, probe: Probe, topology: Topology, settings: Settings, optimizer: OptimizerState
+) -> tuple[Stage, int]:
+    """Bring a run in training from one layout to another, between two optimizer steps. A collective call.
+
+    Returns:
+        This rank's stage under `layout`, and the bytes that moved between all ranks.
+
+    Raises:
+        PipelineError: replicas that must hold the same bits do not.
+    """
+    check_replicas_agree(stage, optimizer)
+    assert stage.reducer is not None, "only a run in training changes its layout"
+    stage.reducer.remove()
+    new = _make_stage(stage.view, stage.store, probe, topology, layout, settings)
+    bundles = _bundles(probe.structure)
+    moves = plan_moves(list(bundles), stage.layout, layout)
+    # The optimizer lets go of what is newly frozen first: its state does not travel.
+    stage.store.freeze(frozen_names(probe.structure, layout))
+    received, num_bytes = exchange(moves, lambda move: _collect(stage, bundles, move, optimizer), topology)
+    _install(new, received, settings.device, optimizer)
+    _prepare_training(new, topology, settings)
+    if stage.view.is_installed:
+        new.view.install(layout.units_of(new.groups.stage))
+    return new, num_bytes
+
+
+def _make_stage(
+    view: StageView, store: ParameterStore, probe: Probe, topology: Topology, layout: Layout, settings: Settings
+) -> Stage:
+    groups = topology.groups(layout.num_stages)
     engine = Engine(
         view=view,
         links=_links(groups),
@@ -108,17 +178,73 @@ def apply_layout(
         device=settings.device,
         timeout=settings.timeout,
         recompute=settings.recompute,
+        sends_gradient=groups.stage > layout.first_active_stage,
+        meter=settings.meter,
     )
-    stage = Stage(layout, groups, view, store, engine, owners, shared=[], reducer=None)
-    if is_training:
-        store.release(keep=stage.own_names())
-    store.move(stage.own_names(), settings.device)
-    if is_training:
-        stage.shared = _shared_parameters(stage, topology)
-        shared_ids = {id(entry.parameter) for entry in stage.shared}
-        own = [p for p in store.held().values() if id(p) not in shared_ids]
-        stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout, groups.replicas)
-    return stage
+    owners = stages_of_parameters(probe.structure, layout)
+    return Stage(layout, groups, view, store, engine, owners, shared=[], reducer=None)
+
+
+def _prepare_training(stage: Stage, topology: Topology, settings: Settings) -> None:
+    """What only training needs: who is frozen, and who sums which gradient with whom."""
+    groups, store = stage.groups, stage.store
+    store.freeze(frozen_names(stage.view.structure, stage.layout))
+    stage.shared = _shared_parameters(stage, topology)
+    shared_ids = {id(entry.parameter) for entry in stage.shared}
+    own = [p for p in store.held().values() if id(p) not in shared_ids]
+    stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout, groups.replicas)
+
+
+def _bundles(structure: Structure) -> dict[Bundle, tuple[list[str], list[str]]]:
+    """Parameters and buffers that move together, in the order of their units."""
+    bundles: dict[Bundle, tuple[list[str], list[str]]] = {}
+    for kind, users in enumerate((structure.units_of_parameter, structure.units_of_buffer)):
+        for name, units in users.items():
+            bundles.setdefault(units, ([], []))[kind].append(name)
+    return dict(sorted(bundles.items()))
+
+
+def _collect(
+    stage: Stage, bundles: dict[Bundle, tuple[list[str], list[str]]], move: Move, optimizer: OptimizerState
+) -> dict[str, Any]:
+    named, buffers = stage.store.named(), dict(stage.view.model.named_buffers())
+    names, buffer_names = bundles[move.bundle]
+    return {
+        "parameters": {name: named[name].data for name in names},
+        "buffers": {name: buffers[name] for name in buffer_names},
+        "state": {name: optimizer.state_of(named[name]) for name in names} if move.with_state else {},
+    }
+
+
+def _install(
+    stage: Stage, received: list[tuple[Move, dict[str, Any]]], device: torch.device, optimizer: OptimizerState
+) -> None:
+    store, states = stage.store, {}
+    buffers = dict(stage.view.model.named_buffers())
+    store.release(keep=stage.own_names())
+    for _move, content in received:
+        store.fill({name: value.to(device) for name, value in content["parameters"].items()})
+        states.update(content["state"])
+        for name, value in content["buffers"].items():
+            buffers[name].data.copy_(value)
+    trained = {name: p for name, p in store.held().items() if p.requires_grad and stage.owns_state_of(name)}
+    optimizer.hold(trained, states)
+
+
+def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
+    """Compare the replicas of every unit, which must be bit-identical after every step. A collective call.
+
+    Raises:
+        PipelineError: they are not.
+    """
+    if stage.groups.num_replicas == 1:
+        return
+    digests = {}
+    for name, parameter in stage.store.held().items():
+        if parameter.requires_grad:
+            state = [value for value in optimizer.state_of(parameter).values() if isinstance(value, torch.Tensor)]
+            digests[name] = digest([parameter.data, *state])
+    check_replicas(digests, stage.groups)
 
 
 def make_whole(stage: Stage) -> None:
@@ -129,6 +255,9 @@ def make_whole(stage: Stage) -> None:
     if stage.groups.num_stages > 1:
         stage.store.move(set(stage.store.held()), torch.device("cpu"))
         stage.store.fill(collect_parameters(stage.store.named(), stage.owners, stage.groups))
+        _share_buffers(stage)
+    # The model goes back as its user gave it: what the run froze may be trained again.
+    stage.store.freeze(frozenset())
 
 
 @contextmanager
@@ -139,10 +268,17 @@ def whole_on_first_rank(stage: Stage) -> Iterator[None]:
         return
     held = set(stage.store.held())
     stage.store.fill(collect_parameters(stage.store.named(), stage.owners, stage.groups, keep=stage.groups.is_first))
+    _share_buffers(stage)
     try:
         yield
     finally:
         stage.store.release(keep=held)
+
+
+def _share_buffers(stage: Stage) -> None:
+    units_of_buffer = stage.view.structure.units_of_buffer
+    owners = {name: stages_of_bundle(units, stage.layout) for name, units in units_of_buffer.items()}
+    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups)
 
 
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
@@ -191,7 +327,7 @@ def _shared_parameters(stage: Stage, topology: Topology) -> list[SharedParameter
     groups, named = stage.groups, stage.store.named()
     shared = []
     for name, stages in stage.owners.items():
-        if len(stages) < 2 or not stage.store.trainable[name]:
+        if len(stages) < 2 or not stage.store.is_active(name):
             continue
         group, pipeline_group = topology.shared_groups(groups.num_stages, stages)
         if groups.stage in stages:

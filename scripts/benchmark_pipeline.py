@@ -51,22 +51,25 @@ from hf_pipetransformer.autopipe.planner import plan_layout
 from hf_pipetransformer.pipeline.engine import MicroBatch
 from hf_pipetransformer.pipeline.microbatch import split_batch
 from hf_pipetransformer.pipeline.schedules import build_table
+from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model
 from hf_pipetransformer.splitters.view import StageExit
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
 
-def bert_like(num_samples: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """BERT of 6 layers x 384 (the size of MiniLM) on 128 tokens."""
+def bert_like(
+    num_samples: int, vocab_size: int = 5000, num_tokens: int = 128
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """BERT of 6 layers x 384 (the size of MiniLM)."""
     set_seed(0)
     config = BertConfig(
-        vocab_size=5000, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
+        vocab_size=vocab_size, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     inputs = {
-        "input_ids": torch.randint(5, 5000, (num_samples, 128)),
-        "attention_mask": torch.ones(num_samples, 128, dtype=torch.long),
+        "input_ids": torch.randint(5, vocab_size, (num_samples, num_tokens)),
+        "attention_mask": torch.ones(num_samples, num_tokens, dtype=torch.long),
         "labels": torch.randint(0, 2, (num_samples,)),
     }
     return BertForSequenceClassification(config), inputs
@@ -124,7 +127,7 @@ def train_seconds(contender: str, model_name: str, num_steps: int, output_dir: s
     }  # fmt: skip
     times = StepTimes()
     if contender == "ours":
-        args: TrainingArguments = PipeTransformerArguments(pipeline_parallel_size="1", **common)
+        args: TrainingArguments = PipeTransformerArguments(pipeline_parallel_size="1", freeze_policy="none", **common)
         trainer: Trainer = PipeTransformerTrainer(model, args, train_dataset=samples, callbacks=[times])
     else:
         args = TrainingArguments(ddp_find_unused_parameters=False, **common)
@@ -267,7 +270,7 @@ def benchmark_schedules(rounds: int, repeats: int, num_microbatches: tuple[int, 
         layout = plan_layout(
             found.unit_flops, found.structure.cut_positions(), found.structure.num_layers, world, 1, 1, "1f1b"
         )
-        settings = Settings(torch.device("cpu"), 120.0, "never")
+        settings = Settings(torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
         stage = apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
         results[model_name] = {"boundaries": layout.boundaries}
         for m in num_microbatches:

@@ -119,7 +119,9 @@ def work(options: argparse.Namespace) -> None:
     kind, _, num_stages = RUNS[options.contender]
     metrics = {"compute_metrics": lambda p: {"correct": int((p.predictions.argmax(-1) == p.label_ids).sum())}}
     if kind == "ours":
-        args: TrainingArguments = PipeTransformerArguments(pipeline_parallel_size=str(num_stages), **common)
+        args: TrainingArguments = PipeTransformerArguments(
+            pipeline_parallel_size=str(num_stages), freeze_policy="none", **common
+        )
         trainer: Trainer = PipeTransformerTrainer(args=args, **task, **metrics)
     else:
         trainer = Trainer(args=TrainingArguments(ddp_find_unused_parameters=False, **common), **task, **metrics)

@@ -1,4 +1,7 @@
-"""Train a small ViT on scikit-learn's handwritten digits, split into two pipeline stages on two processes.
+"""Train a small ViT on scikit-learn's handwritten digits on two processes.
+
+It starts as two pipeline stages; when its lower layers have converged they are frozen, and the two processes become
+two replicas.
 
 `make demo` starts it. By hand: `accelerate launch --config_file scripts/configs/cpu_2_processes.yaml scripts/demo.py`
 """
@@ -65,7 +68,7 @@ def small_vit() -> ViTForImageClassification:
 
 
 def arguments(output_dir: str, epochs: float) -> PipeTransformerArguments:
-    """Two stages; everything else is what one would give Trainer."""
+    """Two stages, and freezing after 60 % of the run; everything else is what one would give Trainer."""
     return PipeTransformerArguments(
         output_dir=output_dir,
         pipeline_parallel_size=2,
@@ -80,7 +83,11 @@ def arguments(output_dir: str, epochs: float) -> PipeTransformerArguments:
         eval_strategy="epoch",
         logging_strategy="epoch",
         save_strategy="no",
-        freeze_policy="none",
+        freeze_policy="gradient_norm",
+        # This model starts from random weights, so nothing converges early: a pretrained one can do without warm-up.
+        freeze_warmup=0.6,
+        freeze_interval="0.1",
+        freeze_min_active_layers=1,
         disable_tqdm=True,
     )
 
@@ -157,8 +164,7 @@ def main() -> None:
         print(
             f"\nheld-out accuracy   {metrics['eval_accuracy']:.1%} "
             f"(the saved model, loaded in plain transformers: {reloaded_accuracy(args.output_dir, held_out):.1%})\n"
-            f"layout              {layout.num_stages} stages x {layout.num_replicas} replica, "
-            f"{layout.num_microbatches} micro-batches per step\n"
+            f"layout at the end   {layout}\n"
             f"training            {result.metrics['train_runtime']:.1f} s, {trainer.state.global_step} steps\n"
             f"outputs             {Path(args.output_dir).resolve()}",
             flush=True,

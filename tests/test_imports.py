@@ -18,6 +18,7 @@ SOURCES = Path(__file__).resolve().parents[1] / PACKAGE
 # From top to bottom.
 FLOORS = [
     {"trainer"},
+    {"adaptation"},
     {"execution", "startup"},
     {"transition", "cli"},
     {"autopipe"},
@@ -32,7 +33,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = {("arguments", "layout"), ("report", "layout")}
 
 # Pure planning: no process group, no file, no clock.
-PURE = ["autopipe", "pipeline.schedules", "pipeline.checker", "simulator"]
+PURE = ["autopipe", "freeze.policies", "pipeline.schedules", "pipeline.checker", "simulator"]
 IMPURE_MODULES = (
     "torch.distributed",
     "accelerate",
@@ -186,6 +187,8 @@ def test_planted_imports_are_found(module, package, source, expected):
         ("layout", "report", "one floor"),
         ("errors", "messages", "one floor"),
         ("splitters", "autopipe", "above"),
+        ("startup", "adaptation", "above"),
+        ("autopipe", "adaptation", "above"),
         ("trainer", "utilities", "no floor"),
     ],
 )

@@ -1,45 +1,51 @@
-"""Partition, layout and the choice of K and M: pure functions, compared with brute force."""
+"""Costs, layout, and the choice of K, the cuts and M: pure functions, against figures worked by hand."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from hf_pipetransformer.autopipe.compression import Candidate, choose_by_throughput, compress_by_memory
+from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, stage_bytes, unit_loads
+from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.autopipe.planner import (
+    MEMORY_RESERVE,
+    Plan,
+    PlanRules,
     choose_num_microbatches,
     choose_num_stages,
+    largest_stage_size,
     plan_layout,
+    plan_transition,
     stage_boundaries,
 )
 from hf_pipetransformer.layout import Layout
 
 
-COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=9)
+# One layer; units are embeddings, attention, MLP, head.
+SMALL = UnitCosts(
+    forward=(1, 2, 3, 1),
+    backward=(9, 4, 6, 2),
+    edge_backward=(1, 3, 5, 1),
+    parameters=(10, 20, 30, 40),
+    activation_bytes=(1, 2, 3, 4),
+)
+SMALL_LAYOUT = Layout(
+    num_layers=1,
+    num_frozen_layers=0,
+    num_stages=2,
+    num_replicas=2,
+    boundaries=(0, 2, 4),
+    num_microbatches=2,
+    schedule="1f1b",
+)
 
 
-def largest_stage(costs: list[int], boundaries: tuple[int, ...]) -> float:
+def largest_stage(costs: list[float], boundaries: tuple[int, ...]) -> float:
     return max(sum(costs[start:end]) for start, end in pairwise(boundaries))
-
-
-@given(COSTS, st.data())
-def test_partition_is_as_good_as_brute_force(costs: list[int], data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, len(costs)))
-    found = partition(costs, num_stages)
-    cuts = combinations(range(1, len(costs)), num_stages - 1)
-    best = min(largest_stage(costs, (0, *cut, len(costs))) for cut in cuts)
-    assert largest_stage(costs, found) == best
-
-
-@given(COSTS, st.data())
-def test_every_unit_is_in_exactly_one_stage(costs: list[int], data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, len(costs)))
-    boundaries = partition(costs, num_stages)
-    assert [unit for start, end in pairwise(boundaries) for unit in range(start, end)] == list(range(len(costs)))
-    assert all(start < end for start, end in pairwise(boundaries))
 
 
 def test_twelve_layers_in_eight_stages_are_nearly_even_with_sublayer_cuts() -> None:
@@ -49,12 +55,6 @@ def test_twelve_layers_in_eight_stages_are_nearly_even_with_sublayer_cuts() -> N
     assert largest_stage(sublayers, partition(sublayers, 8)) / mean < 1.12
     layers = [7.08] * 12
     assert largest_stage(layers, partition(layers, 8)) / mean == pytest.approx(4 / 3)
-
-
-@pytest.mark.parametrize(("costs", "num_stages"), [([1.0], 2), ([1.0, 2.0], 0), ([1.0, -1.0], 1)])
-def test_impossible_partitions_are_refused(costs: list[float], num_stages: int) -> None:
-    with pytest.raises(ValueError, match=r"Cannot cut|negative"):
-        partition(costs, num_stages)
 
 
 def test_boundaries_fall_on_allowed_cuts_only() -> None:
@@ -88,3 +88,291 @@ def test_layout_knows_its_units() -> None:
 def test_a_layout_that_does_not_cover_the_model_is_refused(boundaries: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="do not cut 6 units into 2"):
         Layout(2, 0, 2, 1, boundaries, 1, "1f1b")
+
+
+def test_a_layout_knows_where_training_begins() -> None:
+    layout = Layout(2, 0, 3, 1, (0, 2, 4, 6), 1, "1f1b")
+    found = [replace(layout, num_frozen_layers=frozen) for frozen in range(3)]
+    assert [each.first_active_unit for each in found] == [0, 3, 5]
+    assert [each.first_active_stage for each in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_frozen_layers", [-1, 3])
+def test_more_frozen_layers_than_layers_are_refused(num_frozen_layers: int) -> None:
+    with pytest.raises(ValueError, match="from 0 to the number of layers, 2, found"):
+        Layout(2, num_frozen_layers, 1, 1, (0, 6), 1, "1f1b")
+
+
+def test_frozen_units_cost_their_forward_and_the_first_active_one_needs_no_input_gradient() -> None:
+    assert unit_loads(SMALL, 0) == [2, 6, 9, 3]
+    assert unit_loads(SMALL, 1) == [1, 2, 3, 2]
+    assert unit_loads(SMALL.scaled(2, 2), 1) == [2, 4, 6, 4]
+    assert SMALL.scaled(3, 1).forward == tuple(3 * seconds for seconds in SMALL.forward)
+    assert SMALL.scaled(3, 1).backward == SMALL.backward
+    assert SMALL.scaled(2, 2).parameters == SMALL.parameters
+
+
+def test_unit_costs_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="one entry a unit"):
+        replace(SMALL, parameters=(1, 2))
+
+
+def test_a_step_worked_by_hand() -> None:
+    overheads = Overheads(per_microbatch=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
+    # Two samples a micro-batch: forwards 2 * (3, 4) + 1, backwards 2 * (1 + 4, 6 + 2) + 1.
+    # Stage 0: F0 0-7, F1 7-14, B0 33-44, B1 59-70. Stage 1: F0 7-16, B0 16-33, F1 33-42, B1 42-59.
+    found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
+    assert found.pipeline == 3 * 70
+    assert found.stage_seconds == (3 * 2 * (7 + 11), 3 * 2 * (9 + 17))
+    assert found.reduction == (30 + 40) * 4 * 0.5
+    assert found.optimizer == pytest.approx(7)
+    assert found.other == 5
+    assert found.seconds == pytest.approx(210 + 140 + 7 + 5)
+
+
+def test_a_step_with_a_frozen_stage_worked_by_hand() -> None:
+    overheads = Overheads(hop=2, per_microbatch=1, reduction_per_byte=0.5)
+    layout = replace(SMALL_LAYOUT, num_frozen_layers=1, num_replicas=4)
+    # The MLP on stage 1 is frozen too. Stage 1: F0 9-18, B0 18-21, F1 21-30, B1 30-33.
+    found = predict_step(layout, SMALL, overheads, samples_per_pipeline=4)
+    assert found.pipeline == 33
+    assert found.stage_seconds == (2 * 7, 2 * (9 + 3))
+    assert found.reduction == 40 * 4 * 0.5 * (2 * 3 / 4)
+
+
+def test_one_replica_reduces_nothing_and_a_micro_batch_has_at_least_one_sample() -> None:
+    layout = replace(SMALL_LAYOUT, num_replicas=1, num_microbatches=8)
+    found = predict_step(layout, SMALL, Overheads(reduction_per_byte=1.0), samples_per_pipeline=1)
+    assert found.reduction == 0
+    assert found.seconds == sum(unit_loads(SMALL, 0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches", "num_frozen_layers", "expected"),
+    [
+        ("1f1b", 4, 0, [30 * 16 + 3 * 2, 70 * 16 + 7]),
+        ("1f1b", 1, 0, [30 * 16 + 3 * 4, 70 * 16 + 7 * 4]),
+        ("gpipe", 4, 0, [30 * 16 + 3 * 4, 70 * 16 + 7 * 4]),
+        ("1f1b", 4, 1, [30 * 4, 30 * 4 + 40 * 16 + 4]),
+    ],
+)
+def test_bytes_of_a_stage_worked_by_hand(
+    schedule: str, num_microbatches: int, num_frozen_layers: int, expected: list[float]
+) -> None:
+    layout = replace(
+        SMALL_LAYOUT, schedule=schedule, num_microbatches=num_microbatches, num_frozen_layers=num_frozen_layers
+    )
+    assert stage_bytes(layout, SMALL, samples_per_pipeline=4) == expected
+    samples_are_twice = stage_bytes(layout, SMALL, 8, state_bytes_per_parameter=0, weight_bytes=0)
+    assert samples_are_twice == [2 * each for each in stage_bytes(layout, SMALL, 4, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("current", "initial_largest", "allowed", "expected"),
+    [
+        (8, 20, [1, 2, 4, 8], 2),  # Eq. 2 holds with equality.
+        (8, 19.9, [1, 2, 4, 8], 4),
+        (8, 9.9, [1, 2, 4, 8], 8),
+        (8, 99, [1, 2, 4, 8], 1),
+        (8, 99, [2, 4, 8], 2),
+        (8, 99, [1, 2, 8], 8),
+        (6, 99, [1, 2, 3, 6], 3),
+        (1, 99, [1], 1),
+    ],
+)
+def test_compression_by_memory(current: int, initial_largest: float, allowed: list[int], expected: int) -> None:
+    sizes = {4: 10.0, 3: 15.0, 2: 20.0, 1: 40.0}
+    assert compress_by_memory(current, sizes.__getitem__, initial_largest, allowed) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({1: (3.0, True), 2: (2.0, True), 4: (2.5, True)}, 2),
+        ({1: (3.0, True), 2: (2.0, False), 4: (2.5, True)}, 4),
+        ({1: (2.02, True), 2: (2.01, True), 4: (2.0, True)}, 1),
+        ({1: (2.03, True), 2: (2.01, True), 4: (2.0, True)}, 2),
+        ({1: (1.0, False), 2: (2.0, False)}, 2),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen(found: dict[int, tuple[float, bool]], expected: int) -> None:
+    boundaries = {1: (0, 6), 2: (0, 3, 6), 4: (0, 2, 3, 4, 6)}
+    options = [Candidate(Layout(2, 0, k, 1, boundaries[k], 1, "1f1b"), *found[k]) for k in found]
+    assert choose_by_throughput(options).layout.num_stages == expected
+
+
+def test_a_choice_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one candidate"):
+        choose_by_throughput([])
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "samples", "expected"),
+    [(4, 64, [24, 16, 12, 8, 4]), (4, 14, [14, 12, 8, 4]), (4, 3, [3]), (1, 64, [6, 4, 3, 2, 1])],
+)
+def test_numbers_of_micro_batches_to_try(num_stages: int, samples: int, expected: list[int]) -> None:
+    assert candidates(num_stages, samples) == expected
+
+
+def test_a_trial_keeps_the_fastest_step_after_the_warm_up() -> None:
+    trial = MicrobatchTrial([8, 4], steps_each=3)
+    assert trial.best() == 8, "nothing measured yet"
+    used = []
+    for seconds, tokens in [(0.1, 100), (4.0, 100), (3.0, 50), (9.0, 0), (9.0, 100), (3.0, 100), (5.0, 100)]:
+        assert not trial.is_done
+        used.append(trial.current())
+        trial.record(seconds, tokens)
+    assert used == [8, 8, 8, 4, 4, 4, 4], "a step without tokens is not counted"
+    assert trial.is_done
+    assert trial.as_event() == {8: 0.04, 4: 0.03}
+    assert trial.best() == trial.current() == 4
+    trial.record(0.001, 100)
+    assert trial.as_event() == {8: 0.04, 4: 0.03}, "what comes after the trial does not count"
+
+
+@pytest.mark.parametrize(("tried", "steps_each"), [([], 3), ([4], 1)])
+def test_a_trial_that_can_measure_nothing_is_refused(tried: list[int], steps_each: int) -> None:
+    with pytest.raises(ValueError, match="at least one number"):
+        MicrobatchTrial(tried, steps_each)
+
+
+def costs_of(num_layers: int) -> UnitCosts:
+    """Attention 1 and MLP 2, backwards twice forwards; cheap ends."""
+    return UnitCosts(
+        forward=(0.1, *(1.0, 2.0) * num_layers, 0.1),
+        backward=(0.1, *(2.0, 4.0) * num_layers, 0.2),
+        edge_backward=(0.1, *(1.0, 2.0) * num_layers, 0.1),
+        parameters=(6, *(4, 8) * num_layers, 6),
+        activation_bytes=(1.0,) * (2 * num_layers + 2),
+    )
+
+
+def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
+    loads = unit_loads(costs_of(num_layers), 0)
+    cuts = range(2 * num_layers + 3)
+    return plan_layout(loads, cuts, num_layers, num_stages, world_size // num_stages, 4, "1f1b")
+
+
+def rules_for(num_layers: int, **changes: object) -> PlanRules:
+    rules = PlanRules("throughput", tuple(range(2 * num_layers + 3)), device_bytes=1e9)
+    return replace(rules, **changes)
+
+
+def plan(
+    current: Layout, num_frozen_layers: int, rules: PlanRules, overheads: Overheads | None = None, samples: int = 8
+) -> Plan:
+    world_size = current.num_stages * current.num_replicas
+    costs = costs_of(current.num_layers)
+    return plan_transition(current, num_frozen_layers, costs, overheads or Overheads(), rules, world_size, samples)
+
+
+def test_largest_stage_counts_frozen_units_by_their_factor() -> None:
+    parameters = costs_of(2).parameters
+    assert largest_stage_size(parameters, 0, (0, 3, 6)) == 18
+    assert largest_stage_size(parameters, 1, (0, 3, 6)) == 18
+    assert largest_stage_size(parameters, 1, (0, 6)) == pytest.approx(18 / 6 + 18)
+    assert largest_stage_size(parameters, 2, (0, 6), frozen_factor=0.5) == 15 + 6
+
+
+def test_a_run_that_is_not_elastic_only_freezes() -> None:
+    current = layout_of(12, 4, 8)
+    found = plan(current, 6, rules_for(12, elastic=False))
+    assert found.layout == replace(current, num_frozen_layers=6)
+    assert found.alternatives == {4: found.prediction.seconds}
+
+
+def test_no_pipeline_is_fastest_where_it_fits() -> None:
+    found = plan(layout_of(12, 8, 8), 4, rules_for(12))
+    assert (found.layout.num_stages, found.layout.num_replicas) == (1, 8)
+    assert (found.layout.num_frozen_layers, found.layout.num_microbatches) == (4, 1)
+    assert sorted(found.alternatives) == [1, 2, 4, 8]
+    assert found.prediction.seconds == found.alternatives[1] == min(found.alternatives.values())
+
+
+def test_what_does_not_fit_with_the_reserve_is_not_chosen() -> None:
+    current, costs = layout_of(12, 8, 8), costs_of(12)
+    whole = max(stage_bytes(plan(current, 6, rules_for(12)).layout, costs, 8))
+    assert plan(current, 6, rules_for(12, device_bytes=whole / (1 - MEMORY_RESERVE) + 1)).layout.num_stages == 1
+    assert plan(current, 6, rules_for(12, device_bytes=whole)).layout.num_stages == 2
+    assert plan(current, 6, rules_for(12, device_bytes=0)).layout.num_stages == 8, "nothing fits: the longest"
+
+
+def test_an_expensive_reduction_keeps_the_pipeline_long() -> None:
+    found = plan(layout_of(12, 8, 8), 0, rules_for(12), Overheads(reduction_per_byte=1e3))
+    assert (found.layout.num_stages, found.layout.num_replicas) == (8, 1)
+
+
+@pytest.mark.parametrize(("num_frozen_layers", "expected"), [(1, 2), (2, 1)])
+def test_compression_by_memory_follows_equation_2(num_frozen_layers: int, expected: int) -> None:
+    # One stage holds 18 / 6 + 30 = 33 with F=1 and 30 / 6 + 18 = 23 with F=2; at the start the larger held 26.
+    current = Layout(3, 0, 2, 1, (0, 4, 8), 2, "1f1b")
+    initial = largest_stage_size(costs_of(3).parameters, 0, current.boundaries)
+    assert initial == 26
+    found = plan(current, num_frozen_layers, rules_for(3, compression="memory", initial_largest_size=initial))
+    assert (found.layout.num_stages, found.layout.num_replicas) == (expected, 2 // expected)
+
+
+@pytest.mark.parametrize("compression", ["memory", "throughput"])
+def test_lengths_that_ran_out_of_memory_are_not_tried_again(compression: str) -> None:
+    rules = rules_for(12, compression=compression, initial_largest_size=1e9)
+    current = layout_of(12, 8, 8)
+    found = [plan(current, 4, replace(rules, unfit=frozenset(unfit))) for unfit in [(), (1,), (1, 2), (1, 2, 4, 8)]]
+    assert [each.layout.num_stages for each in found] == [1, 2, 4, 8]
+    assert sorted(found[1].alternatives) == [2, 4, 8]
+
+
+@pytest.mark.parametrize("compression", ["memory", "throughput"])
+def test_there_are_no_more_stages_than_active_units(compression: str) -> None:
+    rules = rules_for(2, compression=compression, device_bytes=0)
+    current = layout_of(2, 4, 4)
+    assert [plan(current, frozen, rules).layout.num_stages for frozen in range(3)] == [4, 2, 1]
+
+
+def test_cuts_stay_on_allowed_positions() -> None:
+    # Layers that may not be cut inside: 3 layers, embeddings and head are 5 pieces.
+    rules = rules_for(3, cut_positions=(0, 1, 3, 5, 7, 8), unfit=frozenset({1}))
+    found = plan(Layout(3, 0, 2, 1, (0, 5, 8), 2, "1f1b"), 1, rules)
+    assert set(found.layout.boundaries) <= {0, 1, 3, 5, 7, 8}
+
+
+def test_frozen_units_are_spread_over_stages_at_the_cost_of_their_forward() -> None:
+    # Units 0..22 cost 33.1 forwards; the last layer and the head cost 2 + 6 + 0.3.
+    found = plan(layout_of(12, 2, 2), 11, rules_for(12, unfit=frozenset({1})))
+    start = found.layout.boundaries[1]
+    assert start < found.layout.first_active_unit
+    assert found.layout.first_active_stage == 1
+    loads = unit_loads(costs_of(12), 11)
+    assert abs(sum(loads[:start]) - sum(loads[start:])) <= 2
+
+
+@pytest.mark.parametrize(("shift", "is_kept"), [(0, True), (1, True), (20, False)])
+def test_nothing_moves_for_a_gain_below_two_percent(shift: int, is_kept: bool) -> None:
+    best = layout_of(50, 2, 2)
+    current = replace(best, boundaries=(0, best.boundaries[1] + shift, best.num_units))
+    found = plan(current, 0, rules_for(50, unfit=frozenset({1})))
+    assert found.layout.boundaries == (current if is_kept else best).boundaries
+    assert found.prediction.seconds == found.alternatives[2]
+
+
+@pytest.mark.parametrize(("device_bytes", "boundaries"), [(1e9, (0, 3, 6)), (1000, (0, 4, 6))])
+def test_cuts_that_fit_are_not_given_up_for_even_ones_that_do_not(
+    device_bytes: float, boundaries: tuple[int, ...]
+) -> None:
+    # All parameters lie in the last layer: even cuts put its 1600 bytes on one stage.
+    costs = replace(costs_of(2), parameters=(0, 0, 0, 50, 50, 0))
+    rules = rules_for(2, device_bytes=device_bytes, unfit=frozenset({1}))
+    current = Layout(2, 0, 2, 1, (0, 4, 6), 4, "1f1b")
+    assert plan_transition(current, 0, costs, Overheads(), rules, 2, 8).layout.boundaries == boundaries
+
+
+def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_of_thumb() -> None:
+    current, unfit = layout_of(12, 4, 4), frozenset({1, 2})
+    rules = rules_for(12, unfit=unfit, known_microbatches={4: 12})
+    assert plan(current, 2, replace(rules, num_microbatches=5)).layout.num_microbatches == 5
+    assert plan(current, 2, rules).layout.num_microbatches == 12
+    assert plan(current, 2, replace(rules, known_microbatches={})).layout.num_microbatches == 8
+
+
+def test_an_unknown_compression_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 'memory' or 'throughput'"):
+        PlanRules("size", (0, 1), 1.0)

@@ -42,6 +42,31 @@ def test_1f1b_posts_each_receive_before_the_send_that_could_wait_for_it() -> Non
     ]
 
 
+def test_frozen_stages_run_forwards_only_and_no_gradient_enters_them() -> None:
+    table = build_table("1f1b", 3, 3, first_active_stage=1)
+    assert [text(row) for row in table] == [
+        "F0 SF0 F1 SF1 F2 SF2",
+        "RF0 RF1 F0 RB0 SF0 F1 RF2 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
+        "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
+    ]
+    assert [text(row) for row in build_table("gpipe", 3, 2, first_active_stage=2)] == [
+        "F0 SF0 F1 SF1",
+        "RF0 RF1 F0 SF0 F1 SF1",
+        "RF0 RF1 F0 F1 B1 B0",
+    ]
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_active_stages_compute_as_if_nothing_were_frozen(schedule: str) -> None:
+    whole, frozen = build_table(schedule, 4, 6), build_table(schedule, 4, 6, first_active_stage=2)
+    for stage in (2, 3):
+        assert text(frozen[stage], computation_only=True) == text(whole[stage], computation_only=True)
+
+
+def test_evaluation_does_not_depend_on_what_is_frozen() -> None:
+    assert build_table("forward_only", 4, 6, first_active_stage=2) == build_table("forward_only", 4, 6)
+
+
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: str) -> None:
     num_stages, num_microbatches = 4, 12
@@ -59,6 +84,16 @@ def test_every_table_ends_under_rendezvous(schedule: str, num_stages: int) -> No
     for num_microbatches in range(1, 49):
         table = build_table(schedule, num_stages, num_microbatches)
         check_table(table, num_microbatches, has_backward=schedule != "forward_only")
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize(("num_stages", "first_active_stage"), [(k, a) for k in range(1, 9) for a in range(k)])
+def test_every_table_with_frozen_stages_ends_under_rendezvous(
+    schedule: str, num_stages: int, first_active_stage: int
+) -> None:
+    for num_microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48):
+        table = build_table(schedule, num_stages, num_microbatches, first_active_stage)
+        check_table(table, num_microbatches, first_active_stage=first_active_stage)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +121,32 @@ def test_every_table_ends_under_rendezvous(schedule: str, num_stages: int) -> No
 def test_the_checker_rejects_planted_bad_tables(table: Table, complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
         check_table(table, max(action.micro_batch for row in table for action in row if action.op is Op.FORWARD) + 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        # A gradient is sent to the frozen stage, which waits for it or not.
+        (parse("F0 RB0 SF0", "RF0 F0 B0 SB0"), "stages below 1 are frozen"),
+        (parse("F0 SF0", "RF0 F0 B0 SB0"), "stages below 1 are frozen"),
+        # The frozen stage waits for a gradient that never comes.
+        (parse("F0 SF0 RB0", "RF0 F0 B0"), "stages below 1 are frozen"),
+        # The frozen stage runs a backward, or the active one none.
+        (parse("F0 RB0 SF0 B0", "RF0 F0 B0 SB0"), "does not run micro-batch 0"),
+        (parse("F0 SF0", "RF0 F0"), "does not run micro-batch 0"),
+        # The frozen stage keeps its activation.
+        (parse("F0", "RF0 F0 B0"), "Deadlock"),
+    ],
+)
+def test_the_checker_rejects_gradients_in_frozen_stages(table: Table, complaint: str) -> None:
+    with pytest.raises(ScheduleError, match=complaint):
+        check_table(table, 1, first_active_stage=1)
+
+
+@pytest.mark.parametrize("first_active_stage", [-1, 2])
+def test_an_active_stage_that_does_not_exist_is_refused(first_active_stage: int) -> None:
+    with pytest.raises(ValueError, match="one of the 2 stages, 0 to 1"):
+        build_table("1f1b", 2, 2, first_active_stage)
 
 
 @pytest.mark.parametrize(

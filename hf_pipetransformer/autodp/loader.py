@@ -43,7 +43,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     Args:
         loader: a loader over `ReplicaBatchSampler`; only stage 0 iterates it.
-        groups: this rank's pipeline.
+        groups: this rank's pipeline; a transition changes it (`follow`).
         placeholders: names of batch entries that only the embeddings read; later stages get a tensor of the same
             shape and dtype without memory behind it.
         timeout: seconds that a stage may wait for its batch.
@@ -72,6 +72,14 @@ class PipelineLoader(DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self._drop_last = False
         self._index = 0
+        self._first = 0
+        self._order_state: torch.Tensor | None = None
+        self._was_open = False
+        self._next = 0
+        self._batches: Iterator[Any] | None = None
+        self._num_read = 0
+        self._num_stale = 0
+        self._leaving: list[tuple[Any, torch.Tensor]] = []
 
     @property
     def dataset(self) -> Any:
@@ -99,26 +107,88 @@ class PipelineLoader(DataLoaderStateMixin):
         slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]
         return [part.stop - part.start for part in slices]
 
+    def follow(self, groups: PipelineGroups) -> None:
+        """Go on, with the next global batch, as a stage of another layout. Workers that read ahead stay alive."""
+        self._finish_sending()
+        self.groups = groups
+        if groups.is_first and self._batches is not None:
+            # What the workers have read ahead was cut for the old replicas.
+            self._num_stale = self.batch_sampler.num_drawn - self._num_read
+            self.batch_sampler.seek(self._next, groups.replica, groups.num_replicas)
+        else:
+            self._batches = None
+            self._was_open = self._was_open and groups.is_first
+
+    def order_state(self) -> torch.Tensor | None:
+        """What `starting_at` needs beside the position, between two batches: see `ReplicaBatchSampler.order_state`."""
+        state: torch.Tensor | None = self.batch_sampler.order_state(0 < self._next < len(self))
+        return state
+
+    def starting_at(self, num_batches: int, order_state: torch.Tensor | None = None) -> PipelineLoader:
+        """Skip this many global batches of the next epoch that is read: where a resumed run goes on.
+
+        Args:
+            num_batches: how many the earlier run had read.
+            order_state: its `order_state` then; None draws the order anew.
+        """
+        self._first, self._order_state = num_batches, order_state
+        self._was_open = num_batches > 0 and self.groups.is_first
+        return self
+
+    def repeat_step(self, num_batches: int) -> None:
+        """Hand out the last `num_batches` global batches once more, after the `follow` that comes next."""
+        self._next -= num_batches
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
+        self.batch_sampler.begin_epoch()
+        if self._order_state is not None:
+            self.batch_sampler.draw_as_from(self._order_state)
+        if not self.groups.is_first:
+            # This stage may take over the reading in the middle of the epoch; it must know the same order then.
+            self.batch_sampler.draw()
+        self._next, self._first, self._order_state = self._first, 0, None
         try:
-            batches = self._read() if self.groups.is_first else self._receive()
-            for index, batch in enumerate(batches):
-                self._index = index
-                self.end_of_dataloader = index == len(self) - 1
+            while self._next < len(self):
+                self._index = self._next
+                self.end_of_dataloader = self._index == len(self) - 1
+                self._next += 1
+                batch = self._read() if self.groups.is_first else self._receive()
+                if self.end_of_dataloader:
+                    # Nobody asks for more: this generator stays suspended here, and workers must not live as long.
+                    self._batches = None
                 yield batch
+            self._finish_sending()
         finally:
+            self._batches = None
             self.end()
 
-    def _read(self) -> Iterator[dict[str, Any]]:
-        leaving: list[tuple[Any, torch.Tensor]] = []
-        for batch in self.loader:
-            if self.common_length is not None:
-                batch = self._padded(batch, self.common_length)
-            self._wait(leaving)
-            leaving = self._send(batch)
-            yield dict(batch)
-        self._wait(leaving)
+    def _read(self) -> dict[str, Any]:
+        if self._batches is None:
+            self.batch_sampler.seek(self._index, self.groups.replica, self.groups.num_replicas)
+            self._num_read, self._num_stale = self.batch_sampler.num_drawn, 0
+            self._batches = self._opened()
+        for _ in range(self._num_stale + 1):
+            batch = next(self._batches, None)
+            self._num_read += 1
+        self._num_stale = 0
+        if batch is None:
+            # The loader had come to its end before a batch was asked for once more.
+            self._batches = None
+            return self._read()
+        if self.common_length is not None and self.groups.num_replicas > 1:
+            batch = self._padded(batch, self.common_length)
+        self._finish_sending()
+        self._send(batch)
+        return dict(batch)
+
+    def _opened(self) -> Iterator[Any]:
+        """The loader's iterator. It draws a seed for its workers; a resumed run's was drawn when the epoch began."""
+        if not self._was_open:
+            return iter(self.loader)
+        self._was_open = False
+        with torch.random.fork_rng(devices=[]):
+            return iter(self.loader)
 
     def _padded(self, batch: Any, rule: CommonLength) -> dict[str, Any]:
         group = self.groups.replica_control
@@ -127,13 +197,13 @@ class PipelineLoader(DataLoaderStateMixin):
         guarded(lambda: dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group), what)
         return pad_batch(batch, rule.main_input, int(length), rule.pad_token_id) if batch else {}
 
-    def _send(self, batch: Any) -> list[tuple[Any, torch.Tensor]]:
+    def _send(self, batch: Any) -> None:
         if self.groups.num_stages == 1:
-            return []
+            return
         message = pack({key: self._as_sent(key, value) for key, value in batch.items()})
         size = torch.tensor([message.numel()])
         group = self.groups.pipeline_control
-        return [
+        self._leaving = [
             (dist.isend(tensor, dst=peer, group=group), tensor)
             for peer in self.groups.pipeline_ranks[1:]
             for tensor in (size, message)
@@ -144,19 +214,20 @@ class PipelineLoader(DataLoaderStateMixin):
             return value.new_zeros(1).expand(value.shape)
         return value
 
-    def _wait(self, leaving: list[tuple[Any, torch.Tensor]]) -> None:
-        for work, _tensor in leaving:
+    def _finish_sending(self) -> None:
+        for work, _tensor in self._leaving:
             wait_for(work, self.timeout, "sending a batch to the later stages of this pipeline")
+        self._leaving = []
 
-    def _receive(self) -> Iterator[dict[str, Any]]:
+    def _receive(self) -> dict[str, Any]:
         source, group = self.groups.pipeline_ranks[0], self.groups.pipeline_control
         what = f"receiving a batch from stage 0 (rank {source})"
-        for _ in range(len(self)):
-            size = torch.zeros(1, dtype=torch.int64)
-            guarded(lambda size=size: dist.recv(size, src=source, group=group), what)  # type: ignore[misc]
-            message = torch.empty(int(size), dtype=torch.uint8)
-            guarded(lambda message=message: dist.recv(message, src=source, group=group), what)  # type: ignore[misc]
-            yield unpack(message)
+        size = torch.zeros(1, dtype=torch.int64)
+        guarded(lambda: dist.recv(size, src=source, group=group), what)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        guarded(lambda: dist.recv(message, src=source, group=group), what)
+        batch: dict[str, Any] = unpack(message)
+        return batch
 
 
 def make_pipeline_loader(
@@ -199,8 +270,6 @@ def make_pipeline_loader(
         in_order=args.dataloader_in_order,
         worker_init_fn=worker_init if is_training else None,
     )
-    if groups.num_replicas == 1:
-        common_length = None
     return PipelineLoader(
         loader, groups, placeholders, args.pipeline_timeout, global_batch_size, len(order), common_length
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import Sampler
 
 
@@ -22,7 +23,9 @@ def replica_slice(num_samples: int, replica: int, num_replicas: int) -> slice:
 class ReplicaBatchSampler(Sampler[list[int]]):
     """Cuts the batches of a global batch sampler into the part of one replica.
 
-    Which samples form step `t` is decided by `global_batches` alone, never by the number of replicas.
+    Which samples form step `t` is decided by `global_batches` alone, never by the number of replicas. The sampler is
+    its own iterator, so that one that is being read, also by workers that read ahead, can be sent to another place in
+    the epoch and to another replica (`seek`).
 
     Args:
         global_batches: yields lists of sample indices, one list per global batch.
@@ -40,13 +43,68 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.replica = replica
         self.num_replicas = num_replicas
         self.repeat_small = repeat_small
+        self.num_drawn = 0
+        """Batches handed out since the sampler was made."""
+        self._batches: list[list[int]] | None = None
+        self._drawn_from: torch.Tensor | None = None
+        self._position = 0
+
+    def begin_epoch(self) -> None:
+        """Forget the order of the last epoch; the new one is drawn when it is first needed."""
+        self._batches = None
+        self._position = 0
+
+    def draw(self) -> list[list[int]]:
+        """The global batches of this epoch."""
+        if self._batches is None:
+            self._drawn_from = self._stream().get_state()
+            self._batches = list(self.global_batches)
+        return self._batches
+
+    def _stream(self) -> torch.Generator:
+        """Where the order of an epoch comes from: the underlying sampler's own generator, or torch's global one."""
+        own: torch.Generator | None = getattr(getattr(self.global_batches, "sampler", None), "generator", None)
+        return torch.default_generator if own is None else own
+
+    def order_state(self, is_mid_epoch: bool) -> torch.Tensor | None:
+        """What `draw_as_from` needs to draw this epoch again, or the next one if this one is at its end.
+
+        None if the next epoch's order comes from torch's global generator, which the run itself saves.
+        """
+        if is_mid_epoch:
+            return self._drawn_from
+        stream = self._stream()
+        return None if stream is torch.default_generator else stream.get_state()
+
+    def draw_as_from(self, order_state: torch.Tensor) -> None:
+        """Draw the order of this epoch as an earlier run did; torch's global generator stays where it is."""
+        stream = self._stream()
+        before = stream.get_state()
+        stream.set_state(order_state)
+        self.begin_epoch()
+        self.draw()
+        if stream is torch.default_generator:
+            stream.set_state(before)
+
+    def seek(self, position: int, replica: int, num_replicas: int) -> None:
+        """Go on with global batch number `position` of this epoch, as `replica` of `num_replicas`."""
+        self._position, self.replica, self.num_replicas = position, replica, num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices in self.global_batches:
-            if self.repeat_small and len(indices) < self.num_replicas:
-                yield indices
-            else:
-                yield indices[replica_slice(len(indices), self.replica, self.num_replicas)]
+        if self._batches is not None and self._position >= len(self._batches):
+            self.begin_epoch()
+        return self
+
+    def __next__(self) -> list[int]:
+        batches = self.draw()
+        if self._position >= len(batches):
+            raise StopIteration
+        indices = batches[self._position]
+        self._position += 1
+        self.num_drawn += 1
+        if self.repeat_small and len(indices) < self.num_replicas:
+            return indices
+        return indices[replica_slice(len(indices), self.replica, self.num_replicas)]
 
     def __len__(self) -> int:
         assert isinstance(self.global_batches, Sized)

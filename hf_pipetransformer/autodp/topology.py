@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,10 @@ import torch.distributed as dist
 
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.messages import pack, unpack
+
+
+_MEASURED_BYTES = 2**22
+_MEASUREMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,34 @@ class Topology:
         if self.is_distributed:
             guarded(lambda: dist.barrier(group=self.control), "waiting for all ranks at a barrier")
 
+    def measure(self, message_bytes: int) -> tuple[float, float]:
+        """How fast the ranks talk: seconds of one message between neighbours, and of an all-reduce by byte over two.
+
+        A collective call; every rank gets rank 0's answer. Zeros for a single rank.
+        """
+        if self.world_size == 1:
+            return 0.0, 0.0
+        device = torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
+        message = torch.zeros(max(1, message_bytes // 4), device=device)
+        reduced = torch.zeros(_MEASURED_BYTES // 4, device=device)
+        ring = 2 * (self.world_size - 1) / self.world_size
+        hops, reductions = [], []
+        for _ in range(_MEASUREMENTS):
+            if self.rank < 2:
+                hops.append(_seconds(device, lambda: self._ping(message)) / 2)
+            call = partial(guarded, partial(dist.all_reduce, reduced), "measuring an all-reduce over all ranks")
+            reductions.append(_seconds(device, call))
+        hop = min(hops) if hops else 0.0
+        answer = self.broadcast([hop, min(reductions) / (_MEASURED_BYTES * ring)])
+        return float(answer[0]), float(answer[1])
+
+    def _ping(self, message: torch.Tensor) -> None:
+        """There and back between ranks 0 and 1."""
+        what = "measuring the way between ranks 0 and 1"
+        for sender in (0, 1):
+            call = dist.send if self.rank == sender else dist.recv
+            guarded(partial(call, message, 1 - self.rank), what)
+
     def _make_groups(self, num_stages: int) -> PipelineGroups:
         self.check_num_stages(num_stages)
         num_replicas = self.world_size // num_stages
@@ -208,6 +242,17 @@ def get_topology(timeout: float, local_world_size: int) -> Topology:
     if key not in _TOPOLOGIES:
         _TOPOLOGIES[key] = Topology(timeout, local_world_size)
     return _TOPOLOGIES[key]
+
+
+def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    """Seconds that a call takes until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:

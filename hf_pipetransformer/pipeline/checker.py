@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from hf_pipetransformer.pipeline.schedules import Action, Op, Table
+from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table, has_input
 
 
 class ScheduleError(ValueError):
     """A table that would deadlock, mismatch messages, or leave work undone."""
 
 
-_SENDS = {Op.SEND_FORWARD: (1, Op.RECEIVE_FORWARD), Op.SEND_BACKWARD: (-1, Op.RECEIVE_BACKWARD)}
 _RECEIVES = {Op.RECEIVE_FORWARD: -1, Op.RECEIVE_BACKWARD: 1}
-_NEEDS = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
+_GRADIENT = (Op.BACKWARD, Op.RECEIVE_BACKWARD, Op.SEND_BACKWARD)
 
 
-def check_table(table: Table, num_microbatches: int, has_backward: bool = True) -> None:
-    """Prove that `table` ends under rendezvous semantics, or raise.
+def check_table(table: Table, num_microbatches: int, has_backward: bool = True, first_active_stage: int = 0) -> None:
+    """Prove that `table` ends under rendezvous semantics and keeps gradients out of frozen stages, or raise.
 
     Rendezvous is the strictest reading that a backend may give: a send blocks its stage until the matching receive is
     posted, and each pair of neighbours has one queue a direction in which messages match strictly by order, whatever
@@ -27,12 +26,14 @@ def check_table(table: Table, num_microbatches: int, has_backward: bool = True) 
         table: one row of actions per stage.
         num_microbatches: M; every stage must run each micro-batch once.
         has_backward: False for a table of evaluation.
+        first_active_stage: stages below it run forwards only, and no gradient is sent to them or expected by them.
 
     Raises:
         ScheduleError: with the stages that wait for each other, the messages that do not match, or what is missing.
     """
     for stage, row in enumerate(table):
-        _check_row_is_complete(stage, row, num_microbatches, has_backward)
+        _check_row_is_complete(stage, row, num_microbatches, has_backward and stage >= first_active_stage)
+        _check_gradients_stay_active(stage, row, first_active_stage)
     _run_to_the_end(table)
 
 
@@ -47,12 +48,22 @@ def _check_row_is_complete(stage: int, row: tuple[Action, ...], num_microbatches
         if has_backward and order[backward] < order[forward]:
             raise ScheduleError(f"Stage {stage} runs {backward} before {forward}.")
     for action, position in order.items():
-        if action.op in _SENDS:
+        if action.op in SENDS:
             source = Action(Op.FORWARD if action.op is Op.SEND_FORWARD else Op.BACKWARD, action.micro_batch)
             if order.get(source, len(row)) > position:
                 raise ScheduleError(f"Stage {stage} has {action} before {source}.")
         if not 0 <= action.micro_batch < num_microbatches:
             raise ScheduleError(f"Stage {stage} has {action}, but there are {num_microbatches} micro-batches.")
+
+
+def _check_gradients_stay_active(stage: int, row: tuple[Action, ...], first_active_stage: int) -> None:
+    for action in row:
+        receiver = stage - 1 if action.op is Op.SEND_BACKWARD else stage
+        if action.op in _GRADIENT and 0 <= receiver < first_active_stage:
+            raise ScheduleError(
+                f"Stage {stage} has {action}, but the stages below {first_active_stage} are frozen: no gradient "
+                "enters them."
+            )
 
 
 def _run_to_the_end(table: Table) -> None:
@@ -67,8 +78,8 @@ def _run_to_the_end(table: Table) -> None:
         if op in _RECEIVES:
             _check_neighbour(stage, stage + _RECEIVES[op], num_stages, Action(op, i))
             posted[stage, op].append(i)
-        elif op in _SENDS:
-            offset, receive = _SENDS[op]
+        elif op in SENDS:
+            offset, receive = SENDS[op]
             _check_neighbour(stage, stage + offset, num_stages, Action(op, i))
             queue = posted[stage + offset, receive]
             if not queue:
@@ -79,7 +90,7 @@ def _run_to_the_end(table: Table) -> None:
                     f"Stage {stage} sends {op.value}{i} where stage {stage + offset} expects micro-batch {expected}."
                 )
             arrived.add((stage + offset, receive, i))
-        elif _has_input(stage, op, num_stages) and (stage, _NEEDS[op], i) not in arrived:
+        elif has_input(stage, op, num_stages) and (stage, NEEDS[op], i) not in arrived:
             return False
         position[stage] += 1
         return True
@@ -92,10 +103,6 @@ def _run_to_the_end(table: Table) -> None:
     left = {f"stage {stage} {op.value}": list(queue) for (stage, op), queue in posted.items() if queue}
     if left:
         raise ScheduleError(f"Receives that nobody sends to: {left}.")
-
-
-def _has_input(stage: int, op: Op, num_stages: int) -> bool:
-    return stage > 0 if op is Op.FORWARD else stage < num_stages - 1
 
 
 def _check_neighbour(stage: int, neighbour: int, num_stages: int, action: Action) -> None:

@@ -12,6 +12,7 @@ import torch
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.pipeline.links import Link, Pending, post_receive, post_send
 from hf_pipetransformer.pipeline.schedules import Action, Op, Row
+from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters.view import StageExit, StageView
 
 
@@ -78,6 +79,8 @@ class Engine:
         device: where the stage computes.
         timeout: seconds that any transfer may take.
         recompute: activation recomputation: `never`, `always`, or `except_last` (all but the last micro-batch).
+        sends_gradient: whether a stage below trains anything, and so gets the gradient of this stage's input.
+        meter: where the time of computations is written down.
     """
 
     def __init__(
@@ -89,6 +92,9 @@ class Engine:
         device: torch.device,
         timeout: float,
         recompute: str = "never",
+        sends_gradient: bool = True,
+        *,
+        meter: StepMeter,
     ) -> None:
         self.view = view
         self.links = links
@@ -97,7 +103,13 @@ class Engine:
         self.device = device
         self.timeout = timeout
         self.recompute = recompute
+        self.sends_gradient = sends_gradient
+        self.meter = meter
         self.is_active = False
+        self.on_probation = False
+        """Whether an out-of-memory error is survived: the stage then only passes on what its neighbours wait for."""
+        self.out_of_memory: str | None = None
+        """The error that was survived, if any."""
 
     def train(
         self,
@@ -127,13 +139,15 @@ class Engine:
             if action.op is Op.FORWARD and self._recomputes(action.micro_batch, run, following)
         }
         num_backwards = sum(action.op is Op.BACKWARD for action in row)
-        for action in row:
-            if action.op is Op.BACKWARD:
-                num_backwards -= 1
-                if num_backwards == 0:
-                    before_last_backward()
-            self._execute(action, run)
-        self._finish(run)
+        # A stage without backwards is frozen: nothing of its forwards is kept.
+        with self.meter.part("pipeline"), torch.set_grad_enabled(num_backwards > 0):
+            for action in row:
+                if action.op is Op.BACKWARD:
+                    num_backwards -= 1
+                    if num_backwards == 0:
+                        before_last_backward()
+                self._execute(action, run)
+            self._finish(run)
         return torch.stack(run.results).sum() if run.results else torch.zeros((), device=self.device)
 
     def predict(self, row: Row, micro_batches: Sequence[MicroBatch], forward: Forward) -> list[Any]:
@@ -178,11 +192,18 @@ class Engine:
     def _forward(self, i: int, run: _Run) -> None:
         micro_batch = run.micro_batches[i]
         held = _Held(self._take(run, Op.RECEIVE_FORWARD, i))
+        if self.out_of_memory is not None:
+            held.output = self._nothing(micro_batch, self.dtype_out)
+            run.held[i] = held
+            return
         recomputes = i in run.recomputed
         if recomputes:
             held.random_state = _random_state(self.device)
-        with torch.no_grad() if recomputes else nullcontext():
-            result = self._run_stage(held, micro_batch, run.forward)
+        with torch.no_grad() if recomputes else nullcontext(), self.meter.part("forward"):
+            try:
+                result = self._run_stage(held, micro_batch, run.forward)
+            except torch.OutOfMemoryError as error:
+                result = self._give_up(error, run, micro_batch)
         if self.is_last:
             run.results.append(result if not torch.is_grad_enabled() else _weighted(result, micro_batch.weight))
         if torch.is_grad_enabled() or not self.is_last:
@@ -190,26 +211,58 @@ class Engine:
             run.held[i] = held
 
     def _backward(self, i: int, run: _Run) -> None:
-        held, micro_batch = run.held.pop(i), run.micro_batches[i]
+        held, micro_batch = run.held.pop(i, _Held(None)), run.micro_batches[i]
         gradient = self._take(run, Op.RECEIVE_BACKWARD, i)
         # The gradient came back, so the activation has long arrived.
         self._wait_for_send(run, Op.SEND_FORWARD, i)
+        if self.out_of_memory is not None:
+            run.gradients[i] = torch.zeros(micro_batch.activation_shape, dtype=self.dtype_in, device=self.device)
+            return
         if micro_batch.weight or not self.is_last:
-            if held.random_state is not None:
-                with _restored_random_state(held.random_state, self.device):
-                    held.output = self._run_stage(held, micro_batch, run.forward)
-            assert held.output is not None
-            if self.is_last:
-                (held.output * (micro_batch.weight * run.loss_scale)).backward()
-            elif held.output.requires_grad:
-                torch.autograd.backward(held.output, gradient)
+            with self.meter.part("backward"):
+                try:
+                    self._run_backward(held, micro_batch, gradient, run)
+                except torch.OutOfMemoryError as error:
+                    self._give_up(error, run, micro_batch)
         received = held.received
-        if received is not None:
+        if received is not None and self.sends_gradient:
             run.gradients[i] = received.grad if received.grad is not None else torch.zeros_like(received)
+
+    def _give_up(self, error: torch.OutOfMemoryError, run: _Run, micro_batch: MicroBatch) -> torch.Tensor:
+        """Let go of everything and go on without computing, so that no neighbour waits for ever.
+
+        Raises:
+            torch.OutOfMemoryError: the layout is not on probation.
+        """
+        if not self.on_probation:
+            raise error
+        self.out_of_memory = str(error).split("\n", 1)[0]
+        error.__traceback__ = None
+        run.held.clear()
+        run.results.clear()
+        run.recomputed.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._nothing(micro_batch, self.dtype_out)
+
+    def _nothing(self, micro_batch: MicroBatch, dtype: torch.dtype) -> torch.Tensor:
+        """Stands for an activation or a loss after the stage has given up."""
+        shape = () if self.is_last else micro_batch.activation_shape
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _run_backward(self, held: _Held, micro_batch: MicroBatch, gradient: torch.Tensor | None, run: _Run) -> None:
+        if held.random_state is not None:
+            with _restored_random_state(held.random_state, self.device):
+                held.output = self._run_stage(held, micro_batch, run.forward)
+        assert held.output is not None
+        if self.is_last:
+            (held.output * (micro_batch.weight * run.loss_scale)).backward()
+        elif held.output.requires_grad:
+            torch.autograd.backward(held.output, gradient)
 
     def _run_stage(self, held: _Held, micro_batch: MicroBatch, forward: Forward) -> Any:
         if held.received is not None:
-            held.received.requires_grad_(torch.is_grad_enabled())
+            held.received.requires_grad_(torch.is_grad_enabled() and self.sends_gradient)
         self.view.received = held.received
         self.is_active = True
         try:

@@ -8,6 +8,8 @@ Legend, for stage `k` of `K` and micro-batch `i` of `M`:
 
 `RF` and `RB` only *post* a receive; the `F` or `B` that needs the data waits for it. That lets a transfer run while
 the stage computes. `SF` and `SB` may wait until the neighbour has posted the receive.
+
+Stages that hold frozen units only run forwards; no gradient is computed in them or sent to them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,17 @@ class Action(NamedTuple):
 
 Row = tuple[Action, ...]
 Table = tuple[Row, ...]
+
+SENDS = {Op.SEND_FORWARD: (1, Op.RECEIVE_FORWARD), Op.SEND_BACKWARD: (-1, Op.RECEIVE_BACKWARD)}
+"""Of each send: how far along the pipeline it goes, and the receive there that it answers."""
+
+NEEDS = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
+"""Of each computation: the receive of its input."""
+
+
+def has_input(stage: int, op: Op, num_stages: int) -> bool:
+    """Whether the computation `op` of `stage` waits for a neighbour: all do but those at the ends of the pipeline."""
+    return stage > 0 if op is Op.FORWARD else stage < num_stages - 1
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Table:
@@ -93,44 +106,75 @@ SCHEDULES: dict[str, Callable[[int, int], Table]] = {"gpipe": gpipe, "1f1b": one
 
 
 @lru_cache(maxsize=256)
-def build_table(schedule: str, num_stages: int, num_microbatches: int) -> Table:
+def build_table(schedule: str, num_stages: int, num_microbatches: int, first_active_stage: int = 0) -> Table:
     """The table of a named schedule, or of `"forward_only"`.
 
+    Stages below `first_active_stage` hold frozen units only: they keep the forwards of their row. The stages from
+    there on follow the schedule; the first of them sends no gradient. `1f1b` with K=3, M=3 and stage 0 frozen:
+
+        stage 0   F0 F1 F2 .  .  .  .  .
+        stage 1   .  F0 F1 .  B0 F2 B1 .  B2
+        stage 2   .  .  F0 B0 F1 B1 F2 B2 .
+
+    Args:
+        schedule: a key of `SCHEDULES`, or `"forward_only"`, for which all stages are alike.
+        num_stages: K.
+        num_microbatches: M.
+        first_active_stage: the first stage with something to train, 0 to K - 1.
+
     Raises:
-        ValueError: unknown name, or fewer than one stage or micro-batch.
+        ValueError: unknown name, fewer than one stage or micro-batch, or an active stage that does not exist.
     """
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
             f"A table needs at least one stage and one micro-batch, found {num_stages} and {num_microbatches}."
         )
+    if not 0 <= first_active_stage < num_stages:
+        raise ValueError(
+            f"The first active stage must be one of the {num_stages} stages, 0 to {num_stages - 1}, "
+            f"found {first_active_stage}."
+        )
     builders = {**SCHEDULES, "forward_only": forward_only}
     if schedule not in builders:
         raise ValueError(f"Unknown schedule {schedule!r}: expected one of {sorted(builders)}.")
-    return builders[schedule](num_stages, num_microbatches)
+    table = builders[schedule](num_stages, num_microbatches)
+    return table if first_active_stage == 0 else _with_frozen_stages(table, first_active_stage)
 
 
-def _with_transfers(compute_rows: list[list[Action]]) -> Table:
+def _with_frozen_stages(table: Table, first_active_stage: int) -> Table:
+    """The table without the backwards of the stages below `first_active_stage`.
+
+    The transfers are laid anew: a row of forwards alone posts its receives earlier than one with backwards between.
+    """
+    rows = []
+    for stage, row in enumerate(table):
+        kept = (Op.FORWARD,) if stage < first_active_stage else (Op.FORWARD, Op.BACKWARD)
+        rows.append([action for action in row if action.op in kept])
+    return _with_transfers(rows, first_active_stage)
+
+
+def _with_transfers(compute_rows: list[list[Action]], first_active_stage: int = 0) -> Table:
     """Add the transfers to rows of computation.
 
     The receive for a computation is posted one computation ahead, before the send that follows the current one, so
     that two neighbours that send to each other have both posted their receives: no send waits for a send. The order
     of messages of each pair and direction is the order of the computations on both sides.
     """
-    num_stages = len(compute_rows)
-    return tuple(_row_with_transfers(stage, num_stages, compute) for stage, compute in enumerate(compute_rows))
+    return tuple(
+        _row_with_transfers(stage, len(compute_rows), first_active_stage, compute)
+        for stage, compute in enumerate(compute_rows)
+    )
 
 
-def _row_with_transfers(stage: int, num_stages: int, compute: list[Action]) -> Row:
+def _row_with_transfers(stage: int, num_stages: int, first_active_stage: int, compute: list[Action]) -> Row:
     row: list[Action] = []
     posted = 0
 
     def post_receives(until: int) -> None:
         nonlocal posted
         for action in compute[posted:until]:
-            if action.op is Op.FORWARD and stage > 0:
-                row.append(Action(Op.RECEIVE_FORWARD, action.micro_batch))
-            if action.op is Op.BACKWARD and stage < num_stages - 1:
-                row.append(Action(Op.RECEIVE_BACKWARD, action.micro_batch))
+            if has_input(stage, action.op, num_stages):
+                row.append(Action(NEEDS[action.op], action.micro_batch))
         posted = max(posted, until)
 
     for position, action in enumerate(compute):
@@ -140,6 +184,6 @@ def _row_with_transfers(stage: int, num_stages: int, compute: list[Action]) -> R
         post_receives(position + 3)
         if action.op is Op.FORWARD and stage < num_stages - 1:
             row.append(Action(Op.SEND_FORWARD, action.micro_batch))
-        if action.op is Op.BACKWARD and stage > 0:
+        if action.op is Op.BACKWARD and stage > first_active_stage:
             row.append(Action(Op.SEND_BACKWARD, action.micro_batch))
     return tuple(row)

@@ -11,6 +11,12 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.splitters.structure import Structure
 
 
+def frozen_names(structure: Structure, layout: Layout) -> frozenset[str]:
+    """Parameters that a layout freezes: all that any unit of the frozen prefix uses, wherever else they are used."""
+    units = structure.units_of_parameter
+    return frozenset(name for name, users in units.items() if users[0] < layout.first_active_unit)
+
+
 def stages_of_parameters(structure: Structure, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Name of each parameter to the stages that use it, first user first."""
     stages: dict[str, tuple[int, ...]] = {}
@@ -29,6 +35,7 @@ class ParameterStore:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.frozen: frozenset[str] = frozenset()
 
     def named(self) -> dict[str, nn.Parameter]:
         """All parameters by their first name, held or not."""
@@ -37,6 +44,18 @@ class ParameterStore:
     def held(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank holds."""
         return {name: p for name, p in self.named().items() if not p.is_meta}
+
+    def is_active(self, name: str) -> bool:
+        """Whether a parameter is trained: neither frozen by the user nor by the run."""
+        return self.trainable[name] and name not in self.frozen
+
+    def freeze(self, names: frozenset[str]) -> None:
+        """Freeze exactly these parameters, beside those that the user froze."""
+        self.frozen = names
+        for name, parameter in self.held().items():
+            parameter.requires_grad_(self.is_active(name))
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     def release(self, keep: set[str]) -> None:
         """Free all parameters whose names are not in `keep`."""
@@ -57,7 +76,7 @@ class ParameterStore:
                     current[name].copy_(tensor)
         self._replace(
             {
-                name: nn.Parameter(tensor.to(current[name].dtype), requires_grad=self.trainable[name])
+                name: nn.Parameter(tensor.to(current[name].dtype), requires_grad=self.is_active(name))
                 for name, tensor in tensors.items()
                 if current[name].is_meta
             }

@@ -25,6 +25,7 @@ class Structure:
         returns_tuple: whether a layer returns a tuple, and its length; 0 for a bare tensor.
         units_of_parameter: name of each parameter to the units that use it, in increasing order; more than one for
             tied weights and relative position biases.
+        units_of_buffer: the same for buffers, also for those that are not saved.
     """
 
     layers: list[nn.Module]
@@ -32,6 +33,7 @@ class Structure:
     entries: list[nn.Module]
     returns_tuple: int
     units_of_parameter: dict[str, tuple[int, ...]]
+    units_of_buffer: dict[str, tuple[int, ...]]
 
     @property
     def num_layers(self) -> int:
@@ -86,12 +88,16 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
             "there. Pass `splitter=` with a Splitter for this model family."
         )
     first_output = trace.layer_outputs[0]
+    users = _users(model, splitter, layers, outer, trace)
+    # What never ran (an unused pooler, say) is kept with the head so that it is saved.
+    head = (2 * len(layers) + 1,)
     return Structure(
         layers=layers,
         cuts_inside_layers=splitter.cuts_inside_layers,
         entries=outer,
         returns_tuple=len(first_output) if isinstance(first_output, tuple) else 0,
-        units_of_parameter=_assign_parameters(model, splitter, layers, outer, trace),
+        units_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
+        units_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
     )
 
 
@@ -131,26 +137,26 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
             handle.remove()
 
 
-def _assign_parameters(
+def _users(
     model: nn.Module, splitter: Splitter, layers: list[nn.Module], entries: list[nn.Module], trace: _Trace
-) -> dict[str, tuple[int, ...]]:
+) -> dict[int, tuple[int, ...]]:
+    """Id of every parameter and buffer to the units that use it."""
     head = 2 * len(layers) + 1
     units: dict[int, set[int]] = {}
 
-    def add(parameters: Any, *where: int) -> None:
-        for parameter in parameters:
-            units.setdefault(id(parameter), set()).update(where)
+    def add(module: nn.Module, *where: int, recurse: bool = True) -> None:
+        for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+            units.setdefault(id(tensor), set()).update(where)
 
     for entry in entries:
-        add(entry.parameters(), 0)
+        add(entry, 0)
     for index, layer in enumerate(layers):
-        mlp = {id(p) for module in splitter.mlp_modules(layer) for p in module.parameters()}
-        for parameter in layer.parameters():
-            add([parameter], 2 * index + 2 if id(parameter) in mlp else 2 * index + 1)
+        mlp = {id(module) for part in splitter.mlp_modules(layer) for module in part.modules()}
+        for module in layer.modules():
+            add(module, 2 * index + 2 if id(module) in mlp else 2 * index + 1, recurse=False)
     for module in trace.after:
-        add(module.parameters(recurse=False), head)
+        add(module, head, recurse=False)
     for module in trace.spanning:
         # A parameter that hangs directly on a module around the stack may be used by any unit.
-        add(module.parameters(recurse=False), *range(head + 1))
-    # What never ran (an unused pooler, say) is kept with the head so that it is saved.
-    return {name: tuple(sorted(units.get(id(p), {head}))) for name, p in model.named_parameters()}
+        add(module, *range(head + 1), recurse=False)
+    return {key: tuple(sorted(where)) for key, where in units.items()}

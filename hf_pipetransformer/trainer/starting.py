@@ -21,17 +21,20 @@ from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.microbatch import count_items
 from hf_pipetransformer.pipeline.shell import PipelineShell
+from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.refusals import (
     check_arguments,
     check_dataset,
     check_model,
     warn_about_options,
 )
-from hf_pipetransformer.report.events import EventLog, logger
+from hf_pipetransformer.report.events import EventLog, logger, read_layouts
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
+from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup import StartUp, check_agreement, probe_samples
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
@@ -59,7 +62,6 @@ class StartingTrainer(Trainer):
         check_dataset(kwargs.get("train_dataset"), "training")
         for text in warn_about_options(args) if args.process_index == 0 else ():
             logger.warning(text)
-        args.save_only_model = True
         super().__init__(model, args, *positional, **named)
         self.topology = get_topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
         if args.num_stages is not None:
@@ -80,6 +82,9 @@ class StartingTrainer(Trainer):
         self._has_labels = False
         self._logged_layout: Layout | None = None
         self._random_state: torch.Tensor | None = None
+        self._loss_rule = LossRule.MEAN
+        self._settings = Settings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, StepMeter(args.device))
+        self._replayed_layouts: dict[int, Layout] | None = None
 
     # ---- layout and life of the pipeline ----
 
@@ -117,18 +122,54 @@ class StartingTrainer(Trainer):
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).
             self.model_accepts_loss_kwargs = False
-        settings = Settings(device, args.pipeline_timeout, args.pipeline_checkpoint)
-        layout = start_up.layout(self._samples_per_pipeline)
-        stage = apply_layout(self.model, splitter, start_up.probe, self.topology, layout, settings, is_training)
-        self._stage, self._start_up = stage, start_up
-        self._runner = StageRunner(stage, start_up.probe.activation, rule.rule, self._loss_shifts_labels)
-        self._shell.is_inside_step = lambda: stage.engine.is_active
-        if layout.num_stages > 1:
-            self._shell.run_pipeline = lambda inputs: self._runner.predict(inputs, self._predict_forward)  # type: ignore[union-attr]
+        self._settings = Settings(device, args.pipeline_timeout, args.pipeline_checkpoint, StepMeter(device))
+        self._replayed_layouts = self._read_plan(start_up.probe.structure) if is_training else None
+        layout = self._first_layout(start_up)
+        self._start_up, self._loss_rule = start_up, rule.rule
+        stage = apply_layout(self.model, splitter, start_up.probe, self.topology, layout, self._settings, is_training)
+        self._take_stage(stage)
         return stage
 
-    def _samples_per_pipeline(self, num_stages: int) -> int:
-        return self.args.per_device_train_batch_size * num_stages
+    def _first_layout(self, start_up: StartUp) -> Layout:
+        if self._replayed_layouts is not None:
+            return self._replayed_layouts[0]
+        return start_up.layout(self.args.per_device_train_batch_size)
+
+    def _read_plan(self, structure: Structure) -> dict[int, Layout] | None:
+        """The layouts of an earlier run, by step, if the user wants them again.
+
+        Raises:
+            ValueError: they are of another model or another number of processes.
+        """
+        path = self.args.layout_plan
+        if path is None:
+            return None
+        layouts = read_layouts(path)
+        check_agreement(self.topology, "layout plans", {f"step {s}": str(layouts[s].as_event()) for s in layouts})
+        for step, layout in layouts.items():
+            found = (layout.num_layers, layout.num_stages * layout.num_replicas)
+            expected = (structure.num_layers, self.topology.world_size)
+            on_cuts = set(layout.boundaries) <= set(structure.cut_positions())
+            if found != expected or not on_cuts:
+                raise ValueError(
+                    f"layout_plan={path!r} holds at step {step} a layout for {found[0]} layers on {found[1]} "
+                    f"processes with boundaries {layout.boundaries}: expected {expected[0]} layers on {expected[1]} "
+                    "processes. Replay a plan with the model and the number of processes that it was made with."
+                )
+        if min(layouts) != 0:
+            raise ValueError(f"layout_plan={path!r} begins at step {min(layouts)}: expected a plan from step 0 on.")
+        return layouts
+
+    def _take_stage(self, stage: Stage) -> None:
+        """From now on this rank is `stage`."""
+        assert self._shell is not None and self._start_up is not None
+        self._stage = stage
+        runner = StageRunner(stage, self._start_up.probe.activation, self._loss_rule, self._loss_shifts_labels)
+        self._runner = runner
+        self._shell.is_inside_step = lambda: stage.engine.is_active
+        self._shell.run_pipeline = None
+        if stage.layout.num_stages > 1:
+            self._shell.run_pipeline = lambda inputs: runner.predict(inputs, self._predict_forward)
 
     def _probe_loss(self, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
         items = torch.tensor(num_items, device=self.args.device) if self._passes_num_items(inputs) else None

@@ -14,14 +14,14 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
+from hf_pipetransformer.pipeline.microbatch import batch_size
 from hf_pipetransformer.pipeline.shared import share_values
-from hf_pipetransformer.refusals import check_resume
 from hf_pipetransformer.report.events import announce
-from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
-from hf_pipetransformer.transition import Stage, make_whole, whole_on_first_rank
+from hf_pipetransformer.trainer.resuming import ResumingTrainer
+from hf_pipetransformer.transition import make_whole, whole_on_first_rank
 
 
-class PipeTransformerTrainer(EvaluatingTrainer):
+class PipeTransformerTrainer(ResumingTrainer):
     """A `Trainer` whose model is split into K pipeline stages and R replicas, with the same numbers as `Trainer`.
 
     Start it with `accelerate launch`; `K * R` is the number of processes. Takes everything that `Trainer` takes.
@@ -43,13 +43,14 @@ class PipeTransformerTrainer(EvaluatingTrainer):
     ) -> TrainOutput:
         """Train as `Trainer.train` does; afterwards `trainer.model` is whole on every rank.
 
+        A run goes on from one of its checkpoints under the same settings and on as many processes, to the bit.
+
         Raises:
-            ValueError: asked to resume, or something that cannot work with a pipeline.
+            ValueError: something that cannot work with a pipeline, or a checkpoint that this run cannot go on from.
             PipelineError: another rank failed; the text names the first cause.
         """
-        check_resume(resume_from_checkpoint)
-        with self._reporting_faults():
-            return super().train(None, trial, ignore_keys_for_eval)
+        with self._reporting_faults(), self._resuming(resume_from_checkpoint) as folder:
+            return super().train(folder, trial, ignore_keys_for_eval)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a trial would have to start and stop on all ranks of a pipeline together."""
@@ -58,27 +59,27 @@ class PipeTransformerTrainer(EvaluatingTrainer):
         )
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._forget_own_optimizer()
         stage = self._start(self.train_dataset, is_training=True)
         self._announce_start()
+        self._random_state = torch.get_rng_state()
         self._separate_random_streams(stage)
+        self._num_starts += 1
         with stage.active():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _announce_start(self) -> None:
         assert self._stage is not None and self._start_up is not None
         layout = self._stage.layout
-        fields = self._start_up.describe(layout)
-        self.events.write("run", 0, 0.0, layout=layout.as_event(), **fields)
+        policy = self._policy.describe() if self._replayed_layouts is None else "replayed"
+        fields = self._start_up.describe(layout, self.args.per_device_train_batch_size, policy)
+        step, epoch = 0, 0.0
+        if self._resumption is not None:
+            step, epoch = self._resumption.step, self._resumption.state["epoch"]
+            fields["resumed_from"] = self._resumption.folder
+        self.events.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.is_world_process_zero():
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
-
-    def _separate_random_streams(self, stage: Stage) -> None:
-        """Stages and replicas draw different dropout masks; one process draws what Trainer draws."""
-        self._random_state = torch.get_rng_state()
-        if self.topology.world_size > 1:
-            place = stage.groups.replica * stage.groups.num_stages + stage.groups.stage
-            torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * self._num_starts)
-        self._num_starts += 1
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Trainer's optimizer over what this stage owns; a shared parameter's state is kept by its first user."""
@@ -104,17 +105,30 @@ class PipeTransformerTrainer(EvaluatingTrainer):
                 f"get_train_dataloader returned a {type(train_dataloader).__name__}, which knows nothing of stages. "
                 "Build it with self._get_dataloader, or override _get_train_sampler or the data collator instead."
             )
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._begin_adapting(train_dataloader, max_steps)
+        return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over."""
-        assert self._runner is not None
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
-        self._batch_items = deque(counts)
+        """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over.
+
+        Before it, between two steps, the layout may change.
+        """
+        self._between_steps()
+        self._epoch_iterator = epoch_iterator
+        batches, counts = self._fetch(num_batches)
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         return batches, torch.tensor(float(sum(counts)), device=device) if passes else None
+
+    def _fetch(self, num_batches: int) -> tuple[list[Any], list[int]]:
+        """The next batches and their items over all replicas."""
+        assert self._runner is not None
+        batches = [batch for _, batch in zip(range(num_batches), self._epoch_iterator, strict=False)]
+        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
+        self._batch_items = deque(counts)
+        self._step_loss = torch.zeros((), device=self.args.device)
+        return batches, counts
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
@@ -122,8 +136,16 @@ class PipeTransformerTrainer(EvaluatingTrainer):
         Returns:
             A scalar whose mean over all ranks is the batch's loss.
         """
+        is_last = self.accelerator.sync_gradients
+        share = self._run_batch(model, inputs, num_items_in_batch, is_last)
+        if is_last:
+            share += self._repeat_if_out_of_memory(model, num_items_in_batch)
+        return share
+
+    def _run_batch(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any, is_last: bool) -> torch.Tensor:
         assert self._runner is not None and self._stage is not None
-        model.train()
+        self._stage.set_modes()
+        self._settings.meter.count(batch_size(inputs), self._count_tokens(inputs))
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
@@ -143,9 +165,27 @@ class PipeTransformerTrainer(EvaluatingTrainer):
             forward,
             self._batch_items.popleft(),
             loss_scale,
-            self.accelerator.sync_gradients,
+            is_last,
         )
-        return loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
+        share = loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
+        self._step_loss = self._step_loss + share
+        return share
+
+    def _repeat_if_out_of_memory(self, model: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """If a rank ran out of memory in the first step of a layout: back to the old one, and the batches once more.
+
+        Returns:
+            What the loss of the step changes by.
+        """
+        nothing = torch.zeros_like(self._step_loss)
+        if not self._returned_to_old_layout():
+            return nothing
+        before, count = self._step_loss, self.current_gradient_accumulation_steps
+        model.zero_grad()
+        batches, _ = self._fetch(count)
+        for position, inputs in enumerate(batches):
+            self._run_batch(model, inputs, num_items_in_batch, position == count - 1)
+        return self._step_loss - before
 
     def _is_scaled(self, num_items_in_batch: Any) -> bool:
         """Trainer's rule for a loss that is already divided over the accumulation."""
@@ -163,9 +203,10 @@ class PipeTransformerTrainer(EvaluatingTrainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        norm = self._global_grad_norm()
         assert self._runner is not None
-        clip_grads_with_norm_(self._runner.parameters_with_gradient(), self.args.max_grad_norm, norm)
+        with self._settings.meter.part("optimizer"):
+            norm = self._global_grad_norm()
+            clip_grads_with_norm_(self._runner.parameters_with_gradient(), self.args.max_grad_norm, norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -176,7 +217,10 @@ class PipeTransformerTrainer(EvaluatingTrainer):
         if self.accelerator.scaler is not None:
             optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
             agree_on_overflow(self.accelerator.scaler, optimizer, self.args.device, self.topology.largest)
-        return self._runner.grad_norm()
+        squares = self._runner.gradient_squares()
+        # The embeddings' norm is no layer's, but a step that they overflow in is skipped: infinity times 0 tells.
+        self._watch_gradients(squares[:-1] + 0 * squares[-1])
+        return squares.sum().sqrt().float()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's estimate, counted once per pipeline."""
@@ -198,6 +242,7 @@ class PipeTransformerTrainer(EvaluatingTrainer):
         total = sum(self.topology.gather(self._tr_loss.item()))
         self._tr_loss = self._tr_loss * 0 + total / self.topology.world_size
         make_whole(self._stage)
+        self._end_adapting()
         self._stage.view.remove()
         if self.topology.world_size > 1 and self._random_state is not None:
             torch.set_rng_state(self._random_state)
@@ -225,7 +270,8 @@ class PipeTransformerTrainer(EvaluatingTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        self.events.write("checkpoint", self.state.global_step, self.state.epoch, content="model")
+        content = "model" if self.args.save_only_model else "full"
+        self.events.write("checkpoint", self.state.global_step, self.state.epoch, content=content)
 
 
 @contextmanager

@@ -147,6 +147,7 @@ def arguments_of(case: Case, output: str, num_stages: int | None) -> TrainingArg
         pipeline_parallel_num_microbatches=case.num_microbatches,
         pipeline_schedule=case.schedule,
         pipeline_timeout=60,
+        freeze_policy="none",
         **case.pipeline_options,
     )
 

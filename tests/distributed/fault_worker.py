@@ -125,6 +125,7 @@ def main() -> None:
         "pipeline_parallel_size": options.num_stages,
         "pipeline_parallel_num_microbatches": 4,
         "pipeline_timeout": options.timeout,
+        "freeze_policy": "none",
     }
     trainer = FaultyTrainer(
         model=build_model(MODEL),

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 
-__all__ = ["LaunchError", "LaunchResult", "accelerate_launch", "launch"]
+__all__ = ["LaunchError", "LaunchResult", "accelerate_launch", "launch", "launch_nodes"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -127,6 +127,42 @@ def accelerate_launch(
     )
     what = f"accelerate launch of {Path(script).name} on {num_processes} processes"
     return _judged(result, what, timeout, 0, check)
+
+
+def launch_nodes(
+    script: str | Path,
+    args: Sequence[str | Path],
+    num_nodes: int,
+    processes_per_node: int,
+    timeout: float = 120,
+    env: Mapping[str, str | None] | None = None,
+) -> LaunchResult:
+    """Run `script` on several nodes, each a launch group of torchrun; they meet on this machine's loopback.
+
+    `outputs` has one text per node: torchrun merges its ranks.
+    """
+    port = _free_port()
+    commands = [
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(num_nodes), "--nproc_per_node", str(processes_per_node), "--node_rank", str(node)),
+            *("--master_addr", "127.0.0.1", "--master_port", str(port), str(script), *map(str, args)),
+        ]
+        for node in range(num_nodes)
+    ]
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        logs = [Path(folder, f"node{node}.txt") for node in range(num_nodes)]
+        start = time.monotonic()
+        with _started(commands, [_environment(env)] * num_nodes, logs) as processes:
+            timed_out = not _wait_until_all_ended(processes, start + timeout)
+            codes = [process.poll() for process in processes]
+        seconds = time.monotonic() - start
+        outputs = [log.read_text(errors="replace") for log in logs]
+    ended = [None if code is None else seconds for code in codes]
+    failure = next((code for code in codes if code), -signal.SIGKILL if timed_out else 0)
+    output = _with_headings(outputs, codes, ended)
+    result = LaunchResult(failure, output, outputs, seconds, codes, ended, timed_out)
+    return _judged(result, f"{Path(script).name} on {num_nodes} nodes", timeout, 0, check=True)
 
 
 def _run_ranks(

@@ -66,7 +66,8 @@ def main() -> None:
     else:
         args = PipeTransformerArguments(
             per_device_train_batch_size=8 // options.world_size, pipeline_parallel_size=options.num_stages,
-            pipeline_parallel_num_microbatches="2", pipeline_schedule=options.schedule, pipeline_timeout=60, **common,
+            pipeline_parallel_num_microbatches="2", pipeline_schedule=options.schedule, pipeline_timeout=60,
+            freeze_policy="none", **common,
         )  # fmt: skip
         trainer = (EveryThird if options.evaluate_three else PipeTransformerTrainer)(model, args, **data)
     if options.predict_first:

@@ -101,7 +101,10 @@ def main() -> None:
         from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
         args = PipeTransformerArguments(
-            **options, pipeline_parallel_size=parsed.num_stages, pipeline_parallel_num_microbatches=4
+            **options,
+            pipeline_parallel_size=parsed.num_stages,
+            pipeline_parallel_num_microbatches=4,
+            freeze_policy="none",
         )
         trainer = PipeTransformerTrainer(model=model, args=args, train_dataset=dataset, data_collator=collate)
     else:

@@ -7,6 +7,7 @@ Each rank writes `FOLDER/rank<r>.json`: name of the attempt to error class, its 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -29,10 +30,12 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.splitters.bert import BertSplitter
 from tests.models import build_model, collate, make_dataset
 
 
 RANK = int(os.environ.get("RANK", "0"))
+FOLDER = Path(sys.argv[-1])
 
 
 class CountSteps(TrainerCallback):
@@ -134,6 +137,39 @@ def user_optimizer(model):
     return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
+class LayerCuts(BertSplitter):
+    """Cuts BERT between layers only."""
+
+    cuts_inside_layers = False
+
+
+def plan(line: str) -> Callable[[], str]:
+    """Makes an events file with one line, the same on every rank, and returns its path."""
+    path = FOLDER / f"plan-{hashlib.sha256(line.encode()).hexdigest()[:8]}.jsonl"
+
+    def write() -> str:
+        unfinished = path.with_suffix(f".{RANK}")
+        unfinished.write_text(f"{line}\n")
+        unfinished.rename(path)
+        return str(path)
+
+    return write
+
+
+def plan_of(step: int = 0, **changes: Any) -> Callable[[], str]:
+    """A plan of one layout that fits these two ranks and BERT, but for `changes`."""
+    layout = {
+        "num_layers": 4,
+        "num_frozen_layers": 0,
+        "num_stages": 2,
+        "num_replicas": 1,
+        "boundaries": [0, 5, 10],
+        "num_microbatches": 2,
+        "schedule": "1f1b",
+    }
+    return plan(json.dumps({"event": "run", "step": step, "layout": layout | changes}))
+
+
 def search(trainer: PipeTransformerTrainer) -> None:
     trainer.hyperparameter_search(hp_space=lambda trial: {}, n_trials=1)
 
@@ -186,8 +222,37 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "save_on_each_node": {"options": {"save_on_each_node": True}},
     "debug": {"options": {"debug": "underflow_overflow"}},
     "jit_checkpoint": {"options": {"enable_jit_checkpoint": True}},
-    "unknown_policy": {"options": {"freeze_policy": "gradient_norm"}},
+    "unknown_policy": {"options": {"freeze_policy": "thaw"}},
+    "unknown_rule": {"options": {"freeze_rule": "neither"}},
+    "unknown_compression": {"options": {"pipeline_compression": "zip"}},
+    "no_alpha": {"options": {"freeze_alpha": 0.0}},
+    "alpha_of_one": {"options": {"freeze_alpha": 1.0}},
+    "interval_in_words": {"options": {"freeze_interval": "month"}},
+    "no_interval": {"options": {"freeze_interval": 0}},
+    "interval_of_more_than_the_run": {"options": {"freeze_interval": 1.5}},
+    "warmup_of_the_whole_run": {"options": {"freeze_warmup": 1.0}},
+    "negative_warmup": {"options": {"freeze_warmup": -0.1}},
+    "negative_min_active": {"options": {"freeze_min_active_layers": -1}},
+    "fixed_without_table": {"options": {"freeze_policy": "fixed"}},
+    "table_without_fixed": {"options": {"freeze_at": "2:1"}},
+    "malformed_table": {"options": {"freeze_policy": "fixed", "freeze_at": "2=1"}},
+    "thawing_table": {"options": {"freeze_policy": "fixed", "freeze_at": "2:3,4:1"}},
+    "missing_plan": {"options": {"layout_plan": "no/such/events.jsonl"}},
+    "foreign_plan": {"options": {"layout_plan": plan('{"loss": 0.5}')}},
+    "plan_without_json": {"options": {"layout_plan": plan("step loss")}},
+    "empty_plan": {"options": {"layout_plan": plan("")}},
+    "plan_of_another_world": {"options": {"layout_plan": plan_of(num_replicas=2)}},
+    "plan_of_another_model": {"options": {"layout_plan": plan_of(num_layers=12, boundaries=[0, 12, 26])}},
+    "plan_off_the_cuts": {
+        "options": {"layout_plan": plan_of(num_layers=4, boundaries=[0, 4, 10])},
+        "splitter": LayerCuts,
+    },
+    "plan_with_a_gap": {"options": {"layout_plan": plan_of(boundaries=[0, 5, 9])}},
+    "plan_from_the_middle": {"options": {"layout_plan": plan_of(step=5)}},
 }
+
+
+PIPELINE_OPTIONS = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2, "freeze_policy": "none"}
 
 
 def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
@@ -198,12 +263,13 @@ def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        **({} if "arguments" in change else {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}),
+        **({} if "arguments" in change else PIPELINE_OPTIONS),
     }
     changed = {key: value() if callable(value) else value for key, value in change.get("options", {}).items()}
     args = change.get("arguments", PipeTransformerArguments)(**(options | changed))
     model = change.get("model", lambda: build_model("bert_sequence"))()
     extra = {"optimizers": change["optimizers"](model)} if "optimizers" in change else {}
+    extra |= {"splitter": change["splitter"]()} if "splitter" in change else {}
     trainer = change.get("trainer", PipeTransformerTrainer)(
         model=model,
         args=args,
@@ -216,7 +282,7 @@ def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder = FOLDER
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     found = {}

@@ -52,6 +52,7 @@ def arguments(output: Path, num_stages: int, **changes: Any) -> PipeTransformerA
         "pipeline_parallel_size": num_stages,
         "pipeline_parallel_num_microbatches": 2,
         "pipeline_timeout": 60,
+        "freeze_policy": "none",
     }
     return PipeTransformerArguments(**(options | changes))
 

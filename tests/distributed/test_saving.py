@@ -71,7 +71,7 @@ def test_nothing_is_missing_or_left_over(saved: Path, name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpoints_hold_the_model_of_their_step_and_nothing_of_the_optimizer(saved: Path, name: str):
+def test_checkpoints_hold_the_model_of_their_step_and_no_file_that_is_unpickled(saved: Path, name: str):
     last = f"checkpoint-{NUM_STEPS}"
     assert_same_bits(saved / name / f"weights_{last}.safetensors", saved / name / "weights_saved.safetensors")
     early = load_file(saved / name / "weights_checkpoint-3.safetensors")

@@ -1,0 +1,195 @@
+"""What a layout costs: seconds and bytes of an optimizer step, from what each unit costs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.schedules import build_table
+from hf_pipetransformer.simulator import Durations, simulate
+
+
+GRADIENT_BYTES = 4
+"""Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """What each unit of the model costs, one entry a unit.
+
+    Args:
+        forward: seconds per sample of the forward.
+        backward: seconds per sample of the whole backward.
+        edge_backward: seconds per sample of the backward if the unit's input needs no gradient, as that of the first
+            active unit.
+        parameters: elements.
+        activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
+
+    Raises:
+        ValueError: the entries are not as many everywhere.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    edge_backward: tuple[float, ...]
+    parameters: tuple[int, ...]
+    activation_bytes: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
+
+    def scaled(self, forward: float, backward: float) -> UnitCosts:
+        """The same units with the times of forwards and of backwards multiplied by a factor each."""
+        return replace(
+            self,
+            forward=tuple(forward * seconds for seconds in self.forward),
+            backward=tuple(backward * seconds for seconds in self.backward),
+            edge_backward=tuple(backward * seconds for seconds in self.edge_backward),
+        )
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a step costs beside the computation of its samples.
+
+    Args:
+        hop: seconds that a message between neighbouring stages takes.
+        per_microbatch: seconds that each forward and each backward of a stage costs beside its samples.
+        reduction_per_byte: seconds per byte of gradient of the all-reduce over R=2 replicas, as far as the backward
+            does not hide it; over R replicas it is `2 (R - 1) / R` times that (a ring).
+        optimizer_per_parameter: seconds per trained parameter of the optimizer step.
+        per_step: seconds of everything else: loader, logging, callbacks.
+    """
+
+    hop: float = 0.0
+    per_microbatch: float = 0.0
+    reduction_per_byte: float = 0.0
+    optimizer_per_parameter: float = 0.0
+    per_step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of one optimizer step, and their parts.
+
+    Args:
+        seconds: the whole step; the sum of the four that follow.
+        pipeline: forwards, backwards and the bubble, of all batches of the step.
+        reduction: all-reduce over the replicas.
+        optimizer: the optimizer step.
+        other: everything else.
+        stage_seconds: seconds that each stage computes in the step.
+    """
+
+    seconds: float
+    pipeline: float
+    reduction: float
+    optimizer: float
+    other: float
+    stage_seconds: tuple[float, ...]
+
+
+def first_active_unit(num_frozen_layers: int) -> int:
+    """The first unit that is trained: with layers frozen, the embeddings are frozen too."""
+    return 2 * num_frozen_layers + 1 if num_frozen_layers else 0
+
+
+def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
+    """Seconds per sample of each unit's backward with `num_frozen_layers` frozen: none below the first active unit."""
+    first = first_active_unit(num_frozen_layers)
+    return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
+
+
+def unit_loads(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
+    """Seconds per sample that each unit costs: what a partition evens out. A frozen unit only runs its forward."""
+    backwards = unit_backwards(costs, num_frozen_layers)
+    return [forward + backward for forward, backward in zip(costs.forward, backwards, strict=True)]
+
+
+def predict_step(
+    layout: Layout, costs: UnitCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
+) -> Prediction:
+    """How long one optimizer step takes: the schedule's table, simulated, and what comes after it.
+
+    The all-reduce and the optimizer take as long as they take on the stage with the most trained parameters.
+
+    Args:
+        layout: how the model lies on the ranks.
+        costs: of the model's units, on one of the devices.
+        overheads: of this machine.
+        samples_per_pipeline: samples of one batch of one pipeline.
+        accumulation: batches per optimizer step.
+    """
+    microbatches = _num_microbatches(layout, samples_per_pipeline)
+    samples = samples_per_pipeline / microbatches
+    forward = [samples * seconds for seconds in _by_stage(layout, costs.forward)]
+    backward = [samples * seconds for seconds in _by_stage(layout, unit_backwards(costs, layout.num_frozen_layers))]
+    durations = Durations(
+        forward=tuple(seconds + overheads.per_microbatch for seconds in forward),
+        backward=tuple(seconds + overheads.per_microbatch for seconds in backward),
+        hop=overheads.hop,
+    )
+    table = build_table(layout.schedule, layout.num_stages, microbatches, layout.first_active_stage)
+    timeline = simulate(table, durations)
+    trained = max(_by_stage(layout, _active(layout, costs.parameters)))
+    ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
+    pipeline = accumulation * timeline.end
+    reduction = overheads.reduction_per_byte * trained * GRADIENT_BYTES * ring
+    optimizer = overheads.optimizer_per_parameter * trained
+    return Prediction(
+        seconds=pipeline + reduction + optimizer + overheads.per_step,
+        pipeline=pipeline,
+        reduction=reduction,
+        optimizer=optimizer,
+        other=overheads.per_step,
+        stage_seconds=tuple(accumulation * busy for busy in timeline.busy),
+    )
+
+
+def stage_bytes(
+    layout: Layout,
+    costs: UnitCosts,
+    samples_per_pipeline: int,
+    state_bytes_per_parameter: float = 16,
+    weight_bytes: float = 4,
+) -> list[float]:
+    """Bytes that each stage needs for training.
+
+    Args:
+        layout: how the model lies on the ranks.
+        costs: of the model's units; their parameters and activation bytes are read.
+        samples_per_pipeline: samples of one batch of one pipeline.
+        state_bytes_per_parameter: bytes of a trained parameter; 16 are fp32 weight, gradient and two moments of Adam.
+        weight_bytes: bytes of a frozen parameter.
+    """
+    microbatches = _num_microbatches(layout, samples_per_pipeline)
+    parameters = _by_stage(layout, costs.parameters)
+    trained = _by_stage(layout, _active(layout, costs.parameters))
+    kept = _by_stage(layout, _active(layout, costs.activation_bytes))
+    loads = []
+    for stage in range(layout.num_stages):
+        # 1F1B holds the micro-batches of its warm-up and one more; GPipe holds all.
+        ahead = layout.num_stages - stage if layout.schedule == "1f1b" else microbatches
+        samples_held = min(microbatches, ahead) * samples_per_pipeline / microbatches
+        weights = trained[stage] * state_bytes_per_parameter + (parameters[stage] - trained[stage]) * weight_bytes
+        loads.append(weights + kept[stage] * samples_held)
+    return loads
+
+
+def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
+    """A micro-batch has at least one sample."""
+    return max(1, min(layout.num_microbatches, samples_per_pipeline))
+
+
+def _active(layout: Layout, values: Sequence[float]) -> list[float]:
+    """`values` with nothing for the frozen units."""
+    first = layout.first_active_unit
+    return [0.0] * first + list(values[first:])
+
+
+def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Sum of `values` over the units of each stage."""
+    return [sum(values[unit] for unit in layout.units_of(stage)) for stage in range(layout.num_stages)]

@@ -1,0 +1,241 @@
+"""Freezing and changing the layout while training: Trainer's moments, and who is asked at each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.adaptation import Adaptation, Change
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.migration import OptimizerState
+from hf_pipetransformer.errors import PipelineError
+from hf_pipetransformer.freeze.policies import Fixed, FreezePolicy, NoFreezing, make_clock, make_policy
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
+from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
+from hf_pipetransformer.transition import Stage, change_layout
+
+
+class AdaptingTrainer(EvaluatingTrainer):
+    """Asks before every optimizer step whether the layout changes, and changes it."""
+
+    def __init__(self, *args: Any, policy: FreezePolicy | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self.args
+        self._policy = policy or make_policy(
+            options.freeze_policy, options.freeze_alpha, options.freeze_rule, options.freeze_at
+        )
+        self._adaptation: Adaptation | None = None
+        self._optimizer_state: OptimizerState | None = None
+        self._train_loader: PipelineLoader | None = None
+        self._num_transitions = 0
+        self._has_users_optimizer = self.optimizer is not None
+        self._optimizer_hooks: list[Any] = []
+        self._epoch_iterator: Any = None
+        self._step_loss = torch.zeros(())
+        self._on_probation: Change | None = None
+
+    def _begin_adapting(self, loader: Any, max_steps: int) -> None:
+        """The optimizer exists, the first step has not begun."""
+        assert self._start_up is not None and self._stage is not None
+        args, layout = self.args, self._stage.layout
+        if isinstance(self._policy, Fixed):
+            self._policy.check(layout.num_layers)
+            late = [step for step in self._policy.table if step >= max_steps]
+            if late:
+                self._warn(f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes anything.")
+        if args.freeze_min_active_layers >= layout.num_layers and self._policy.keeps_minimum:
+            self._warn(
+                f"freeze_min_active_layers={args.freeze_min_active_layers} of {layout.num_layers} layers: nothing "
+                "will be frozen."
+            )
+        steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+        self._train_loader = loader if isinstance(loader, PipelineLoader) else None
+        self._adaptation = Adaptation(
+            policy=self._policy,
+            clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
+            args=args,
+            costs=self._start_up.inputs(
+                self._layout_of_first_step(), args.per_device_train_batch_size, self._known_microbatches(layout)
+            ),
+            topology=self.topology,
+            layout=layout,
+            units_of_parameter=self._stage.view.structure.units_of_parameter,
+            write=self._write_event,
+            meter=self._settings.meter,
+            replay=self._replayed_layouts,
+        )
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        freezes = not isinstance(self._policy, NoFreezing)
+        may_move = self._replayed_layouts is not None or (args.elastic and freezes and layout.num_stages > 1)
+        self._optimizer_state = OptimizerState(optimizer, self._stage.store.held(), self.topology, may_move)
+        part = ExitStack()
+        self._optimizer_hooks = [
+            optimizer.register_step_pre_hook(
+                lambda *_: part.enter_context(self._settings.meter.part("optimizer")) and None
+            ),
+            optimizer.register_step_post_hook(lambda *_: part.close()),
+        ]
+        if args.elastic and freezes:
+            # Every length that may follow gets its groups now: making them takes longer than a transition should.
+            for num_stages in range(1, layout.num_stages + 1):
+                if layout.num_stages % num_stages == 0:
+                    self.topology.groups(num_stages)
+
+    def _end_adapting(self) -> None:
+        """The last step is done and the model whole again: nobody is watched, everybody may be trained."""
+        assert self._stage is not None and self._optimizer_state is not None
+        self._adaptation = None
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        if self._has_users_optimizer:
+            self._optimizer_state.hold({n: p for n, p in self._stage.store.held().items() if p.requires_grad}, {})
+
+    def _forget_own_optimizer(self) -> None:
+        """An optimizer that an earlier `train` made was for other stages and other frozen layers; the user's stays."""
+        if not self._has_users_optimizer:
+            self.optimizer = None
+        self._num_transitions = 0
+
+    def _layout_of_first_step(self) -> Layout:
+        """The layout under which the run began: a resumed one began earlier."""
+        assert self._stage is not None
+        return self._stage.layout
+
+    def _known_microbatches(self, layout: Layout) -> dict[int, int]:
+        known = read_known_microbatches(self.events.path, layout, self.args.per_device_train_batch_size)
+        answer: Mapping[str, int] = self.topology.broadcast({str(k): m for k, m in known.items()})
+        return {int(k): m for k, m in answer.items()}
+
+    def _warn(self, text: str) -> None:
+        if self.is_world_process_zero() and not isinstance(self._policy, NoFreezing):
+            logger.warning(text)
+
+    def _write_event(self, kind: str, **fields: Any) -> None:
+        self.events.write(kind, self.state.global_step, self.state.epoch, **fields)
+
+    def _between_steps(self) -> None:
+        """Between two optimizer steps: decide, and take what was decided into effect."""
+        if self._adaptation is None or self._stage is None:
+            return
+        change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
+        if change is not None:
+            self._apply(change)
+        self._settings.meter.begin_step()
+
+    def _watch_gradients(self, squares: torch.Tensor) -> None:
+        if self._adaptation is not None and self._adaptation.monitor is not None:
+            self._adaptation.monitor.record(squares)
+
+    def _count_tokens(self, inputs: Mapping[str, Any]) -> int:
+        value = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return value.numel() if isinstance(value, torch.Tensor) else 0
+
+    def _separate_random_streams(self, stage: Stage) -> None:
+        """Stages and replicas draw different dropout masks, new ones after each transition.
+
+        One process draws what Trainer draws.
+        """
+        if self.topology.world_size > 1:
+            place = stage.groups.replica * stage.groups.num_stages + stage.groups.stage
+            times = self._num_starts + 1_009 * self._num_transitions
+            torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * times)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        try:
+            super()._run_epoch(**kwargs)
+        finally:
+            self._epoch_iterator = None  # Closes the loader's generator, and with it the workers.
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._adaptation is not None:
+            self._adaptation.end_step()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _apply(self, change: Change) -> None:
+        assert self._stage is not None
+        if not change.moves:
+            self._stage.layout = change.layout
+            self._write_event("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+            return
+        old = self._stage.layout
+        self._move_to(change)
+        if change.layout.num_stages < old.num_stages:
+            # More units on a rank: the first step shows whether they fit.
+            self._on_probation = Change(replace(old, num_frozen_layers=change.layout.num_frozen_layers), True)
+            self._stage.engine.on_probation = True
+
+    def _returned_to_old_layout(self) -> bool:
+        """At the end of the first step under a layout: whether a rank ran out of memory, and all went back."""
+        back, self._on_probation = self._on_probation, None
+        if back is None:
+            return False
+        assert self._stage is not None and self._adaptation is not None
+        engine, tried = self._stage.engine, self._stage.layout
+        engine.on_probation = False
+        errors = {rank: error for rank, error in enumerate(self.topology.gather(engine.out_of_memory)) if error}
+        if not errors:
+            return False
+        if self._train_loader is None:
+            raise PipelineError(f"Out of memory under {tried}: {errors}.")
+        rank, error = next(iter(errors.items()))
+        back = replace(back, layout=self._adaptation.return_to(back.layout, tried))
+        self._train_loader.repeat_step(self.current_gradient_accumulation_steps)
+        self._move_to(replace(back, reason=f"rank {rank} ran out of memory ({error})"))
+        return True
+
+    def _move_to(self, change: Change) -> None:
+        """A transition: the run goes on under another layout, with the same weights and the same next batch."""
+        assert self._stage is not None and self._start_up is not None and self._optimizer_state is not None
+        start, old = time.perf_counter(), self._stage.layout
+        if self._train_loader is None and change.layout.num_stages != old.num_stages:
+            raise ValueError(
+                "get_train_dataloader returned a loader that knows nothing of stages, so the layout cannot change. "
+                "Build it with self._get_dataloader, or set elastic=False."
+            )
+        stage, num_bytes = change_layout(
+            self._stage, change.layout, self._start_up.probe, self.topology, self._settings, self._optimizer_state
+        )
+        self._take_stage(stage)
+        for loader in [self._train_loader, *getattr(self, "_eval_dataloaders", {}).values()]:
+            if isinstance(loader, PipelineLoader):
+                loader.follow(stage.groups)
+        self._num_transitions += 1
+        self._separate_random_streams(stage)
+        seconds = time.perf_counter() - start
+        self._report_transition(change, old, seconds, num_bytes)
+
+    def _report_transition(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
+        new, plan, measured = change.layout, change.plan, change.measured
+        predicted = None if plan is None else plan.prediction.seconds
+        self._write_event(
+            "transition",
+            **{"from": old.as_event(), "to": new.as_event()},
+            seconds=seconds,
+            bytes_moved=num_bytes,
+            measured_step_s=measured,
+            predicted_step_s=predicted,
+            alternatives=None if plan is None else {str(k): value for k, value in plan.alternatives.items()},
+            reason=change.reason,
+        )
+        if not self.is_world_process_zero():
+            return
+        gain = (
+            ""
+            if not (measured and predicted)
+            else (
+                f"; a step took {measured * 1e3:.0f} ms, now {predicted * 1e3:.0f} ms are predicted "
+                f"({measured / predicted:.2f}x)"
+            )
+        )
+        frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
+        announce(
+            f"Step {self.state.global_step}: {frozen}; {change.reason}. K={old.num_stages} x R={old.num_replicas} -> "
+            f"K={new.num_stages} x R={new.num_replicas}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s{gain}."
+        )

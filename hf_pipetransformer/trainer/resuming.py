@@ -1,0 +1,392 @@
+"""Saving the state of a run beside its model, and going on from it at an equal layout, to the bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import transformers.trainer as stock
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from hf_pipetransformer import checkpoint
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.refusals import SAME_ARGUMENTS, check_same_kinds, check_same_run
+from hf_pipetransformer.report.events import announce, logger
+from hf_pipetransformer.startup import StartUp, check_agreement
+from hf_pipetransformer.trainer.adapting import AdaptingTrainer
+from hf_pipetransformer.transition import check_replicas_agree
+
+
+T = TypeVar("T")
+
+_ORDER = "order"
+"""Key of the state that the order of the samples was drawn from."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run goes on.
+
+    Args:
+        folder: the checkpoint.
+        state: its `state.json`.
+    """
+
+    folder: str
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return int(self.state["step"])
+
+    @property
+    def layout(self) -> Layout:
+        """The layout in force in the last of them."""
+        return Layout.from_event(self.state["layout"])
+
+    @property
+    def first_layout(self) -> Layout:
+        """The layout under which the run began."""
+        return Layout.from_event(self.state["first_layout"])
+
+
+class ResumingTrainer(AdaptingTrainer):
+    """Saves all of a run in its checkpoints, and goes on from them."""
+
+    optimizer: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._resumption: Resumption | None = None
+        self._run_description: dict[str, Any] = {}
+        self._began_under: Layout | None = None
+        self._saved_here: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+
+    # ---- which checkpoint, and whether this run may go on from it ----
+
+    @contextmanager
+    def _resuming(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Looks for what to go on from before anything is loaded, and gives its folder; None for a fresh start.
+
+        Raises:
+            ValueError: on every rank alike: there is no such checkpoint, it is not complete, or of another run.
+        """
+        where = resume_from_checkpoint or None
+        check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
+        self._run_description = self._described_run()
+        self._began_under = self._saved_here = None
+        if where is not None:
+            self._resumption = Resumption(**self._from_first_rank(lambda: self._read_resumption(where)))
+        try:
+            yield None if self._resumption is None else self._resumption.folder
+        finally:
+            self._resumption = None
+
+    def _read_resumption(self, where: Any) -> dict[str, Any]:
+        folder = self._latest_checkpoint() if where is True else os.fspath(where)
+        state = checkpoint.read_state(folder)
+        check_same_run(folder, state, self._run_description)
+        return {"folder": folder, "state": state}
+
+    def _latest_checkpoint(self) -> str:
+        folder, reasons = checkpoint.latest_complete(self.args.output_dir)
+        if folder is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True: found no complete checkpoint in output_dir={self.args.output_dir!r}, "
+                f"expected a checkpoint-N of an earlier run. {' '.join(reasons)}".strip()
+            )
+        for reason in reasons:
+            logger.warning(f"Passed over on the way to {folder!r}: {reason}")
+        return folder
+
+    def _described_run(self) -> dict[str, Any]:
+        """What must be equal for a run to go on; see `check_same_run`."""
+        model, arguments = self.model, self.args.to_dict()
+        return {
+            "world_size": self.topology.world_size,
+            "arguments": {name: _comparable(arguments[name]) for name in SAME_ARGUMENTS},
+            "has_plan": self.args.layout_plan is not None,
+            "policy": self._policy.describe(),
+            "num_samples": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
+            "model": type(model).__name__,
+            "parameters": {
+                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                for name, p in model.named_parameters()
+            },
+        }
+
+    def _from_first_rank(self, call: Callable[[], Any]) -> Any:
+        """What a call gives on rank 0, or its refusal, on every rank."""
+        answer: dict[str, Any] = {}
+        if self.topology.rank == 0:
+            try:
+                answer = {"value": call()}
+            except ValueError as error:
+                answer = {"refusal": str(error)}
+        answer = self.topology.broadcast(answer)
+        if "refusal" in answer:
+            raise ValueError(answer["refusal"])
+        return answer["value"]
+
+    def _refused_alike(self, call: Callable[[], T]) -> T:
+        """Run a call on every rank; what one rank refuses is refused on all, in the same words."""
+        value, refusal = None, None
+        try:
+            value = call()
+        except ValueError as error:
+            refusal = str(error)
+        for text in self.topology.gather(refusal):
+            if text is not None:
+                raise ValueError(text)
+        return cast(T, value)
+
+    # ---- taking up what was saved ----
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Called by `Trainer.train` while the model is whole. Trainer's own only warns of weights that it misses."""
+        self._refused_alike(lambda: checkpoint.load_weights(model or self.model, resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        """As Trainer's, which leaves models as they are that are saved under other names (ViT)."""
+        folder = self.state.best_model_checkpoint
+        if not checkpoint.has_weights(folder):
+            super()._load_best_model()
+            return
+        logger.info(f"Loading the best model from {folder} (score: {self.state.best_metric}).")
+        checkpoint.load_weights(self.model, folder)
+
+    def _first_layout(self, start_up: StartUp) -> Layout:
+        """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew."""
+        if self._resumption is None:
+            return super()._first_layout(start_up)
+        layout, step, plan = self._resumption.layout, self._resumption.step, self._replayed_layouts
+        structure = start_up.probe.structure
+        if layout.num_layers != structure.num_layers or not set(layout.boundaries) <= set(structure.cut_positions()):
+            raise ValueError(
+                f"{self._resumption.folder!r} has its stages cut at {layout.boundaries}, expected cuts at some of "
+                f"{structure.cut_positions()}: pass the same splitter as in the run that was saved."
+            )
+        planned = plan[max(start for start in plan if start < step)] if plan is not None else layout
+        if planned != layout:
+            raise ValueError(
+                f"layout_plan={self.args.layout_plan!r} has before step {step}: {planned}; boundaries "
+                f"{planned.boundaries}. {self._resumption.folder!r} was saved under {layout}; boundaries "
+                f"{layout.boundaries}. Resume with the plan of the run that was saved."
+            )
+        return layout
+
+    def _layout_of_first_step(self) -> Layout:
+        if self._began_under is None:
+            saved = self._resumption
+            self._began_under = super()._layout_of_first_step() if saved is None else saved.first_layout
+        return self._began_under
+
+    def _known_microbatches(self, layout: Layout) -> dict[int, int]:
+        if self._resumption is None:
+            return super()._known_microbatches(layout)
+        # The run that was saved may have found more since.
+        known = self._resumption.state["adaptation"]["known_microbatches"]
+        return {int(num_stages): int(count) for num_stages, count in known.items()}
+
+    def _begin_adapting(self, loader: Any, max_steps: int) -> None:
+        super()._begin_adapting(loader, max_steps)
+        if self._resumption is not None:
+            self._take_up(self._resumption)
+        if self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model:
+            # Better said now than at the first checkpoint.
+            self._refused_alike(self._check_savable)
+
+    def _take_up(self, saved: Resumption) -> None:
+        """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already."""
+        assert self._stage is not None and self._adaptation is not None
+        state, stage = saved.state, self._stage
+        self._refused_alike(lambda: self._take_up_optimizer(saved.folder))
+        self._saved_here = self._refused_alike(
+            lambda: checkpoint.read_part(saved.folder, checkpoint.random_file(self.topology.rank))
+        )
+        self._refused_alike(lambda: check_same_kinds(saved.folder, state, self._kinds()))
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self._adaptation.load_state(state["adaptation"])
+        self._num_starts, self._num_transitions = state["num_starts"], state["num_transitions"]
+        if self.is_world_process_zero():
+            announce(f"Resumed from {saved.folder} at step {saved.step}: {stage.layout}.")
+
+    def _take_up_optimizer(self, folder: str) -> None:
+        assert self._stage is not None and self._optimizer_state is not None
+        stage, own = self._stage, self._optimizer_state
+        tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(stage.groups.stage))
+        states = checkpoint.join_optimizer_state(tensors, header["values"])
+        trained = self._trained_here()
+        strangers = sorted(set(states) - set(trained))
+        if strangers:
+            raise ValueError(
+                f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which stage "
+                f"{stage.groups.stage} does not train: resume with the optimizer of the run that was saved."
+            )
+        own.hold(trained, states)
+        checkpoint.set_group_options(own.optimizer, header["groups"])
+
+    def _trained_here(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose optimizer state this stage keeps."""
+        assert self._stage is not None
+        stage = self._stage
+        return {name: p for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)}
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Nothing here: `_begin_adapting` does it, when parameters and their groups are known by name."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing here, see above."""
+
+    # ---- going on with the next batch ----
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        if self._saved_here is None or kwargs["epoch"] != kwargs["epochs_trained"]:
+            super()._run_epoch(**kwargs)
+            return
+        self._take_up_unlogged_loss()
+        if self.state.global_step >= self.state.max_steps:
+            # Trainer would take one step more.
+            self._load_rng_state(None)
+            self.control.should_training_stop = True
+            return
+        if self._train_loader is not None:
+            # For an epoch's begin; in the middle Trainer asks for a skip.
+            self._train_loader.starting_at(0, self._saved_here[0].get(_ORDER))
+        with self._skipping_batches():
+            super()._run_epoch(**kwargs)
+
+    @contextmanager
+    def _skipping_batches(self) -> Iterator[None]:
+        """Inside, Trainer's way to skip batches knows `PipelineLoader`.
+
+        Trainer calls a function of accelerate that makes a new loader from what it knows of torch's; there is no
+        method to override, so its name in Trainer's module is lent for the one call.
+        """
+        original = stock.skip_first_batches
+
+        def skip(loader: Any, num_batches: int = 0) -> Any:
+            stock.skip_first_batches = original
+            if not isinstance(loader, PipelineLoader):
+                return original(loader, num_batches)
+            assert self._saved_here is not None
+            return loader.starting_at(num_batches, self._saved_here[0].get(_ORDER))
+
+        stock.skip_first_batches = skip
+        try:
+            yield
+        finally:
+            stock.skip_first_batches = original
+
+    def _between_steps(self) -> None:
+        # Trainer restores the generators in the middle of an epoch only after the batches of the first step are
+        # fetched, and so undoes what collators drew and what a transition seeded anew.
+        if self._train_loader is not None:
+            self._load_rng_state(None)
+        super()._between_steps()
+
+    def _load_rng_state(self, checkpoint_folder: str | None) -> None:
+        """Restore this rank's random number generators, once: Trainer asks for it at two places."""
+        if self._saved_here is not None:
+            checkpoint.set_random_state(*self._saved_here, self.args.device)
+            self._saved_here = None
+
+    def _take_up_unlogged_loss(self) -> None:
+        """What has been lost since the last log entry belongs to the next one, not to this call's mean."""
+        assert self._saved_here is not None
+        values = self._saved_here[1]
+        self._tr_loss += values["unlogged_loss"]
+        self._globalstep_last_logged = values["last_logged_step"]
+        self._total_loss_scalar -= sum(self.topology.gather(values["unlogged_loss"])) / self.topology.world_size
+
+    # ---- saving ----
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.is_world_process_zero():
+            # Before the model: `save_model` ends at a barrier, behind it the others write their parts.
+            (checkpoint.clear if self.args.save_only_model else checkpoint.begin)(folder)
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self._stage is not None and self._optimizer_state is not None
+        stage, own = self._stage, self._optimizer_state
+        check_replicas_agree(stage, own)
+        if stage.groups.replica == 0:
+            states = {name: own.state_of(parameter) for name, parameter in self._trained_here().items()}
+            tensors, values = checkpoint.split_optimizer_state(states)
+            header = {"values": values, "groups": checkpoint.group_options(own.optimizer)}
+            checkpoint.write_part(output_dir, checkpoint.optimizer_file(stage.groups.stage), tensors, header)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing here: it is in `state.json`."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last of Trainer's savings but `trainer_state.json`: when all ranks have written, rank 0 says so."""
+        tensors, values = checkpoint.random_state(self.args.device)
+        order = None if self._train_loader is None else self._train_loader.order_state()
+        if order is not None:
+            tensors[_ORDER] = order
+        values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
+        checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
+        self.topology.barrier()
+        if self.is_world_process_zero():
+            checkpoint.write_state(output_dir, self._state_of_run())
+
+    def _state_of_run(self) -> dict[str, Any]:
+        assert self._stage is not None and self._adaptation is not None
+        return {
+            "step": self.state.global_step,
+            "epoch": self.state.epoch,
+            "layout": self._stage.layout.as_event(),
+            "first_layout": self._layout_of_first_step().as_event(),
+            "num_starts": self._num_starts,
+            "num_transitions": self._num_transitions,
+            "adaptation": self._adaptation.state(),
+            **self._schedules(),
+            **self._kinds(),
+            **self._run_description,
+        }
+
+    def _check_savable(self) -> None:
+        """Raises ValueError for an optimizer or schedule that no checkpoint can hold."""
+        assert self._stage is not None and self._optimizer_state is not None
+        optimizer = self._optimizer_state.optimizer
+        self._schedules()
+        checkpoint.group_options(optimizer)
+        known = {id(parameter) for parameter in self._stage.store.held().values()}
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if foreign:
+            raise ValueError(
+                f"The optimizer trains {len(foreign)} parameters that are not the model's, and a checkpoint holds the "
+                "model's only: make them parameters of the model, or set save_only_model=True."
+            )
+
+    def _schedules(self) -> dict[str, Any]:
+        """State of the schedules as JSON values."""
+        scaler, name = self.accelerator.scaler, type(self.lr_scheduler).__name__
+        return {
+            "scheduler": checkpoint.plain(self.lr_scheduler.state_dict(), f"The state of {name}"),
+            "scaler": None
+            if scaler is None
+            else checkpoint.plain(scaler.state_dict(), "The state of the grad scaler"),
+        }
+
+    def _kinds(self) -> dict[str, str]:
+        assert self._optimizer_state is not None
+        return {
+            "optimizer_class": type(self._optimizer_state.optimizer).__name__,
+            "scheduler_class": type(self.lr_scheduler).__name__,
+        }
+
+
+def _comparable(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,525 @@
+"""Train with checkpoints, go on from them, and note what both runs end with; and try what must be refused.
+
+    resume_worker.py FOLDER --cases NAME ...    on as many processes as the cases need
+    resume_worker.py FOLDER --strangers         on one process: checkpoints that a run on two must refuse
+    resume_worker.py FOLDER --refuse            on two processes, after `--strangers`
+    resume_worker.py FOLDER --die               on two processes: a run, and the same again, killed in the middle
+    resume_worker.py FOLDER --go-on             on two processes, after `--die`
+
+One start may do several of these, in this order. Each rank writes JSON files with its number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.layout import Layout
+from tests.models import NUM_LAYERS, build_model, collate, make_dataset
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+# 37 samples make 5 batches of 8 an epoch, the last one of 5 samples.
+NUM_SAMPLES = 37
+GLOBAL_BATCH = 8
+
+ADAMW: dict[str, Any] = {"optim": "adamw_torch", "weight_decay": 0.05}
+SGD: dict[str, Any] = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.02}
+COSINE: dict[str, Any] = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+BY_LENGTH: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, resumed at several steps.
+
+    Args:
+        layout: K stages x R replicas at the start.
+        model: a key of `tests.models.MODELS`.
+        resume_at: the steps whose checkpoints are resumed.
+        options: changes to the arguments.
+        dropout: of every dropout module.
+        draws: the collator adds noise from all three random number generators.
+        plan: optimizer step to (K, F), replayed.
+    """
+
+    layout: tuple[int, int]
+    model: str
+    resume_at: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.1
+    draws: bool = False
+    plan: dict[int, tuple[int, int]] | None = None
+
+
+_TWO: dict[str, Any] = {"gradient_accumulation_steps": 2}
+_NORMS: dict[str, Any] = {"freeze_policy": "gradient_norm", "freeze_interval": "4", "elastic": False}
+_PLATEAU: dict[str, Any] = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "mode": "max"},
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+}
+_MEMORY: dict[str, Any] = {"freeze_policy": "fixed", "freeze_at": "3:1,8:3", "pipeline_compression": "memory"}
+_SHRINKING = {0: (4, 0), 3: (2, 1), 9: (1, 2)}
+
+CASES: dict[str, Case] = {
+    # 5 steps an epoch; 3 with two batches each.
+    "1x1-adamw-linear-accumulation": Case((1, 1), "bert_sequence", (4,), ADAMW | _TWO),
+    "1x1-sgd-cosine-drawing-collator": Case((1, 1), "vit", (5, 7), SGD | COSINE, draws=True),
+    "1x1-by-length": Case((1, 1), "bert_token", (3, 5), ADAMW | BY_LENGTH),
+    "1x1-norms-mid-interval": Case((1, 1), "bert_sequence", (6,), ADAMW | _NORMS),
+    "1x1-plateau": Case((1, 1), "bert_sequence", (6,), ADAMW | _PLATEAU),
+    "2x1-adamw-linear-accumulation": Case((2, 1), "bert_sequence", (4,), ADAMW | _TWO),
+    "2x1-tied-sgd-cosine": Case((2, 1), "bert_masked", (5, 7), SGD | COSINE),
+    "2x1-norms-mid-interval": Case((2, 1), "vit", (6,), ADAMW | _NORMS, draws=True),
+    # By sizes K stays 2 at F=1 and is halved at F=3: what fits is what fitted at the start of the run.
+    "2x1-memory": Case((2, 1), "bert_sequence", (6,), ADAMW | _MEMORY),
+    "1x2-adamw-cosine-accumulation": Case((1, 2), "vit", (4,), ADAMW | COSINE | _TWO, draws=True),
+    "1x2-by-length": Case((1, 2), "bert_token", (3, 5), ADAMW | BY_LENGTH),
+    "2x2-adamw-linear-accumulation": Case((2, 2), "bert_sequence", (4,), ADAMW | _TWO),
+    # Resumed between two transitions, and right before the step that begins with the second.
+    "4-2-1-accumulation": Case((4, 1), "vit", (5, 9), ADAMW | _TWO, draws=True, plan=_SHRINKING),
+}
+
+
+def all_of(layout: tuple[int, int]) -> dict[str, Case]:
+    """Every model, optimizer, schedule, accumulation and policy under one layout."""
+    return {
+        f"{layout[0]}x{layout[1]}-{model}-{optim}-{schedule}-{accumulation}-{policy}": Case(
+            layout,
+            model,
+            (4, 5),
+            (ADAMW if optim == "adamw" else SGD)
+            | (COSINE if schedule == "cosine" else {})
+            | {"gradient_accumulation_steps": accumulation, "freeze_policy": policy, "freeze_interval": "3"}
+            | {"elastic": False},
+            draws=model == "vit",
+        )
+        for model in ("bert_sequence", "bert_masked", "vit")
+        for optim in ("adamw", "sgd")
+        for schedule in ("linear", "cosine")
+        for accumulation in (1, 2)
+        for policy in ("none", "gradient_norm")
+    }
+
+
+# For `make test-all`.
+PRODUCT: dict[tuple[int, int], dict[str, Case]] = {
+    layout: all_of(layout) for layout in ((1, 1), (2, 1), (1, 2), (2, 2))
+} | {
+    (4, 1): {
+        f"4-2-1-{model}-{accumulation}": Case(
+            (4, 1),
+            model,
+            (3, 8, 9, 10),
+            ADAMW | {"gradient_accumulation_steps": accumulation},
+            plan=_SHRINKING,
+        )
+        for model in ("bert_masked", "vit")
+        for accumulation in (1, 2)
+    }
+}
+
+
+def layout_of(num_stages: int, num_frozen: int, num_microbatches: int = 2) -> Layout:
+    units = 2 * NUM_LAYERS + 2
+    return Layout(
+        num_layers=NUM_LAYERS,
+        num_frozen_layers=num_frozen,
+        num_stages=num_stages,
+        num_replicas=WORLD_SIZE // num_stages,
+        boundaries=tuple(units * stage // num_stages for stage in range(num_stages + 1)),
+        num_microbatches=num_microbatches,
+        schedule="1f1b",
+    )
+
+
+def write_plan(path: Path, plan: dict[int, tuple[int, int]]) -> None:
+    """An events file that holds the plan, the same on every rank."""
+    lines = []
+    for step, (num_stages, num_frozen) in plan.items():
+        layout = layout_of(num_stages, num_frozen).as_event()
+        event = {"event": "transition", "to": layout} if step else {"event": "run", "layout": layout}
+        lines.append(json.dumps({"step": step, **event}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{RANK}")
+    unfinished.write_text("".join(f"{line}\n" for line in lines))
+    unfinished.rename(path)
+
+
+def drawing_collate(rows: Any) -> dict[str, torch.Tensor]:
+    """Augmentation as scripts write it: noise from whatever generator is at hand."""
+    batch = collate(rows)
+    pixels = batch["pixel_values"]
+    noise = torch.rand(pixels.shape) * random.random() * float(np.random.rand())
+    return batch | {"pixel_values": pixels + noise}
+
+
+class Record(TrainerCallback):
+    """Asks for checkpoints, and notes the random number generators after the last step."""
+
+    def __init__(self, save_at: tuple[int, ...] = (), stop_at: int | None = None) -> None:
+        self.save_at = save_at
+        self.stop_at = stop_at
+        self.steps = 0
+        self.random = ""
+
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self.steps += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        control.should_save = state.global_step in self.save_at
+        self.random = digest_of(
+            [torch.get_rng_state(), str(random.getstate()), str(np.random.get_state()[1].tolist())]
+        )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        if state.global_step == self.stop_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest_of(values: list[Any]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(str(value).encode())
+    return found.hexdigest()[:16]
+
+
+def arguments(output: Path, num_stages: int, **changes: Any) -> PipeTransformerArguments:
+    options = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "max_steps": 12,
+        "logging_steps": 3,
+        "logging_first_step": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 7,
+        # Checkpoints are asked for by the callback.
+        "save_strategy": "steps",
+        "save_steps": 1000,
+        "freeze_policy": "none",
+        "freeze_warmup": 0,
+        "freeze_min_active_layers": 1,
+        "pipeline_parallel_size": num_stages,
+        "pipeline_parallel_num_microbatches": 2,
+        "pipeline_timeout": 60,
+    }
+    return PipeTransformerArguments(**(options | changes))
+
+
+def make_trainer(
+    case: Case, output: Path, record: Record, seed: int, kind: type[PipeTransformerTrainer] = PipeTransformerTrainer
+) -> PipeTransformerTrainer:
+    model = build_model(case.model, seed=seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = case.dropout
+    # Nothing that the run depends on may come from the process as it happens to be.
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return kind(
+        model=model,
+        args=arguments(output, case.layout[0], **case.options),
+        train_dataset=make_dataset(case.model, NUM_SAMPLES),
+        eval_dataset=make_dataset(case.model, 8, seed=1),
+        data_collator=drawing_collate if case.draws else collate,
+        callbacks=[record],
+    )
+
+
+def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
+    """What a run ended with, on this rank."""
+    name_of = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    optimizer = trainer.optimizer.optimizer
+    history = [
+        {key: value for key, value in entry.items() if not key.startswith(("pipeline_", "frozen_", "eval_"))}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    lines = Path(trainer.args.output_dir, "pipetransformer_events.jsonl").read_text().splitlines()
+    return {
+        "weights": {name: digest_of([p.data]) for name, p in trainer.model.named_parameters()},
+        "optimizer": {
+            name_of[id(parameter)]: digest_of([item for pair in sorted(state.items()) for item in pair])
+            for parameter, state in optimizer.state.items()
+        },
+        "groups": [{key: str(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups],
+        "scheduler": json.dumps(trainer.lr_scheduler.state_dict(), sort_keys=True),
+        "random": record.random,
+        "history": history,
+        "layout": trainer.layout.as_event(),
+        "steps": record.steps,
+        "step": trainer.state.global_step,
+        "events": [json.loads(line) for line in lines],
+        "num_transitions": trainer._num_transitions,
+    }
+
+
+def equal(folder: Path, names: list[str]) -> None:
+    cases = {**CASES, **{name: case for product in PRODUCT.values() for name, case in product.items()}}
+    for name in names:
+        run_case(cases[name], folder, name)
+
+
+def run_case(case: Case, folder: Path, name: str) -> None:
+    if case.plan is not None:
+        path = folder / name / "plan.jsonl"
+        write_plan(path, case.plan)
+        case = replace(case, options=case.options | {"layout_plan": str(path)})
+    record = Record(case.resume_at)
+    trainer = make_trainer(case, folder / name / "whole", record, seed=0)
+    trainer.train()
+    trainer.topology.barrier()
+    outcome = {"case": asdict(case), "whole": end_of(trainer, record), "resumed": {}}
+    for step in case.resume_at:
+        record = Record()
+        trainer = make_trainer(case, folder / name / f"from-{step}", record, seed=step)
+        trainer.train(resume_from_checkpoint=str(folder / name / "whole" / f"checkpoint-{step}"))
+        trainer.topology.barrier()
+        outcome["resumed"][step] = end_of(trainer, record)
+    (folder / f"{name}.rank{RANK}.json").write_text(json.dumps(outcome))
+
+
+# ---- refusals ----
+
+SAVED = Case((2, 1), "bert_sequence", (2, 4), ADAMW | {"max_steps": 6})
+
+
+def strangers(folder: Path) -> None:
+    """A checkpoint of plain Trainer, one of a pipeline on one process, and one with the model only."""
+    args = TrainingArguments(
+        str(folder / "plain"), max_steps=2, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    data = make_dataset("bert_sequence", NUM_SAMPLES)
+    Trainer(model=build_model("bert_sequence"), args=args, train_dataset=data, data_collator=collate).train()
+    alone = replace(SAVED, layout=(1, 1))
+    make_trainer(alone, folder / "alone", Record((2,)), seed=0).train()
+    model_only = replace(alone, options=alone.options | {"save_only_model": True})
+    make_trainer(model_only, folder / "model-only", Record((2,)), seed=0).train()
+
+
+def changed(name: str, change: Callable[[Path], None]) -> Callable[[Path], Path]:
+    """A copy of the checkpoint with something wrong in it."""
+
+    def make(folder: Path) -> Path:
+        copy = folder / name / "checkpoint-4"
+        if RANK == 0:
+            shutil.copytree(folder / "saved" / "checkpoint-4", copy)
+            change(copy)
+        torch.distributed.barrier()
+        return copy
+
+    return make
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda copy: (copy / name).unlink()
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda copy: (copy / name).write_bytes((copy / name).read_bytes()[:-40])
+
+
+def of_version(version: int) -> Callable[[Path], None]:
+    def change(copy: Path) -> None:
+        path = copy / "pipetransformer" / "state.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
+
+    return change
+
+
+def another_plan(folder: Path) -> str:
+    path = folder / "another-plan.jsonl"
+    write_plan(path, {0: (2, 1)})
+    torch.distributed.barrier()
+    return str(path)
+
+
+def five_labels() -> PreTrainedModel:
+    model = build_model("bert_sequence")
+    model.classifier = nn.Linear(model.config.hidden_size, 5)
+    return model
+
+
+def frozen_embeddings() -> PreTrainedModel:
+    model = build_model("bert_sequence")
+    model.bert.embeddings.requires_grad_(False)
+    return model
+
+
+class StubbornScheduler(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler whose state no JSON holds."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, lambda step: 1.0)
+        self.memory = object()
+
+
+class StubbornTrainer(PipeTransformerTrainer):
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = StubbornScheduler(self.optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+
+class OtherOptimizerTrainer(PipeTransformerTrainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        return torch.optim.Adamax, {"lr": args.learning_rate}
+
+
+# Name of the attempt to what is different in it: `options`, `model`, `samples`, `trainer`, `plan`, or the `folder`.
+ATTEMPTS: dict[str, dict[str, Any]] = {
+    "other_world_size": {"folder": lambda folder: folder / "alone" / "checkpoint-2"},
+    "other_stages": {"options": {"pipeline_parallel_size": 1}},
+    "other_microbatches": {"options": {"pipeline_parallel_num_microbatches": 4}},
+    "other_pipeline_schedule": {"options": {"pipeline_schedule": "gpipe"}},
+    "other_batch": {"options": {"per_device_train_batch_size": 2}},
+    "other_accumulation": {"options": {"gradient_accumulation_steps": 2}},
+    "other_seed": {"options": {"seed": 8}},
+    "other_data_seed": {"options": {"data_seed": 8}},
+    "other_learning_rate": {"options": {"learning_rate": 1e-4}},
+    "other_lr_schedule": {"options": COSINE},
+    "other_length": {"options": {"max_steps": 8}},
+    "other_optim": {"options": {"optim": "sgd", "optim_args": None}},
+    "other_optimizer_class": {"trainer": OtherOptimizerTrainer},
+    "other_policy": {"options": {"freeze_policy": "schedule"}},
+    "other_head": {"model": five_labels},
+    "other_freezing": {"model": frozen_embeddings},
+    "other_data": {"samples": NUM_SAMPLES - 1},
+    "other_plan": {"plan": another_plan},
+    "plain_trainer": {"folder": lambda folder: folder / "plain" / "checkpoint-2"},
+    "model_only": {"folder": lambda folder: folder / "model-only" / "checkpoint-2"},
+    "no_folder": {"folder": lambda folder: folder / "checkpoint-77"},
+    "nothing_to_resume": {"folder": lambda folder: True},
+    "no_state": {"folder": changed("no-state", without("pipetransformer/state.json"))},
+    "no_random_file": {"folder": changed("no-random", without("pipetransformer/random-rank-1.safetensors"))},
+    "no_weights": {"folder": changed("no-weights", without("model.safetensors"))},
+    "cut_trainer_state": {"folder": changed("cut-state", cut("trainer_state.json"))},
+    "cut_optimizer": {"folder": changed("cut-optimizer", cut("pipetransformer/optimizer-stage-1.safetensors"))},
+    "other_version": {"folder": changed("other-version", of_version(99))},
+    "differs_between_ranks": {"folder": lambda folder: folder / f"checkpoint-{RANK}"},
+    "unsavable_scheduler": {"trainer": StubbornTrainer, "folder": lambda folder: None},
+}
+
+
+def refuse(folder: Path) -> None:
+    record = Record(SAVED.resume_at)
+    trainer = make_trainer(SAVED, folder / "saved", record, seed=0)
+    trainer.train()
+    trainer.topology.barrier()
+    (folder / f"saved.rank{RANK}.json").write_text(json.dumps(end_of(trainer, record)))
+    found = {name: attempt(folder, name, change) for name, change in ATTEMPTS.items()}
+    (folder / f"refusals.rank{RANK}.json").write_text(json.dumps(found))
+    skip_incomplete(folder)
+
+
+def attempt(folder: Path, name: str, change: dict[str, Any]) -> dict[str, Any]:
+    torch.distributed.barrier()
+    options = dict(change.get("options", {}))
+    if "plan" in change:
+        options["layout_plan"] = change["plan"](folder)
+    where = change.get("folder", lambda folder: folder / "saved" / "checkpoint-4")(folder)
+    record = Record()
+    case = replace(SAVED, options=SAVED.options | options)
+    num_stages = options.pop("pipeline_parallel_size", case.layout[0])
+    case = replace(case, layout=(num_stages, WORLD_SIZE // num_stages), options=case.options | options)
+    case.options.pop("pipeline_parallel_size", None)
+    try:
+        trainer = make_trainer(
+            case, folder / "attempts" / name, record, 3, change.get("trainer", PipeTransformerTrainer)
+        )
+        if "model" in change:
+            trainer.model = change["model"]()
+        if "samples" in change:
+            trainer.train_dataset = make_dataset(case.model, change["samples"])
+        trainer.train(resume_from_checkpoint=where if where in (None, True) else str(where))
+    except Exception as error:
+        return {"kind": type(error).__name__, "text": str(error), "steps": record.steps}
+    return {"kind": None, "text": "", "steps": record.steps}
+
+
+def skip_incomplete(folder: Path) -> None:
+    """The newest checkpoints of a run are incomplete: `True` means the newest complete one."""
+    if RANK == 0:
+        for step in (5, 6):
+            shutil.copytree(folder / "saved" / "checkpoint-4", folder / "saved" / f"checkpoint-{step}")
+        (folder / "saved" / "checkpoint-6" / "pipetransformer" / "state.json").unlink()
+        (folder / "saved" / "checkpoint-5" / "trainer_state.json").unlink()
+    torch.distributed.barrier()
+    record = Record((6,))
+    trainer = make_trainer(SAVED, folder / "saved", record, seed=3)
+    ends = []
+    # The second time from the end of the first, which has nothing left to do; at last once more by the same object.
+    for where in (True, True, str(folder / "saved" / "checkpoint-4")):
+        record.steps = 0
+        trainer.train(resume_from_checkpoint=where)
+        trainer.topology.barrier()
+        ends.append(end_of(trainer, record))
+    (folder / f"skipped.rank{RANK}.json").write_text(json.dumps(ends))
+
+
+# ---- a run that dies ----
+
+KILLED = Case((2, 1), "vit", (3, 7), ADAMW | _TWO | {"save_total_limit": 1})
+
+
+def die(folder: Path) -> None:
+    run_case(replace(KILLED, resume_at=()), folder, "undisturbed")
+    make_trainer(KILLED, folder / "killed", Record((3, 7), stop_at=7), seed=0).train()
+
+
+def go_on(folder: Path) -> None:
+    record = Record()
+    # Python, numpy and torch begin as they did in the run that died, and must not stay so.
+    trainer = make_trainer(KILLED, folder / "killed", record, seed=0)
+    trainer.train(resume_from_checkpoint=True)
+    (folder / f"went-on.rank{RANK}.json").write_text(json.dumps(end_of(trainer, record)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cases", nargs="*", default=[])
+    for name in ("strangers", "refuse", "die", "go-on"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    equal(options.folder, options.cases)
+    for act in (strangers, refuse, die, go_on):
+        if getattr(options, act.__name__):
+            act(options.folder)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Several nodes: two launch groups of two processes, K from 2 on each node to 1, as one process trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launcher import launch, launch_nodes
+from tests.distributed.test_equality import relative_difference, tensor_difference
+from tests.distributed.transition_cases import NODES, WORLD_SIZE
+from tests.distributed.transition_runs import WORKER, read_outcome
+from tests.models import has_zero_gradient
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+def test_two_nodes_train_as_one_process(tmp_path: Path):
+    cases, references = tmp_path / "cases.json", tmp_path / "references.json"
+    cases.write_text(json.dumps([NODES.as_json()]))
+    references.write_text(json.dumps([NODES.reference.as_json()]))
+    there = launch_nodes(WORKER, [cases, tmp_path, "--trainer", "pipeline"], 2, WORLD_SIZE // 2, timeout=150)
+    alone = launch(WORKER, [references, tmp_path, "--trainer", "references"], timeout=100)
+    ours = read_outcome(tmp_path, NODES, WORLD_SIZE, there.output)
+    # A pipeline never spans nodes, so it begins with a node's two stages.
+    lengths = [entry["num_stages"] for entry in ours.ranks[0]["steps"]]
+    assert lengths[0] == 2 and lengths[-1] == 1
+    assert all([entry["layout"] for entry in rank["steps"]] == layouts_of(ours) for rank in ours.ranks)
+    for kind in ("single", "plain"):
+        one = read_outcome(tmp_path / kind, NODES.reference, 1, alone.output)
+        for key in ("loss", "grad_norm"):
+            pairs = zip(ours.logged(key), one.logged(key), strict=True)
+            far = {mine["step"]: mine[key] for mine, theirs in pairs if difference(mine, theirs, key) > 1e-5}
+            assert far == {}, key
+        for name, weight in one.weights.items():
+            if not has_zero_gradient(NODES.model, name):
+                assert tensor_difference(ours.weights[name], weight) <= NODES.tolerance, name
+
+
+def layouts_of(outcome) -> list[str]:
+    return [entry["layout"] for entry in outcome.ranks[0]["steps"]]
+
+
+def difference(mine: dict[str, float], theirs: dict[str, float], key: str) -> float:
+    return relative_difference(mine[key], theirs[key])

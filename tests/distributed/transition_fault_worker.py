@@ -1,0 +1,175 @@
+"""A run that changes its layout once, on two processes, in which one planted thing goes wrong on rank 1.
+
+    transition_fault_worker.py FAULT OUTPUT --timeout seconds
+
+`FAULT` is a key of `FAULTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, transition
+from hf_pipetransformer.freeze.policies import FreezePolicy
+from hf_pipetransformer.trainer import starting
+from tests.distributed.transition_cases import Phase, TransitionCase
+from tests.models import build_model, collate, make_dataset
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+MODEL = "bert_sequence"
+NUM_STEPS = 8
+CHANGE_AT = 4
+READY = "right before the transition"
+TAMPERED = "bert.encoder.layer.2.output.dense.weight"
+
+SHRINK: list[Phase] = [(0, 0, [0, 5, 10], 2), (CHANGE_AT, 2, [0, 10], 2)]
+OTHER: list[Phase] = [(0, 0, [0, 5, 10], 2), (CHANGE_AT, 1, [0, 3, 10], 2)]
+MULTIPLIED: list[Phase] = [(0, 0, [0, 10], 2), (CHANGE_AT, 1, [0, 5, 10], 2)]
+
+
+class BeforeTransition(TrainerCallback):
+    """Does something between the last step before the transition and the transition."""
+
+    def __init__(self, act: Callable[[Any], None]) -> None:
+        self.act = act
+        self.trainer: Any = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == CHANGE_AT:
+            print(READY, flush=True)
+            self.act(self.trainer)
+
+
+def nothing(trainer: Any) -> None:
+    pass
+
+
+def tamper_with_the_layout(trainer: Any) -> None:
+    trainer._stage.layout = replace(trainer._stage.layout, num_microbatches=3)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """The lowest bit of the first element."""
+    tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def flip_a_weight(trainer: Any) -> None:
+    flip(dict(trainer.model.named_parameters())[TAMPERED])
+
+
+def flip_a_moment(trainer: Any) -> None:
+    parameter = dict(trainer.model.named_parameters())[TAMPERED]
+    flip(trainer._optimizer_state.optimizer.state[parameter]["exp_avg_sq"])
+
+
+def die_in_the_exchange(trainer: Any) -> None:
+    transition.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in_the_exchange(trainer: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted failure")
+
+    transition.exchange = fail
+
+
+class OfThisRank(FreezePolicy):
+    """A policy that does not answer alike on all ranks: it looked at a clock, say."""
+
+    def level(self, signal):
+        return 2.0 if RANK == 0 and signal.step >= CHANGE_AT else 0.0
+
+
+class OfTheOtherRank(FreezePolicy):
+    def level(self, signal):
+        return 2.0 if RANK == 1 and signal.step >= CHANGE_AT else 0.0
+
+
+def read_another_plan(path: str) -> Any:
+    return real_read(write_plan(Path(path).with_suffix(".other"), OTHER))
+
+
+real_read = starting.read_layouts
+
+DECIDES = {"freeze_policy": "fixed", "freeze_at": f"{CHANGE_AT}:2", "pipeline_compression": "memory"}
+
+# `act` happens on rank 1 only.
+FAULTS: dict[str, dict[str, Any]] = {
+    "none": {"plan": SHRINK},
+    "tampered_layout": {"options": DECIDES, "act": tamper_with_the_layout},
+    "flipped_weight": {"plan": MULTIPLIED, "act": flip_a_weight},
+    "flipped_moment": {"plan": MULTIPLIED, "act": flip_a_moment},
+    "killed_in_exchange": {"plan": SHRINK, "act": die_in_the_exchange},
+    "exception_in_exchange": {"plan": SHRINK, "act": fail_in_the_exchange},
+    "policy_of_rank_0": {"policy": OfThisRank, "options": {"freeze_interval": 2, "freeze_policy": "none"}},
+    "policy_of_rank_1": {"policy": OfTheOtherRank, "options": {"freeze_interval": 2, "freeze_policy": "none"}},
+    "other_plan": {"plan": SHRINK, "reads": read_another_plan},
+}
+
+
+def write_plan(path: Path, plan: list[Phase]) -> str:
+    unfinished = path.with_suffix(f".part{RANK}")
+    unfinished.write_text(TransitionCase("", plan=plan).plan_lines(WORLD_SIZE))
+    unfinished.rename(path)
+    return str(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--timeout", type=float, default=15)
+    parser.add_argument("--max_steps", type=int, default=NUM_STEPS)
+    parsed = parser.parse_args()
+    torch.set_num_threads(1)
+    fault = FAULTS[parsed.fault]
+    options: dict[str, Any] = {
+        "output_dir": str(parsed.output),
+        "per_device_train_batch_size": 4,
+        "max_steps": parsed.max_steps,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "pipeline_parallel_size": 2,
+        "pipeline_parallel_num_microbatches": 2,
+        "pipeline_timeout": parsed.timeout,
+        "freeze_policy": "none",
+        "freeze_warmup": 0,
+        "freeze_min_active_layers": 0,
+        **fault.get("options", {}),
+    }
+    if "plan" in fault:
+        options["layout_plan"] = write_plan(parsed.output / "plan.jsonl", fault["plan"])
+    if "reads" in fault and RANK == 1:
+        starting.read_layouts = fault["reads"]
+    callback = BeforeTransition(fault.get("act", nothing) if RANK == 1 else nothing)
+    trainer = PipeTransformerTrainer(
+        model=build_model(MODEL),
+        args=PipeTransformerArguments(**options),
+        train_dataset=make_dataset(MODEL, 53),
+        data_collator=collate,
+        policy=fault["policy"]() if "policy" in fault else None,
+        callbacks=[callback],
+    )
+    callback.trainer = trainer
+    trainer.train()
+    print(f"rank {RANK} trained to the end with {trainer.layout.num_frozen_layers} frozen layers", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Run a list of cases whose layout changes, in one launch, and write down all that the laws speak of.
+
+    transition_worker.py CASES.json FOLDER --trainer pipeline|references
+
+`references` are two, each in a folder of its own: `single`, the same trainer on one process, and `plain`,
+transformers.Trainer with a callback that freezes by hand. Each rank writes `FOLDER/<case>.rank<r>.json`, rank 0 also
+`FOLDER/<case>.safetensors`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autodp import migration
+from hf_pipetransformer.freeze.policies import FreezePolicy
+from tests.distributed.equality_worker import digest, note
+from tests.distributed.transition_cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, TransitionCase
+from tests.distributed.transition_observer import Observer, encoder_parts, observe
+from tests.models import MODELS, build_model, collate, make_rows
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+MODEL_SEED = 11
+EVAL_SEED = 1
+DROPOUT = 0.3
+
+
+class Never(FreezePolicy):
+    """A user's policy that freezes nothing, ever."""
+
+    def level(self, signal):
+        return 0.0
+
+
+class OneByOne(FreezePolicy):
+    """A user's policy: one more layer at each decision."""
+
+    name = "one by one"
+
+    def level(self, signal):
+        return signal.num_frozen + 1
+
+
+POLICIES = {"never": Never, "one_by_one": OneByOne}
+
+
+class LoggedRows(Dataset):
+    """Rows, with a line in a file of this process for each that is read: epoch and index."""
+
+    def __init__(self, rows: list[dict[str, Any]], path: Path) -> None:
+        self.rows = rows
+        self.path = path
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with Path(f"{self.path}.{os.getpid()}").open("a") as file:
+            file.write(f"{self.epoch} {index}\n")
+        return self.rows[index]
+
+
+class CountingLinear(nn.Linear):
+    """A layer whose buffers change in every forward of training: one that is saved, one that is not."""
+
+    def forward(self, x):
+        if self.training:
+            self.saved.mul_(0.9).add_(0.1)
+            self.unsaved.add_(0.3)
+        return super().forward(x)
+
+
+def add_buffers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(("layer.0.attention.self.query", "layer.2.intermediate.dense", "layer.3.output.dense")):
+            module.__class__ = CountingLinear
+            module.register_buffer("saved", torch.zeros(3))
+            module.register_buffer("unsaved", torch.zeros(()), persistent=False)
+
+
+class FreezeByHand(TrainerCallback):
+    """What freezing means, written down without the library: for plain Trainer."""
+
+    def __init__(self, table: dict[int, int]) -> None:
+        self.table = table
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step not in self.table:
+            return
+        embeddings, layers = encoder_parts(model)
+        frozen = set()
+        for module in [embeddings, *layers[: self.table[state.global_step]]]:
+            module.eval()
+            module.train = lambda mode=True, module=module: module  # Trainer puts all in training mode every step.
+            frozen.update(module.parameters())
+        inner = getattr(optimizer, "optimizer", optimizer)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+            inner.state.pop(parameter, None)
+        for group in inner.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in frozen]
+
+
+class NormTrainer(Trainer):
+    """Plain Trainer that writes the gradient norm of every layer and the head down before it clips."""
+
+    norms: list[list[float]]
+
+    def _clip_grad_norm(self, model):
+        _, layers = encoder_parts(model)
+        inside = {parameter for layer in layers for parameter in layer.parameters()}
+        embeddings, _ = encoder_parts(model)
+        head = [p for p in model.parameters() if p not in inside and p not in set(embeddings.parameters())]
+        self.norms.append([norm_of(list(part.parameters())) for part in layers] + [norm_of(head)])
+        return super()._clip_grad_norm(model)
+
+
+def norm_of(parameters: list[nn.Parameter]) -> float:
+    return sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None) ** 0.5
+
+
+class RecordWarnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def model_of(case: TransitionCase) -> nn.Module:
+    model = build_model(case.model, MODEL_SEED)
+    embeddings, layers = encoder_parts(model)
+    frozen = {"freeze_prefix": [embeddings, layers[0]], "freeze_middle": [layers[2]]}
+    for change in case.changes:
+        for module in frozen.get(change, []):
+            module.requires_grad_(False)
+    if "buffers" in case.changes:
+        add_buffers(model)
+    if "dropout" in case.changes:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = DROPOUT
+            elif hasattr(module, "dropout_prob"):
+                module.dropout_prob = DROPOUT
+    return model
+
+
+def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "per_device_eval_batch_size": GLOBAL_EVAL_BATCH // WORLD_SIZE,
+        "gradient_accumulation_steps": case.accumulation,
+        "num_train_epochs": case.epochs,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": 7,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **case.options,
+    }
+    if kind == "plain":
+        return TrainingArguments(**options)
+    options |= {"pipeline_timeout": 60, "freeze_policy": "none"}
+    if kind == "single":
+        if case.freeze_at:
+            options |= {"freeze_policy": "fixed", "freeze_at": case.freeze_at, "freeze_min_active_layers": 0}
+        return PipeTransformerArguments(**options)
+    options["pipeline_schedule"] = case.schedule
+    if case.plan:
+        plan = output.with_suffix(f".plan{RANK}")
+        plan.write_text(case.plan_lines())
+        options["layout_plan"] = str(plan.rename(output.with_suffix(".plan")))
+    if case.follows:
+        options["layout_plan"] = str(output.with_name(f"{case.follows}-output") / "pipetransformer_events.jsonl")
+    return PipeTransformerArguments(**(options | case.pipeline_options))
+
+
+def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer) -> Trainer:
+    train = LoggedRows(make_rows(case.model, case.num_samples), output.with_name(f"{case.name}.drawn.rank{RANK}"))
+    parts: dict[str, Any] = {
+        "model": model_of(case),
+        "args": arguments_of(case, output, kind),
+        "train_dataset": train,
+        "eval_dataset": make_rows(case.model, NUM_EVAL_SAMPLES, EVAL_SEED),
+        "data_collator": collate,
+    }
+    if kind == "plain":
+        trainer: Trainer = NormTrainer(**parts, callbacks=[FreezeByHand(case.frozen_at)])
+        trainer.norms = []
+        if not MODELS[case.model].loss_uses_num_items:
+            # Else Trainer takes the loss for one that honours `num_items_in_batch` and counts accumulation twice.
+            trainer.model_accepts_loss_kwargs = False
+        return trainer
+    policy = POLICIES[case.policy]() if case.policy and kind == "pipeline" else None
+    trainer = observe(PipeTransformerTrainer, observer)(**parts, policy=policy, callbacks=[observer])
+    if "out_of_memory" in case.changes and kind == "pipeline":
+        run_out_of_memory_once(trainer)
+    return trainer
+
+
+def run_out_of_memory_once(trainer: PipeTransformerTrainer) -> None:
+    """Rank 1 runs out of memory in the first step of the first shorter pipeline, amid its second loader batch."""
+    compute_loss, batches = trainer.compute_loss, []
+
+    def compute(model, inputs, *args, **kwargs):
+        if RANK == 1 and trainer._stage is not None and trainer._stage.engine.on_probation:
+            batches.append(trainer._batch_items.copy())
+            if len(batches) > 1 and batches[-1] != batches[0]:
+                trainer.compute_loss = compute_loss
+                raise torch.OutOfMemoryError("planted shortage")
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute
+
+
+def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    set_seed(0)
+    migration.LARGE_BYTES = 2**10 if "small_messages" in case.changes else LARGE_BYTES
+    warnings = RecordWarnings()
+    logger = logging.getLogger("hf_pipetransformer")
+    logger.addHandler(warnings)
+    observer = Observer(case)
+    trainer = trainer_of(case, output, kind, observer)
+    flags = {name: p.requires_grad for name, p in trainer.model.named_parameters()}
+    trained = trainer.train()
+    loader_workers = len(multiprocessing.active_children())
+    weights = {f"weights.{name}": value.detach().clone() for name, value in trainer.model.named_parameters()}
+    values = {
+        "log_history": trainer.state.log_history,
+        "global_step": trainer.state.global_step,
+        "best_global_step": trainer.state.best_global_step,
+        "training_loss": trained.training_loss,
+        "metrics": trainer.evaluate(),
+        "weights": digest(weights),
+        "buffers": {name: value.tolist() for name, value in trainer.model.named_buffers() if "saved" in name},
+        "norms": getattr(trainer, "norms", []),
+        "warnings": warnings.texts,
+        "loader_workers": loader_workers,
+        **dataclasses.asdict(observer.record),
+    }
+    if kind != "plain":
+        values["flags"] = [flags, {name: p.requires_grad for name, p in trainer.model.named_parameters()}]
+    logger.removeHandler(warnings)
+    return values, weights
+
+
+LARGE_BYTES = migration.LARGE_BYTES
+
+
+def run_and_note(case: TransitionCase, folder: Path, kind: str) -> None:
+    start = time.monotonic()
+    print(f"case {case.name} {kind}", flush=True)
+    try:
+        values, tensors = run(case, folder / f"{case.name}-output", kind)
+    except BaseException:
+        note(folder, case, {"error": traceback.format_exc()})
+        raise
+    if RANK == 0:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{case.name}.safetensors")
+    note(folder, case, {**values, "seconds": time.monotonic() - start})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trainer", choices=["pipeline", "references"], required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for fields in json.loads(options.cases.read_text()):
+        for kind in ["pipeline"] if options.trainer == "pipeline" else ["single", "plain"]:
+            folder = options.folder if kind == "pipeline" else options.folder / kind
+            folder.mkdir(exist_ok=True)
+            run_and_note(TransitionCase(**fields), folder, kind)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Freeze policies against Eq. 1 worked out by hand, the clock that asks them, the monitor that feeds them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_pipetransformer.freeze.monitor import GradientNormMonitor
+from hf_pipetransformer.freeze.policies import (
+    FreezePolicy,
+    FreezeSignal,
+    GradientNorm,
+    Schedule,
+    decide,
+    make_clock,
+    make_policy,
+    parse_freeze_at,
+)
+
+
+L = 12
+
+
+def run(policy: FreezePolicy, norms: list[tuple[float, ...]], min_active: int = 0, num_layers: int = L) -> list[int]:
+    """F after each decision, from nothing frozen."""
+    level, num_frozen, found = 0.0, 0, []
+    for step, means in enumerate(norms, start=1):
+        decision = decide(policy, FreezeSignal(step, 10**6, num_layers, num_frozen, level, means), min_active)
+        level, num_frozen = decision.level, decision.num_frozen
+        found.append(num_frozen)
+    return found
+
+
+def with_smallest(index: int, num_layers: int = L) -> tuple[float, ...]:
+    """Norms whose least is at `index`."""
+    return tuple(0.5 if i == index else 1.0 + i for i in range(num_layers + 1))
+
+
+def signal(num_frozen: int, level: float, norms: tuple[float, ...] = ()) -> FreezeSignal:
+    return FreezeSignal(1, 100, L, num_frozen, level, norms)
+
+
+# ---- Eq. 1 and Eq. 3
+
+
+def test_the_bound_at_one_third_of_twelve_layers() -> None:
+    assert run(Schedule(1 / 3), [()] * 9) == [4, 7, 9, 10, 11, 11, 12, 12, 12]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 6, 12, 24])
+@pytest.mark.parametrize("alpha", [1 / 5, 1 / 3, 1 / 2, 2 / 3])
+def test_the_bound_has_the_closed_form_of_equation_3(num_layers: int, alpha: float) -> None:
+    closed = [math.ceil(num_layers * (1 - (1 - alpha) ** t) - 1e-9) for t in range(1, 15)]
+    assert run(Schedule(alpha), [()] * 14, num_layers=num_layers) == closed
+
+
+def test_a_bound_that_is_a_whole_number_is_not_rounded_up_by_noise() -> None:
+    """Floating point may say a little more than 6."""
+    assert decide(Says(6 + 1e-14), signal(0, 0.0), 0).num_frozen == 6
+    assert decide(Says(6 + 1e-6), signal(0, 0.0), 0).num_frozen == 7
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("exclusive", 3), ("inclusive", 4)])
+def test_the_layer_of_the_smallest_norm_bounds_the_prefix(rule: str, expected: int) -> None:
+    """With alpha 1/2 the bound alone would give 6."""
+    assert run(GradientNorm(1 / 2, rule), [with_smallest(3)]) == [expected]
+    assert run(Schedule(1 / 2), [()]) == [6]
+
+
+def test_the_bound_holds_where_the_smallest_norm_comes_later() -> None:
+    for rule in ("exclusive", "inclusive"):
+        assert run(GradientNorm(1 / 3, rule), [with_smallest(11)] * 3) == [4, 7, 9]
+
+
+@pytest.mark.parametrize("rule", ["exclusive", "inclusive"])
+def test_a_smallest_norm_at_the_head_leaves_the_bound_alone(rule: str) -> None:
+    policy = GradientNorm(1 / 3, rule)
+    assert run(policy, [with_smallest(L)] * 9) == [4, 7, 9, 10, 11, 11, 12, 12, 12]
+    assert decide(policy, signal(11, 11.9, with_smallest(L)), 0).num_frozen == L
+
+
+def test_a_smallest_norm_in_the_first_layer_freezes_nothing_or_that_layer() -> None:
+    assert run(GradientNorm(1 / 3, "exclusive"), [with_smallest(0)] * 3) == [0, 0, 0]
+    assert run(GradientNorm(1 / 3, "inclusive"), [with_smallest(0)]) == [1]
+
+
+def test_frozen_layers_whose_norm_is_zero_are_no_candidates() -> None:
+    norms = (0.0,) * 4 + tuple(float(i) for i in range(9, 0, -1))
+    assert decide(GradientNorm(1 / 3, "exclusive"), signal(4, 4.0, norms), 0).num_frozen == 7
+    least_active = (0.0,) * 4 + (0.1,) + (1.0,) * 8
+    assert decide(GradientNorm(1 / 3, "exclusive"), signal(4, 4.0, least_active), 0).num_frozen == 4
+    assert decide(GradientNorm(1 / 3, "inclusive"), signal(4, 4.0, least_active), 0).num_frozen == 5
+
+
+def test_after_an_early_stop_the_bound_goes_on_from_there() -> None:
+    """Eq. 1 is recursive: 2 frozen, then 2 + (12 - 2) / 3 = 5.33."""
+    policy = GradientNorm(1 / 3, "exclusive")
+    assert run(policy, [with_smallest(2), with_smallest(11), with_smallest(11)]) == [2, 6, 8]
+
+
+def test_without_norms_nothing_is_frozen() -> None:
+    assert run(GradientNorm(1 / 3, "inclusive"), [(), (), with_smallest(11)]) == [0, 0, 4]
+
+
+@given(
+    st.sampled_from(["exclusive", "inclusive"]),
+    st.floats(0.01, 0.99),
+    st.integers(0, L + 2),
+    st.lists(st.lists(st.floats(0, 100), min_size=L + 1, max_size=L + 1), min_size=1, max_size=8),
+)
+def test_f_never_falls_never_passes_the_bound_and_leaves_what_must_stay(
+    rule: str, alpha: float, min_active: int, norms: list[list[float]]
+) -> None:
+    found = run(GradientNorm(alpha, rule), [tuple(means) for means in norms], min_active)
+    assert found == sorted(found)
+    bounds = run(Schedule(alpha), [()] * len(norms))
+    assert all(num_frozen <= bound + 1 for num_frozen, bound in zip(found, bounds, strict=True))
+    assert found[-1] <= max(L - min_active, 0)
+
+
+def test_layers_that_must_stay_active_do() -> None:
+    assert run(Schedule(1 / 3), [()] * 8, min_active=2) == [4, 7, 9, 10, 10, 10, 10, 10]
+    # More than that frozen by the user stays frozen.
+    assert decide(Schedule(1 / 3), signal(8, 8.0), 6).num_frozen == 8
+
+
+# ---- policies of the user
+
+
+class Says(FreezePolicy):
+    def __init__(self, answer: float) -> None:
+        self.answer = answer
+
+    def level(self, signal: FreezeSignal) -> float:
+        return self.answer
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(2.1, 5), (-3, 5), (5.0, 5), (5.5, 6), (99, 12)])
+def test_an_answer_is_rounded_up_and_never_thaws(answer: float, expected: int) -> None:
+    decision = decide(Says(answer), signal(5, 5.0), 0)
+    assert decision.num_frozen == expected
+    assert decision.freezes == (expected > 5)
+    assert json.loads(json.dumps(decision.as_event())) == decision.as_event()
+
+
+@pytest.mark.parametrize("answer", [math.nan, math.inf, -math.inf])
+def test_an_answer_that_is_no_number_is_refused(answer: float) -> None:
+    with pytest.raises(ValueError, match=r"Says\.level returned (nan|inf|-inf): expected a number"):
+        decide(Says(answer), signal(5, 5.0), 0)
+
+
+# ---- when
+
+
+def due_steps(interval: str, warmup: float, steps_per_epoch: int, max_steps: int) -> list[int]:
+    clock, policy = make_clock(interval, warmup, steps_per_epoch, max_steps), Schedule(1 / 3)
+    return [step for step in range(max_steps + 1) if policy.is_due(step, clock)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "warmup", "expected"),
+    [
+        ("epoch", 0.0, [10, 20, 30]),
+        ("15", 0.0, [15, 30]),
+        ("0.25", 0.0, [10, 20, 30]),
+        ("0.001", 0.9, [36, 37, 38, 39]),
+        ("epoch", 0.5, [20, 30]),
+        ("epoch", 0.51, [30]),
+        ("epoch", 0.99, []),
+        ("7", 0.3, [14, 21, 28, 35]),
+        ("40", 0.0, []),
+    ],
+)
+def test_decisions_are_due_between_steps_after_the_warm_up(interval: str, warmup: float, expected: list[int]) -> None:
+    assert due_steps(interval, warmup, steps_per_epoch=10, max_steps=40) == expected
+
+
+def test_no_policy_none_is_ever_asked() -> None:
+    policy, clock = make_policy("none", 1 / 3, "inclusive", None), make_clock("1", 0.0, 10, 40)
+    assert not any(policy.is_due(step, clock) for step in range(41))
+    assert policy.level(signal(3, 3.0)) == 3
+
+
+def test_a_fixed_table_is_followed_at_its_steps_only() -> None:
+    policy, clock = make_policy("fixed", 1 / 3, "inclusive", "0:1, 12:4,5:2"), make_clock("epoch", 0.9, 10, 40)
+    assert [step for step in range(41) if policy.is_due(step, clock)] == [0, 5, 12]
+    frozen = [decide(policy, FreezeSignal(step, 40, L, 0, 0.0, ()), 0).num_frozen for step in (0, 5, 12)]
+    assert frozen == [1, 2, 4]
+
+
+def test_a_table_is_read_and_sorted() -> None:
+    assert parse_freeze_at("100:2, 20:1 ,300:12") == {20: 1, 100: 2, 300: 12}
+    assert list(parse_freeze_at("9:1,3:0")) == [3, 9]
+
+
+@pytest.mark.parametrize("text", ["", "5", "5:", ":2", "5:2,", "a:1", "5:-1", "-5:1", "5.5:1", "5:1;6:2", "5:1:2"])
+def test_a_table_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"freeze_at=.*Expected for example '100:2,200:4'"):
+        parse_freeze_at(text)
+
+
+def test_a_table_that_thaws_is_refused() -> None:
+    with pytest.raises(ValueError, match="thaws layers"):
+        parse_freeze_at("5:2,9:1")
+
+
+@pytest.mark.parametrize("name", ["gradient_norm", "schedule", "none"])
+def test_policies_are_made_by_their_names(name: str) -> None:
+    assert make_policy(name, 1 / 3, "inclusive", None).name == name
+    assert make_policy(name, 1 / 3, "inclusive", None).describe().startswith(name)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unknown freeze policy 'thaw'"):
+        make_policy("thaw", 1 / 3, "inclusive", None)
+
+
+# ---- the monitor
+
+
+def squares(*norms: float) -> torch.Tensor:
+    return torch.tensor(norms, dtype=torch.float64) ** 2
+
+
+def test_the_signal_is_the_mean_of_the_norms_of_the_steps() -> None:
+    """Not the norm of the mean, nor the root of the mean of the squares."""
+    monitor = GradientNormMonitor(2, torch.device("cpu"))
+    monitor.record(squares(1.0, 3.0, 0.0))
+    monitor.record(squares(3.0, 3.0, 4.0))
+    assert monitor.means() == pytest.approx((2.0, 3.0, 2.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_will_be_skipped_does_not_count(bad: float) -> None:
+    monitor = GradientNormMonitor(2, torch.device("cpu"))
+    monitor.record(squares(1.0, 2.0, 3.0))
+    monitor.record(torch.tensor([1.0, bad, 1.0]))
+    assert monitor.means() == pytest.approx((1.0, 2.0, 3.0))
+
+
+def test_a_new_interval_forgets_the_old_one() -> None:
+    monitor = GradientNormMonitor(1, torch.device("cpu"))
+    assert monitor.means() == ()
+    monitor.record(squares(1.0, 2.0))
+    monitor.reset()
+    assert monitor.means() == ()
+    monitor.record(squares(5.0, 6.0))
+    assert monitor.means() == pytest.approx((5.0, 6.0))
+
+
+def test_the_state_goes_through_json_to_the_bit() -> None:
+    monitor, other = (GradientNormMonitor(2, torch.device("cpu")) for _ in range(2))
+    for norms in ((0.1, 0.2, 0.3), (1 / 3, 1e-9, 7.0)):
+        monitor.record(squares(*norms))
+    other.record(squares(9.0, 9.0, 9.0))
+    other.load_state(json.loads(json.dumps(monitor.state())))
+    assert other.means() == monitor.means()
+    for each in (monitor, other):
+        each.record(squares(1.0, 2.0, 3.0))
+    assert other.state() == monitor.state()

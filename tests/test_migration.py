@@ -1,0 +1,174 @@
+"""Who sends what to whom when the layout changes, for any two layouts; and what tells that replicas differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_pipetransformer.autodp.migration import (
+    Move,
+    OptimizerState,
+    check_replicas,
+    digest,
+    plan_moves,
+    stages_of_bundle,
+)
+from hf_pipetransformer.layout import Layout
+
+
+Bundle = tuple[int, ...]
+ALONE = SimpleNamespace(gather=lambda value: [value])
+
+
+@st.composite
+def transitions(draw: st.DrawFn) -> tuple[list[Bundle], Layout, Layout]:
+    """Bundles of a model and two layouts of it on the same ranks; F may only grow."""
+    num_layers = draw(st.integers(1, 6))
+    num_units = 2 * num_layers + 2
+    world_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    frozen = sorted(draw(st.lists(st.integers(0, num_layers), min_size=2, max_size=2)))
+
+    def layout(num_frozen: int) -> Layout:
+        num_stages = draw(st.sampled_from([k for k in range(1, world_size + 1) if world_size % k == 0]))
+        num_stages = num_stages if num_stages <= num_units else 1
+        cuts = draw(st.sets(st.integers(1, num_units - 1), min_size=num_stages - 1, max_size=num_stages - 1))
+        boundaries = (0, *sorted(cuts), num_units)
+        return Layout(num_layers, num_frozen, num_stages, world_size // num_stages, boundaries, 1, "1f1b")
+
+    tied = draw(st.lists(st.sets(st.integers(0, num_units - 1), min_size=2, max_size=3), max_size=2))
+    bundles = {(unit,) for unit in range(num_units)} | {tuple(sorted(units)) for units in tied}
+    return sorted(bundles), layout(frozen[0]), layout(frozen[1])
+
+
+def stage(rank: int, layout: Layout) -> int:
+    return rank % layout.num_stages
+
+
+def has_weights(rank: int, bundle: Bundle, layout: Layout) -> bool:
+    return any(unit in layout.units_of(stage(rank, layout)) for unit in bundle)
+
+
+def has_state(rank: int, bundle: Bundle, layout: Layout) -> bool:
+    """Of an active bundle the stage with its first unit keeps the state."""
+    return bundle[0] in layout.units_of(stage(rank, layout)) and bundle[0] >= layout.first_active_unit
+
+
+@settings(max_examples=300)
+@given(transitions())
+def test_every_rank_ends_with_what_its_stage_needs_and_gets_nothing_else(
+    transition: tuple[list[Bundle], Layout, Layout],
+) -> None:
+    bundles, old, new = transition
+    moves = plan_moves(bundles, old, new)
+    arrived = {(move.destination, move.bundle): move for move in moves}
+    assert len(arrived) == len(moves), "nothing comes twice"
+    for rank in range(old.num_stages * old.num_replicas):
+        for bundle in bundles:
+            move = arrived.get((rank, bundle))
+            has = has_weights(rank, bundle, old)
+            needs_state = has_state(rank, bundle, new)
+            lacks_state = needs_state and not has_state(rank, bundle, old)
+            needs = has_weights(rank, bundle, new) and (not has or lacks_state)
+            assert (move is not None) == needs, (rank, bundle)
+            assert move is None or move.with_state == needs_state
+
+
+@settings(max_examples=300)
+@given(transitions())
+def test_a_source_has_what_it_sends_and_is_another_rank(transition: tuple[list[Bundle], Layout, Layout]) -> None:
+    bundles, old, new = transition
+    for move in plan_moves(bundles, old, new):
+        assert move.source != move.destination
+        assert has_weights(move.source, move.bundle, old)
+        if move.with_state:
+            assert has_state(move.source, move.bundle, old)
+
+
+@settings(max_examples=200)
+@given(transitions())
+def test_frozen_bundles_carry_no_state(transition: tuple[list[Bundle], Layout, Layout]) -> None:
+    bundles, old, new = transition
+    for move in plan_moves(bundles, old, new):
+        assert not (move.with_state and move.bundle[0] < new.first_active_unit)
+
+
+@given(transitions())
+def test_nothing_moves_where_nothing_changes(transition: tuple[list[Bundle], Layout, Layout]) -> None:
+    bundles, old, _ = transition
+    assert plan_moves(bundles, old, old) == []
+
+
+@settings(max_examples=200)
+@given(transitions())
+def test_those_that_have_a_bundle_share_the_sending(transition: tuple[list[Bundle], Layout, Layout]) -> None:
+    bundles, old, new = transition
+    for bundle in bundles:
+        moves = plan_moves([bundle], old, new)
+        if len({move.with_state for move in moves}) == 1:
+            sent = [move.source for move in moves]
+            able = has_state if moves[0].with_state else has_weights
+            num_sources = sum(able(rank, bundle, old) for rank in range(old.num_stages * old.num_replicas))
+            assert max(map(sent.count, sent)) <= -(-len(moves) // num_sources)
+
+
+def test_a_tied_bundle_has_its_state_at_its_first_user() -> None:
+    old = Layout(2, 0, 2, 1, (0, 3, 6), 1, "1f1b")
+    new = Layout(2, 0, 1, 2, (0, 6), 1, "1f1b")
+    assert stages_of_bundle((0, 5), old) == (0, 1)
+    # Rank 1 has the weights, for its head, but not the state.
+    assert plan_moves([(0, 5)], old, new) == [Move((0, 5), 0, 1, True)]
+    frozen = Layout(2, 1, 1, 2, (0, 6), 1, "1f1b")
+    assert plan_moves([(0, 5)], old, frozen) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (4, 4)])
+def test_a_flipped_bit_changes_the_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = digest([tensor])
+    assert before == digest([tensor.clone()])
+    assert digest([tensor, tensor]) != before or before == 0
+    for byte in range(tensor.numel() * tensor.element_size()):
+        changed = tensor.clone()
+        changed.view(-1).view(torch.uint8)[byte] ^= 1
+        assert digest([changed]) != before, byte
+
+
+def test_a_single_replica_has_nobody_to_differ_from() -> None:
+    check_replicas({"weight": 1}, SimpleNamespace(replica_control=None))
+
+
+def optimizer_of(*parameters: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """AdamW as Trainer makes it: weights that decay, weights that do not; one step taken."""
+    optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_an_optimizer_lets_go_and_takes_in_by_name() -> None:
+    decayed, plain, gone = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = optimizer_of(decayed, plain, gone)
+    holder = OptimizerState(optimizer, {"decayed": decayed, "plain": plain, "gone": gone}, ALONE, True)
+    state = holder.state_of(plain)
+    arrived = torch.nn.Parameter(torch.ones(3))
+    holder.hold({"decayed": decayed, "plain": arrived, "unknown": torch.nn.Parameter(torch.ones(1))}, {"plain": state})
+    assert [group["params"] for group in optimizer.param_groups] == [[decayed], [arrived]]
+    assert set(optimizer.state) == {decayed, arrived}
+    assert set(state) >= {"step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(optimizer.state[arrived][key], value) for key, value in state.items())
+    assert holder.state_of(gone) == {}
+
+
+@pytest.mark.parametrize("other_options", [[{}] * 5, [{"lr": "0.5"}, {"lr": "0.5"}]], ids=["more", "others"])
+def test_ranks_whose_optimizers_have_other_groups_are_refused_if_layers_may_move(other_options: list) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    others = SimpleNamespace(gather=lambda value: [value, {"options": other_options, "group_of": {}}])
+    with pytest.raises(ValueError, match=f"{len(other_options)} parameter groups on rank 1 and 2 on rank 0"):
+        OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, True)
+    OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, False)
