@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hf_pipetransformer.messages import pack, unpack
 
 _MEASURED_BYTES = 2**22
 _MEASUREMENTS = 4
+_GROUP_THREADS_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -240,8 +242,19 @@ def get_topology(timeout: float, local_world_size: int) -> Topology:
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     key = (world, timeout, local_world_size)
     if key not in _TOPOLOGIES:
+        if world is not None and not _TOPOLOGIES:
+            atexit.register(_let_group_threads_finish)
         _TOPOLOGIES[key] = Topology(timeout, local_world_size)
     return _TOPOLOGIES[key]
+
+
+def _let_group_threads_finish() -> None:
+    """Wait, without the interpreter's lock, before the interpreter ends.
+
+    The thread of a gloo group drops the tensors of its last collective a moment after the caller was told that it is
+    done, and needs the lock for that. If the interpreter ends in that moment, the process aborts after a good run.
+    """
+    time.sleep(_GROUP_THREADS_SECONDS)
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
