@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autocache.planner import CachePlanner
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.calibration import calibrate
-from hf_pipetransformer.autopipe.costs import stage_bytes
+from hf_pipetransformer.autopipe.costs import UnitCosts, stage_bytes
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.autopipe.planner import MEMORY_RESERVE, Plan, plan_transition
@@ -63,6 +65,7 @@ class Adaptation:
         write: writes an event.
         meter: measures the steps.
         replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
+        cache: asked at each freeze how far up activations are stored; None without a cache.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Adaptation:
         write: Write,
         meter: StepMeter,
         replay: Mapping[int, Layout] | None,
+        cache: CachePlanner | None = None,
     ) -> None:
         self.policy = policy
         self.clock = clock
@@ -86,6 +90,7 @@ class Adaptation:
         self.units_of_parameter = units_of_parameter
         self.write = write
         self.replay = replay
+        self.cache = cache
         self.monitor = GradientNormMonitor(layout.num_layers, args.device) if policy.needs_gradient_norms else None
         self.level = float(layout.num_frozen_layers)
         self.meter = meter
@@ -94,14 +99,21 @@ class Adaptation:
         self._known_microbatches = dict(costs.rules.known_microbatches)
         self._trial: MicrobatchTrial | None = None
         self._unfit: frozenset[int] = frozenset()
+        self._calibrated = (costs.units, costs.overheads)
+        self._is_first = True
         self._begin_layout(layout)
 
     def next_change(self, step: int, max_steps: int, layout: Layout) -> Change | None:
         """What changes before optimizer step number `step`. A collective call whenever something may change."""
         if self.replay is not None:
             return self._replayed(step, layout)
+        is_first, self._is_first = self._is_first, False
         if self.policy.is_due(step, self.clock):
             change = self._decide(step, max_steps, layout)
+            if change is not None:
+                return change
+        if is_first and self.cache is not None and layout.num_frozen_layers and not layout.cache_level:
+            change = self._begin_with_cache(step, max_steps, layout)
             if change is not None:
                 return change
         self._report_measurement(layout)
@@ -120,7 +132,8 @@ class Adaptation:
 
     def _begin_layout(self, layout: Layout) -> Layout:
         """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
-        self.meter.reset()
+        # A step that brings stored activations to a new level tells little of the steps that read them.
+        self.meter.reset(skip=self.cache.steps_per_epoch if self.cache and layout.cache_level else 0)
         asks = self.replay is None and self.args.num_microbatches is None and layout.num_stages > 1
         self._trial = None
         if asks and layout.num_stages not in self._known_microbatches:
@@ -148,7 +161,7 @@ class Adaptation:
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
         # Steps of a trial ran with several M: they say nothing of one layout.
         reports = self.topology.gather({} if self._trial is not None else self.meter.medians())
-        plan = self._plan(decision.num_frozen, layout, reports) if decision.freezes else None
+        plan = self._plan(decision.num_frozen, layout, reports, step, max_steps) if decision.freezes else None
         proposal = {
             "step": step,
             "layout": layout.as_event(),
@@ -172,8 +185,27 @@ class Adaptation:
         new = self._begin_layout(new)
         return Change(new, True, plan, measured, self.policy.explain(signal))
 
-    def _plan(self, num_frozen: int, layout: Layout, reports: list[Any]) -> Plan:
-        costs, overheads = calibrate(self.costs.units, self.costs.overheads, layout, reports)
+    def _begin_with_cache(self, step: int, max_steps: int, layout: Layout) -> Change | None:
+        """Layers are frozen from the start: their activations may be stored from the first step on."""
+        plan = self._plan(layout.num_frozen_layers, layout, [], step, max_steps)
+        answer = Layout.from_event(self.topology.broadcast(plan.layout.as_event()))
+        if not answer.cache_level:
+            return None
+        return Change(self._begin_layout(answer), True, plan, None, "frozen from the start")
+
+    def _cache_level(self, num_frozen: int, layout: Layout, costs: UnitCosts, step: int, max_steps: int) -> int:
+        """Layers whose output is stored from now on, by rank 0, whose plan counts."""
+        if self.cache is None or self.topology.rank != 0:
+            return 0
+        sums = [0.0, *accumulate(costs.forward)]
+        prefix = [sums[2 * level + 1] for level in range(num_frozen + 1)]
+        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, max_steps)
+        return decision.level if decision.use else 0
+
+    def _plan(self, num_frozen: int, layout: Layout, reports: list[Any], step: int, max_steps: int) -> Plan:
+        if any(reports):
+            self._calibrated = calibrate(self.costs.units, self.costs.overheads, layout, reports)
+        costs, overheads = self._calibrated
         rules = replace(self.costs.rules, known_microbatches=self._known_microbatches, unfit=self._unfit)
         return plan_transition(
             layout,
@@ -184,6 +216,7 @@ class Adaptation:
             self.topology.world_size,
             self.costs.samples_per_device,
             self.args.gradient_accumulation_steps,
+            self._cache_level(num_frozen, layout, costs, step, max_steps),
         )
 
     def _check_same_place(self, own: dict[str, Any], first: dict[str, Any]) -> None:

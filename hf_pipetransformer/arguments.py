@@ -13,6 +13,8 @@ SCHEDULE_NAMES = ("gpipe", "1f1b")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 COMPRESSIONS = ("throughput", "memory")
+CACHE_MODES = ("auto", "on", "off")
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -42,6 +44,13 @@ class PipeTransformerArguments(TrainingArguments):
         elastic (`bool`, *optional*, defaults to `True`): let the pipeline shrink and multiply as layers freeze.
         pipeline_compression (`str`, *optional*, defaults to `"throughput"`): how the new length is chosen.
         layout_plan (`str`, *optional*): events file of an earlier run whose decisions are replayed.
+
+    Parameters that control the activation cache (section 3.4):
+        activation_cache (`str`, *optional*, defaults to `"auto"`): store what frozen layers give, and read it back.
+        activation_cache_dir (`str`, *optional*): where; by default the temporary folder of this machine.
+        activation_cache_max_gb (`float`, *optional*): bound on its size; by default half of the free space.
+        activation_cache_dtype (`str`, *optional*, defaults to `"auto"`): precision of what is stored.
+        activation_cache_keep (`bool`, *optional*, defaults to `False`): leave it for a later run.
 
     Raises:
         ValueError: an option outside its range, found and expected values in the text.
@@ -137,6 +146,44 @@ class PipeTransformerArguments(TrainingArguments):
         },
     )
 
+    activation_cache: str = field(
+        default="auto",
+        metadata={
+            "help": "Store the activations that frozen layers give and read them back instead of computing them: "
+            "'auto' where that is expected to be faster, 'on' wherever it is possible, or 'off'.",
+            "choices": CACHE_MODES,
+        },
+    )
+    activation_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder on a local disk for the activation cache, in a folder _activation_cache of its own; the "
+            "temporary folder of the machine by default. A network file system is refused."
+        },
+    )
+    activation_cache_max_gb: float | None = field(
+        default=None,
+        metadata={
+            "help": "Most gigabytes that the activation cache may take on a machine; half of the free space by "
+            "default. Samples that do not fit are computed."
+        },
+    )
+    activation_cache_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Precision of stored activations; 'auto' is the autocast precision if there is one, else the "
+            "activation's own.",
+            "choices": CACHE_DTYPES,
+        },
+    )
+    activation_cache_keep: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave the activation cache on the disk: a later run over the same data with the same frozen "
+            "weights reads it."
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.deepspeed:
             raise ValueError(
@@ -151,6 +198,7 @@ class PipeTransformerArguments(TrainingArguments):
         _check_choice("pipeline_schedule", self.pipeline_schedule, SCHEDULE_NAMES)
         _check_choice("pipeline_checkpoint", self.pipeline_checkpoint, RECOMPUTE_MODES)
         self._check_freezing()
+        self._check_cache()
         if not self.pipeline_timeout > 0:
             raise ValueError(f"pipeline_timeout must be a positive number of seconds, found {self.pipeline_timeout}.")
         if self.activation_checkpointing and self.pipeline_parallel_size != "1":
@@ -183,6 +231,14 @@ class PipeTransformerArguments(TrainingArguments):
         if self.layout_plan is not None and not os.path.isfile(self.layout_plan):
             raise ValueError(
                 f"layout_plan={self.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
+            )
+
+    def _check_cache(self) -> None:
+        _check_choice("activation_cache", self.activation_cache, CACHE_MODES)
+        _check_choice("activation_cache_dtype", self.activation_cache_dtype, CACHE_DTYPES)
+        if self.activation_cache_max_gb is not None and not self.activation_cache_max_gb > 0:
+            raise ValueError(
+                f"activation_cache_max_gb must be a positive number, found {self.activation_cache_max_gb}."
             )
 
     @property

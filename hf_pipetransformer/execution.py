@@ -15,6 +15,7 @@ from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.microbatch import count_items, join_outputs, split_batch
+from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.pipeline.schedules import build_table
 from hf_pipetransformer.pipeline.shared import reduce_shared
 from hf_pipetransformer.splitters.check import ActivationShape
@@ -144,11 +145,13 @@ class StageRunner:
         return table[self.stage.groups.stage]
 
     def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:
-        parts = split_batch(inputs, self.stage.layout.num_microbatches)
+        cut = [detach_prefix(part) for part in split_batch(inputs, self.stage.layout.num_microbatches)]
+        parts = [part for part, _ in cut]
         counts = [count_items(part, self.shifts_labels) for part in parts]
         weights = [rule.weight(count, total_items) for count in counts]
         shapes = self._shapes(parts)
-        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, strict=True)]
+        prefixes = [prefix for _, prefix in cut]
+        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, prefixes, strict=True)]
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         if self.stage.layout.num_stages == 1:

@@ -21,10 +21,11 @@ class Layout:
         boundaries: `num_stages + 1` increasing unit indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
         num_microbatches: M, micro-batches per mini-batch of one pipeline.
         schedule: name of the schedule, a key of `pipeline.schedules.SCHEDULES`.
+        cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
 
     Raises:
-        ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, or more layers are
-            frozen than there are.
+        ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, more layers are
+            frozen than there are, or more are cached than frozen.
     """
 
     num_layers: int
@@ -34,6 +35,7 @@ class Layout:
     boundaries: tuple[int, ...]
     num_microbatches: int
     schedule: str
+    cache_level: int = 0
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_units)
@@ -52,6 +54,11 @@ class Layout:
                 f"num_frozen_layers must be from 0 to the number of layers, {self.num_layers}, "
                 f"found {self.num_frozen_layers}."
             )
+        if not 0 <= self.cache_level <= self.num_frozen_layers:
+            raise ValueError(
+                f"cache_level must be from 0 to the number of frozen layers, {self.num_frozen_layers}, "
+                f"found {self.cache_level}."
+            )
 
     @property
     def num_units(self) -> int:
@@ -62,6 +69,11 @@ class Layout:
     def first_active_unit(self) -> int:
         """The first unit that is trained: units below it are frozen."""
         return 2 * self.num_frozen_layers + 1 if self.num_frozen_layers else 0
+
+    @property
+    def entry_unit(self) -> int:
+        """The unit that a stored activation enters: those below it do not run for a stored sample. 0: no cache."""
+        return 2 * self.cache_level + 1 if self.cache_level else 0
 
     @property
     def first_active_stage(self) -> int:
@@ -92,10 +104,12 @@ class Layout:
             "pipeline_replicas": self.num_replicas,
             "pipeline_microbatches": self.num_microbatches,
             "frozen_layers": self.num_frozen_layers,
+            "cached_layers": self.cache_level,
         }
 
     def __str__(self) -> str:
         return (
             f"K={self.num_stages} stages x R={self.num_replicas} replicas, M={self.num_microbatches} micro-batches, "
             f"F={self.num_frozen_layers} of {self.num_layers} layers frozen"
+            + (f" (cached: {self.cache_level})" if self.cache_level else "")
         )

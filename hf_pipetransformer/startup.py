@@ -28,6 +28,7 @@ from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRu
 from hf_pipetransformer.pipeline.microbatch import batch_size
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
+from hf_pipetransformer.splitters.padding_check import sees_padding
 from hf_pipetransformer.splitters.profile import profile_units, trainable
 
 
@@ -72,6 +73,10 @@ class StartUp:
         self.device = device
         self._probe: Probe | None = None
         self.common_length: CommonLength | None = None
+        self.pad_token_id = 0
+        self.main_dtype = torch.float32
+        self.sees_padding = True
+        """Whether what stands at masked positions changes the loss."""
 
     @property
     def probe(self) -> Probe:
@@ -93,6 +98,7 @@ class StartUp:
         self.model.to(device)
         inputs = {key: _moved(value, device) for key, value in samples.items()}
         total = count(inputs)
+        self.pad_token_id = getattr(self.model.config, "pad_token_id", None) or 0
         with undisturbed(self.model):
             self._probe = probe_model(
                 self.model, self.splitter, lambda part: compute(part, total), inputs, main_input, tolerance
@@ -100,6 +106,9 @@ class StartUp:
             rule = self._find_rule(inputs, compute, count, 10 * tolerance)
             self.common_length = self._find_common_length(inputs, main_input, lambda part: compute(part, total))
             self._profile(inputs, lambda part: compute(part, total))
+            self.main_dtype = inputs[main_input].dtype
+            if self.args.activation_cache != "off":
+                self.sees_padding = self._sees_padding(inputs, main_input, lambda part: compute(part, total))
         if self.args.num_stages != 1 and self.topology.world_size > 1:
             self.model.to("cpu")
         return rule
@@ -166,15 +175,31 @@ class StartUp:
         tokens = inputs[main_input]
         if self.topology.world_size == 1 or tokens.dim() != 2 or tokens.is_floating_point():
             return None
-        pad_token_id: int | None = getattr(self.model.config, "pad_token_id", None)
-        rule = CommonLength(main_input, pad_token_id or 0)
-        longest = getattr(self.model.config, "max_position_embeddings", tokens.shape[1] + 1)
-        if "attention_mask" not in inputs or tokens.shape[1] + 2 >= longest:
+        rule = CommonLength(main_input, self.pad_token_id)
+        padded = self._padded_more(inputs, main_input)
+        if padded is None:
             return rule
-        padded = pad_batch(inputs, main_input, tokens.shape[1] + 1, rule.pad_token_id)
         with torch.no_grad():
             expected, found = float(compute(inputs)), float(compute(padded))
         return rule if abs(found - expected) > 1e-6 * abs(expected) else None
+
+    def _sees_padding(
+        self, inputs: dict[str, Any], main_input: str, compute: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> bool:
+        padded = self._padded_more(inputs, main_input)
+        if padded is None:
+            return True
+        return sees_padding(self.model, self.splitter, self.probe.structure, compute, padded)
+
+    def _padded_more(self, inputs: dict[str, Any], main_input: str) -> dict[str, Any] | None:
+        """A batch of text with one more position of padding; None where that is not possible."""
+        tokens = inputs[main_input]
+        if tokens.dim() != 2 or tokens.is_floating_point() or "attention_mask" not in inputs:
+            return None
+        longest = getattr(self.model.config, "max_position_embeddings", tokens.shape[1] + 1)
+        if tokens.shape[1] + 2 >= longest:
+            return None
+        return pad_batch(inputs, main_input, tokens.shape[1] + 1, self.pad_token_id)
 
     def _find_rule(
         self, inputs: dict[str, Any], compute: ProbeCompute, count: Callable[[Any], int], tolerance: float

@@ -172,6 +172,8 @@ def _make_stage(
     groups = topology.groups(layout.num_stages)
     engine = Engine(
         view=view,
+        units=layout.units_of(groups.stage),
+        entry_unit=layout.entry_unit,
         links=_links(groups),
         is_last=groups.is_last,
         boundary_dtypes=_boundary_dtypes(probe, layout, groups.stage),
@@ -317,10 +319,10 @@ def _links(groups: PipelineGroups) -> StageLinks:
     )
 
 
-def _boundary_dtypes(probe: Probe, layout: Layout, stage: int) -> tuple[torch.dtype, torch.dtype]:
+def _boundary_dtypes(probe: Probe, layout: Layout, stage: int) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     start, end = layout.boundaries[stage], layout.boundaries[stage + 1]
     dtypes = probe.boundary_dtypes
-    return dtypes[max(start - 1, 0)], dtypes[min(end - 1, len(dtypes) - 1)]
+    return dtypes[max(start - 1, 0)], dtypes[max(layout.entry_unit - 1, 0)], dtypes[min(end - 1, len(dtypes) - 1)]
 
 
 def _shared_parameters(stage: Stage, topology: Topology) -> list[SharedParameter]:

@@ -25,7 +25,7 @@ FLOORS = [
     {"simulator", "autocache"},
     {"pipeline", "autodp"},
     {"splitters", "checkpoint", "freeze", "refusals"},
-    {"layout", "arguments", "report", "messages", "errors"},
+    {"layout", "arguments", "report", "messages", "errors", "prefix"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -33,7 +33,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = {("arguments", "layout"), ("report", "layout")}
 
 # Pure planning: no process group, no file, no clock.
-PURE = ["autopipe", "freeze.policies", "pipeline.schedules", "pipeline.checker", "simulator"]
+PURE = ["autopipe", "autocache.decision", "freeze.policies", "pipeline.schedules", "pipeline.checker", "simulator"]
 IMPURE_MODULES = (
     "torch.distributed",
     "accelerate",

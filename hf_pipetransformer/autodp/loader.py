@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.errors import guarded, wait_for
 from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.prefix import without_hidden
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,25 @@ class CommonLength:
 
     main_input: str
     pad_token_id: int
+
+
+class RowSource(Protocol):
+    """Where samples come from that need not be read from the data set: the activation cache."""
+
+    def select(self, samples: list[int]) -> list[int]:
+        """Those of `samples` that must be read."""
+
+    def complete(
+        self, samples: list[int], read: list[int], batch: dict[str, Any], agree: Callable[[int], int]
+    ) -> dict[str, Any]:
+        """The batch of all `samples`.
+
+        Args:
+            samples: indices in the data set.
+            read: those of them that `batch` holds, in this order.
+            batch: as collated; empty for none.
+            agree: the padded length of this replica's batch to that of all replicas. Called once.
+        """
 
 
 class PipelineLoader(DataLoaderStateMixin):
@@ -80,6 +100,12 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_read = 0
         self._num_stale = 0
         self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._rows: RowSource | None = None
+
+    @property
+    def collate(self) -> Any:
+        """Samples to a batch."""
+        return self.loader.collate_fn
 
     @property
     def dataset(self) -> Any:
@@ -107,10 +133,17 @@ class PipelineLoader(DataLoaderStateMixin):
         slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]
         return [part.stop - part.start for part in slices]
 
+    def take_from(self, rows: RowSource) -> None:
+        """From the next batch that is drawn on, samples come from `rows` where it has them."""
+        self._rows = rows
+        self.batch_sampler.select = rows.select if self.groups.is_first else None
+
     def follow(self, groups: PipelineGroups) -> None:
         """Go on, with the next global batch, as a stage of another layout. Workers that read ahead stay alive."""
         self._finish_sending()
         self.groups = groups
+        if self._rows is not None:
+            self.take_from(self._rows)
         if groups.is_first and self._batches is not None:
             # What the workers have read ahead was cut for the old replicas.
             self._num_stale = self.batch_sampler.num_drawn - self._num_read
@@ -167,16 +200,20 @@ class PipelineLoader(DataLoaderStateMixin):
         if self._batches is None:
             self.batch_sampler.seek(self._index, self.groups.replica, self.groups.num_replicas)
             self._num_read, self._num_stale = self.batch_sampler.num_drawn, 0
+            self.batch_sampler.drawn.clear()
             self._batches = self._opened()
         for _ in range(self._num_stale + 1):
             batch = next(self._batches, None)
             self._num_read += 1
+            samples, read = self.batch_sampler.drawn.popleft() if self.batch_sampler.drawn else ([], [])
         self._num_stale = 0
         if batch is None:
             # The loader had come to its end before a batch was asked for once more.
             self._batches = None
             return self._read()
-        if self.common_length is not None and self.groups.num_replicas > 1:
+        if self._rows is not None:
+            batch = self._rows.complete(samples, read, batch, self._agreed_length)
+        elif self.common_length is not None:
             batch = self._padded(batch, self.common_length)
         self._finish_sending()
         self._send(batch)
@@ -191,16 +228,23 @@ class PipelineLoader(DataLoaderStateMixin):
             return iter(self.loader)
 
     def _padded(self, batch: Any, rule: CommonLength) -> dict[str, Any]:
+        length = self._agreed_length(sequence_length(batch, rule.main_input))
+        return pad_batch(batch, rule.main_input, length, rule.pad_token_id) if batch else {}
+
+    def _agreed_length(self, length: int) -> int:
+        """The longest padded length over the replicas, where the loss sees padding; else this replica's own."""
         group = self.groups.replica_control
-        length = torch.tensor([sequence_length(batch, rule.main_input)])
+        if self.common_length is None or group is None:
+            return length
+        longest = torch.tensor([length])
         what = f"agreeing on a padded length with {self.groups.replicas}"
-        guarded(lambda: dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group), what)
-        return pad_batch(batch, rule.main_input, int(length), rule.pad_token_id) if batch else {}
+        guarded(lambda: dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group), what)
+        return int(longest)
 
     def _send(self, batch: Any) -> None:
         if self.groups.num_stages == 1:
             return
-        message = pack({key: self._as_sent(key, value) for key, value in batch.items()})
+        message = pack({key: self._as_sent(key, value) for key, value in without_hidden(batch).items()})
         size = torch.tensor([message.numel()])
         group = self.groups.pipeline_control
         self._leaving = [

@@ -17,6 +17,11 @@ def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
     return value.shape[1] if isinstance(value, torch.Tensor) else 0
 
 
+def fill_value(key: str, main_input: str, pad_token_id: int) -> int:
+    """What fills an entry of a batch of text beyond a sample's tokens: a padding token, -100 for labels, else zero."""
+    return pad_token_id if key == main_input else IGNORED_LABEL if key == "labels" else 0
+
+
 def pad_batch(batch: Mapping[str, Any], main_input: str, length: int, pad_token_id: int) -> dict[str, Any]:
     """Pad every `(batch, seq, ...)` tensor of a batch on the right to `(batch, length, ...)`.
 
@@ -30,7 +35,7 @@ def pad_batch(batch: Mapping[str, Any], main_input: str, length: int, pad_token_
     def padded(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != current:
             return value
-        fill = pad_token_id if key == main_input else IGNORED_LABEL if key == "labels" else 0
+        fill = fill_value(key, main_input, pad_token_id)
         return torch.cat([value, value.new_full((value.shape[0], length - current, *value.shape[2:]), fill)], dim=1)
 
     return {key: padded(key, value) for key, value in batch.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.repeat_small = repeat_small
         self.num_drawn = 0
         """Batches handed out since the sampler was made."""
+        self.drawn: deque[tuple[list[int], list[int]]] = deque()
+        """Of each batch handed out and not yet taken from here: its samples, and those of them to be read."""
+        self.select: Callable[[list[int]], list[int]] | None = None
+        """Which samples of a batch must be read from the data set; None: all."""
         self._batches: list[list[int]] | None = None
         self._drawn_from: torch.Tensor | None = None
         self._position = 0
@@ -102,9 +107,11 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         indices = batches[self._position]
         self._position += 1
         self.num_drawn += 1
-        if self.repeat_small and len(indices) < self.num_replicas:
-            return indices
-        return indices[replica_slice(len(indices), self.replica, self.num_replicas)]
+        if not (self.repeat_small and len(indices) < self.num_replicas):
+            indices = indices[replica_slice(len(indices), self.replica, self.num_replicas)]
+        read = indices if self.select is None else self.select(indices)
+        self.drawn.append((indices, read))
+        return read
 
     def __len__(self) -> int:
         assert isinstance(self.global_batches, Sized)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hf_pipetransformer.autopipe.costs import GRADIENT_BYTES, Overheads, UnitCosts, unit_backwards
+from hf_pipetransformer.autopipe.costs import GRADIENT_BYTES, Overheads, UnitCosts, unit_backwards, unit_forwards
 from hf_pipetransformer.layout import Layout
 
 
@@ -31,9 +31,10 @@ def calibrate(
     ranks = [rank for rank, report in enumerate(reports) if report]
     if not ranks:
         return costs, overheads
+    forwards = unit_forwards(costs, layout.cache_level)
     backwards = unit_backwards(costs, layout.num_frozen_layers)
     factors = {}
-    for part, units in (("forward", costs.forward), ("backward", backwards)):
+    for part, units in (("forward", forwards), ("backward", backwards)):
         measured = sum(reports[rank][part] for rank in ranks)
         modelled = sum(reports[rank]["samples"] * _sum(units, layout, rank) for rank in ranks)
         factors[part] = measured / modelled if measured and modelled else 1.0

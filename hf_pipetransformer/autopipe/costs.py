@@ -103,10 +103,19 @@ def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
     return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
 
 
-def unit_loads(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
-    """Seconds per sample that each unit costs: what a partition evens out. A frozen unit only runs its forward."""
-    backwards = unit_backwards(costs, num_frozen_layers)
-    return [forward + backward for forward, backward in zip(costs.forward, backwards, strict=True)]
+def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
+    """Seconds per sample of each unit's forward with the activations after `cache_level` layers stored."""
+    first = first_active_unit(cache_level)
+    return [0.0] * first + list(costs.forward[first:])
+
+
+def unit_loads(costs: UnitCosts, num_frozen_layers: int, cache_level: int = 0) -> list[float]:
+    """Seconds per sample that each unit costs: what a partition evens out.
+
+    A frozen unit only runs its forward, and not even that for a sample whose activation is stored.
+    """
+    forwards, backwards = unit_forwards(costs, cache_level), unit_backwards(costs, num_frozen_layers)
+    return [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
 
 
 def predict_step(
@@ -125,7 +134,7 @@ def predict_step(
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
-    forward = [samples * seconds for seconds in _by_stage(layout, costs.forward)]
+    forward = [samples * seconds for seconds in _by_stage(layout, unit_forwards(costs, layout.cache_level))]
     backward = [samples * seconds for seconds in _by_stage(layout, unit_backwards(costs, layout.num_frozen_layers))]
     durations = Durations(
         forward=tuple(seconds + overheads.per_microbatch for seconds in forward),

@@ -172,6 +172,7 @@ def plan_transition(
     world_size: int,
     samples_per_device: int,
     accumulation: int = 1,
+    cache_level: int = 0,
 ) -> Plan:
     """The layout to move to when `num_frozen_layers` are frozen. Deterministic: equal inputs give an equal plan.
 
@@ -188,13 +189,14 @@ def plan_transition(
         world_size: ranks; those that a shorter pipeline frees become replicas.
         samples_per_device: samples of a batch, by device; a pipeline's batch has K times as many.
         accumulation: batches per optimizer step.
+        cache_level: layers whose activations will be stored; the plan is for the passes that read them.
     """
 
     def predict(layout: Layout) -> Prediction:
         return predict_step(layout, costs, overheads, samples_per_device * layout.num_stages, accumulation)
 
     if not rules.elastic:
-        layout = replace(current, num_frozen_layers=num_frozen_layers)
+        layout = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
         prediction = predict(layout)
         return Plan(layout, prediction, {layout.num_stages: prediction.seconds})
 
@@ -202,7 +204,7 @@ def plan_transition(
         needed = max(stage_bytes(layout, costs, samples_per_device * layout.num_stages))
         return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
-    loads = unit_loads(costs, num_frozen_layers)
+    loads = unit_loads(costs, num_frozen_layers, cache_level)
     candidates = []
     for num_stages in _lengths(current, num_frozen_layers, rules):
         known = rules.num_microbatches or rules.known_microbatches.get(num_stages)
@@ -214,6 +216,7 @@ def plan_transition(
             boundaries=stage_boundaries(loads, rules.cut_positions, num_stages),
             num_microbatches=known or choose_num_microbatches(num_stages, samples_per_device * num_stages),
             schedule=current.schedule,
+            cache_level=cache_level,
         )
         candidate = judge(layout)
         if num_stages == current.num_stages:

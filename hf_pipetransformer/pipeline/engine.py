@@ -11,6 +11,8 @@ import torch
 
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.pipeline.links import Link, Pending, post_receive, post_send
+from hf_pipetransformer.pipeline.microbatch import take_rows
+from hf_pipetransformer.prefix import Prefix
 from hf_pipetransformer.pipeline.schedules import Action, Op, Row
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters.view import StageExit, StageView
@@ -27,11 +29,13 @@ class MicroBatch:
         inputs: keyword arguments of the model.
         weight: what its loss counts in the loss of the step.
         activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
+        prefix: which of its samples are stored; None without a cache.
     """
 
     inputs: dict[str, Any]
     weight: float
     activation_shape: tuple[int, ...]
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class _Held:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
     received: torch.Tensor | None
+    entry: torch.Tensor | None = None
     output: torch.Tensor | None = None
     random_state: Any = None
 
@@ -73,9 +78,12 @@ class Engine:
 
     Args:
         view: the stage's view of the model, installed.
+        units: the units of this stage.
+        entry_unit: the unit that stored activations enter; 0 without a cache.
         links: the stage's wires.
         is_last: whether this stage holds the head.
-        boundary_dtypes: dtype of the activation that enters and that leaves this stage.
+        boundary_dtypes: dtype of the activation that enters this stage, that enters the entry unit, and that leaves
+            this stage.
         device: where the stage computes.
         timeout: seconds that any transfer may take.
         recompute: activation recomputation: `never`, `always`, or `except_last` (all but the last micro-batch).
@@ -86,9 +94,11 @@ class Engine:
     def __init__(
         self,
         view: StageView,
+        units: range,
+        entry_unit: int,
         links: StageLinks,
         is_last: bool,
-        boundary_dtypes: tuple[torch.dtype, torch.dtype],
+        boundary_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         device: torch.device,
         timeout: float,
         recompute: str = "never",
@@ -97,15 +107,19 @@ class Engine:
         meter: StepMeter,
     ) -> None:
         self.view = view
+        self.units = units
+        self.entry_unit = entry_unit
         self.links = links
         self.is_last = is_last
-        self.dtype_in, self.dtype_out = boundary_dtypes
+        self.dtype_in, self.dtype_entry, self.dtype_out = boundary_dtypes
         self.device = device
         self.timeout = timeout
         self.recompute = recompute
         self.sends_gradient = sends_gradient
         self.meter = meter
         self.is_active = False
+        self.keep: Callable[[MicroBatch, torch.Tensor], None] = _keep_nothing
+        """Stores the activations that enter the entry unit; called by the stage that owns it, with a cache."""
         self.on_probation = False
         """Whether an out-of-memory error is survived: the stage then only passes on what its neighbours wait for."""
         self.out_of_memory: str | None = None
@@ -160,6 +174,7 @@ class Engine:
         return run.results
 
     def _finish(self, run: _Run) -> None:
+        self.view.widen()
         for pending in run.leaving.values():
             pending.wait()
 
@@ -261,20 +276,75 @@ class Engine:
             torch.autograd.backward(held.output, gradient)
 
     def _run_stage(self, held: _Held, micro_batch: MicroBatch, forward: Forward) -> Any:
-        if held.received is not None:
-            held.received.requires_grad_(torch.is_grad_enabled() and self.sends_gradient)
-        self.view.received = held.received
+        entering, units = held.received, self.units
+        if micro_batch.prefix is not None:
+            if held.entry is None:
+                # Kept for a recomputation: no sample goes through a frozen layer twice.
+                with torch.no_grad():
+                    held.entry = self._bring_to_entry(held.received, micro_batch, micro_batch.prefix, forward)
+            entering, units = held.entry, range(max(units.start, self.entry_unit), units.stop)
+            if not units:
+                assert entering is not None
+                return self._as_sent(entering, micro_batch)
+        if entering is not None:
+            entering.requires_grad_(torch.is_grad_enabled() and self.sends_gradient)
+        result = self._run_units(units, entering, micro_batch.inputs, forward)
+        if isinstance(result, StageExit):
+            return self._as_sent(result.hidden, micro_batch)
+        return result
+
+    def _bring_to_entry(
+        self, received: torch.Tensor | None, micro_batch: MicroBatch, prefix: Prefix, forward: Forward
+    ) -> torch.Tensor | None:
+        """The activation that enters this stage's part above the cached layers, `(micro-batch, seq, hidden)`.
+
+        Each sample runs through those frozen units of this stage that its stored activation does not cover.
+        """
+        start, stop = self.units.start, min(self.units.stop, self.entry_unit)
+        if start >= stop:
+            return received
+        hidden = received
+        if hidden is None and prefix.hidden is not None:
+            hidden = prefix.hidden.to(device=self.device, dtype=self.dtype_entry, non_blocking=True)
+        enters_at = torch.where(prefix.levels > 0, 2 * prefix.levels + 1, 0).clamp(min=start)
+        for unit in enters_at.unique().tolist():
+            if unit >= stop:
+                continue
+            rows = (enters_at == unit).nonzero().squeeze(1)
+            inputs, given = micro_batch.inputs, hidden if unit else None
+            is_part = len(rows) < len(enters_at)
+            if is_part:
+                inputs = take_rows(inputs, rows)
+                given = None if given is None else given[rows.to(given.device)]
+            result = self._run_units(range(unit, stop), given, inputs, forward)
+            assert isinstance(result, StageExit), "the head is never cached"
+            reached = result.hidden
+            if is_part:
+                if hidden is None:
+                    hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
+                hidden[rows.to(hidden.device)] = reached.to(hidden.dtype)
+            else:
+                hidden = reached
+        assert hidden is not None
+        if stop == self.entry_unit:
+            self.keep(micro_batch, hidden)
+        return hidden
+
+    def _run_units(self, units: range, entering: torch.Tensor | None, inputs: dict[str, Any], forward: Forward) -> Any:
+        """What `forward` returns if `units` end with the head, else the `StageExit` that left the model."""
+        self.view.narrow(units)
+        self.view.received = entering
         self.is_active = True
         try:
-            result = forward(dict(micro_batch.inputs))
+            result = forward(dict(inputs))
         except StageExit as stage_exit:
             # The traceback holds the frames of the whole forward, and with them every activation.
             stage_exit.__traceback__ = None
-            return self._as_sent(stage_exit.hidden, micro_batch)
+            return stage_exit
         finally:
             self.is_active = False
             self.view.received = None
-        if not self.is_last:
+        if units.stop < self.view.structure.num_units:
             raise PipelineError(
                 "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
                 "Layers that are skipped at random (layerdrop) cannot be stages."
@@ -306,6 +376,10 @@ class Engine:
             return False  # Its backward comes at once: there is nothing to free in between.
         is_last_one = i == len(run.micro_batches) - 1
         return self.recompute == "always" or (self.recompute == "except_last" and not is_last_one)
+
+
+def _keep_nothing(_micro_batch: MicroBatch, _hidden: torch.Tensor) -> None:
+    """In place of storing activations, without a cache."""
 
 
 def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:

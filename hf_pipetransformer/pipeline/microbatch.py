@@ -36,6 +36,18 @@ def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
 
 
+def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """The samples of a batch at the positions `rows`, `(n,)`, int64."""
+    size = batch_size(inputs)
+
+    def taken(value: Any) -> Any:
+        if not _has_samples(value, size):
+            return value
+        return value[rows.to(value.device)] if isinstance(value, torch.Tensor) else [value[int(row)] for row in rows]
+
+    return {key: taken(value) for key, value in inputs.items()}
+
+
 def _has_samples(value: Any, size: int) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and value.shape[0] == size

@@ -46,6 +46,7 @@ class StepMeter:
     _num_begun: int = 0
     _is_running: bool = False
     _num_samples: int = 0
+    _skip: int = WARMUP_STEPS
 
     @property
     def is_done(self) -> bool:
@@ -57,8 +58,9 @@ class StepMeter:
         """Measured steps, without the warm-up."""
         return len(self._steps)
 
-    def reset(self) -> None:
-        """Forget everything: another layout begins."""
+    def reset(self, skip: int = 0) -> None:
+        """Forget everything: another layout begins, and its first `skip` steps are not typical."""
+        self._skip = max(skip, WARMUP_STEPS)
         self.samples.clear()
         self._steps.clear()
         self._events.clear()
@@ -70,7 +72,7 @@ class StepMeter:
         self._open, self._is_running = None, True
         self._num_samples = self.num_tokens = 0
         self._start = time.perf_counter()
-        if self._num_begun > WARMUP_STEPS and not self.is_done:
+        if self._num_begun > self._skip and not self.is_done:
             self._open = dict.fromkeys(PARTS, 0.0)
 
     def count(self, num_samples: int, num_tokens: int) -> None:

@@ -101,17 +101,17 @@ def probe_model(
             f"{sorted(inputs)}."
         )
     structure = trace_structure(model, splitter, lambda: compute(inputs))
-    with _gradients_discarded(model):
+    with gradients_discarded(model):
         expected = compute(inputs)
         expected.backward()
-        expected_norms = _gradient_norms(model)
+        expected_norms = gradient_norms(model)
     value = inputs[main_input]
     is_large = value.is_floating_point()
     for placeholders in [frozenset({main_input}), frozenset[str]()] if is_large else [frozenset[str]()]:
-        with _gradients_discarded(model):
+        with gradients_discarded(model):
             chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, placeholders)
             found = chain.run()
-            found_norms = _gradient_norms(model)
+            found_norms = gradient_norms(model)
         if _is_close(found.item(), expected.item(), tolerance) and _norms_close(
             found_norms, expected_norms, 10 * tolerance
         ):
@@ -192,7 +192,7 @@ class _Chain:
             gradient = None if received is None else received.grad
 
 
-def _gradient_norms(model: nn.Module) -> torch.Tensor:
+def gradient_norms(model: nn.Module) -> torch.Tensor:
     norms = [p.grad.float().norm() if p.grad is not None else torch.zeros((), device=p.device) for p in _leaves(model)]
     return torch.stack(norms) if norms else torch.zeros(1)
 
@@ -215,7 +215,7 @@ def _norms_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 
 
 @contextmanager
-def _gradients_discarded(model: nn.Module) -> Iterator[None]:
+def gradients_discarded(model: nn.Module) -> Iterator[None]:
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in kept:
         parameter.grad = None

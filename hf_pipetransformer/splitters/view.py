@@ -40,15 +40,23 @@ class StageView:
         self.received: torch.Tensor | None = None
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._units = range(0)
+        self._installed = range(0)
 
     @property
     def is_installed(self) -> bool:
         """Whether the model runs a part of its units only."""
-        return bool(self._units)
+        return bool(self._installed)
 
     def install(self, units: range) -> None:
         """Let the model run `units` only. Replaces an earlier view."""
-        self.remove()
+        self.narrow(units)
+        self._installed = units
+
+    def narrow(self, units: range) -> None:
+        """Run a part of the installed units until `widen`: the samples of a batch may enter at different places."""
+        if units == self._units:
+            return
+        self._restore()
         self._units = units
         structure = self.structure
         if 0 not in units:
@@ -59,8 +67,17 @@ class StageView:
             if forward is not None:
                 self._override(layer, forward)
 
+    def widen(self) -> None:
+        """Run all installed units again."""
+        if self._installed:
+            self.narrow(self._installed)
+
     def remove(self) -> None:
         """Give the model its own forward back."""
+        self._restore()
+        self._installed = range(0)
+
+    def _restore(self) -> None:
         for module, own in self._overridden:
             del module.forward
             if own is not None:

@@ -18,11 +18,11 @@ from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import Fixed, FreezePolicy, NoFreezing, make_clock, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
-from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
+from hf_pipetransformer.trainer.caching import CachingTrainer
 from hf_pipetransformer.transition import Stage, change_layout
 
 
-class AdaptingTrainer(EvaluatingTrainer):
+class AdaptingTrainer(CachingTrainer):
     """Asks before every optimizer step whether the layout changes, and changes it."""
 
     def __init__(self, *args: Any, policy: FreezePolicy | None = None, **kwargs: Any) -> None:
@@ -57,6 +57,11 @@ class AdaptingTrainer(EvaluatingTrainer):
             )
         steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
         self._train_loader = loader if isinstance(loader, PipelineLoader) else None
+        if layout.num_frozen_layers or not isinstance(self._policy, NoFreezing) or self._replayed_layouts is not None:
+            self._begin_cache(loader, steps_per_epoch)
+        if self._replayed_layouts is not None and self._cache_planner is None:
+            plan = self._replayed_layouts.items()
+            self._replayed_layouts = {step: replace(planned, cache_level=0) for step, planned in plan}
         self._adaptation = Adaptation(
             policy=self._policy,
             clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
@@ -70,6 +75,7 @@ class AdaptingTrainer(EvaluatingTrainer):
             write=self._write_event,
             meter=self._settings.meter,
             replay=self._replayed_layouts,
+            cache=self._cache_planner,
         )
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         freezes = not isinstance(self._policy, NoFreezing)
@@ -87,11 +93,14 @@ class AdaptingTrainer(EvaluatingTrainer):
             for num_stages in range(1, layout.num_stages + 1):
                 if layout.num_stages % num_stages == 0:
                     self.topology.groups(num_stages)
+        if layout.cache_level:
+            self._follow_with_cache(self._stage, loader)
 
     def _end_adapting(self) -> None:
         """The last step is done and the model whole again: nobody is watched, everybody may be trained."""
         assert self._stage is not None and self._optimizer_state is not None
         self._adaptation = None
+        self._end_cache()
         for hook in self._optimizer_hooks:
             hook.remove()
         if self._has_users_optimizer:
@@ -127,6 +136,7 @@ class AdaptingTrainer(EvaluatingTrainer):
         change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
         if change is not None:
             self._apply(change)
+        self._check_frozen_weights()
         self._settings.meter.begin_step()
 
     def _watch_gradients(self, squares: torch.Tensor) -> None:
@@ -152,6 +162,7 @@ class AdaptingTrainer(EvaluatingTrainer):
             super()._run_epoch(**kwargs)
         finally:
             self._epoch_iterator = None  # Closes the loader's generator, and with it the workers.
+        self._report_cache()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._adaptation is not None:
@@ -168,7 +179,9 @@ class AdaptingTrainer(EvaluatingTrainer):
         self._move_to(change)
         if change.layout.num_stages < old.num_stages:
             # More units on a rank: the first step shows whether they fit.
-            self._on_probation = Change(replace(old, num_frozen_layers=change.layout.num_frozen_layers), True)
+            new = change.layout
+            back = replace(old, num_frozen_layers=new.num_frozen_layers, cache_level=new.cache_level)
+            self._on_probation = Change(back, True)
             self._stage.engine.on_probation = True
 
     def _returned_to_old_layout(self) -> bool:
@@ -203,6 +216,7 @@ class AdaptingTrainer(EvaluatingTrainer):
             self._stage, change.layout, self._start_up.probe, self.topology, self._settings, self._optimizer_state
         )
         self._take_stage(stage)
+        self._follow_with_cache(stage, self._train_loader)
         for loader in [self._train_loader, *getattr(self, "_eval_dataloaders", {}).values()]:
             if isinstance(loader, PipelineLoader):
                 loader.follow(stage.groups)

@@ -49,8 +49,11 @@ class PipeTransformerTrainer(ResumingTrainer):
             ValueError: something that cannot work with a pipeline, or a checkpoint that this run cannot go on from.
             PipelineError: another rank failed; the text names the first cause.
         """
-        with self._reporting_faults(), self._resuming(resume_from_checkpoint) as folder:
-            return super().train(folder, trial, ignore_keys_for_eval)
+        try:
+            with self._reporting_faults(), self._resuming(resume_from_checkpoint) as folder:
+                return super().train(folder, trial, ignore_keys_for_eval)
+        finally:
+            self._end_cache()
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a trial would have to start and stop on all ranks of a pipeline together."""
@@ -255,6 +258,9 @@ class PipeTransformerTrainer(ResumingTrainer):
         if "loss" in logs and self.layout is not None and self.layout is not self._logged_layout:
             self._logged_layout = self.layout
             logs.update(self.layout.as_scalars())
+        if "loss" in logs:
+            logs.update(self._cache_scalars)
+            self._cache_scalars = {}
         super().log(logs, start_time)
 
     # ---- saving ----

@@ -1,0 +1,355 @@
+"""One data set's stored activations, as one rank of a pipeline reads and writes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_pipetransformer.autocache.inputs import InputReport, real_lengths, row_digests
+from hf_pipetransformer.autocache.rows import Rows
+from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.autodp.padding import fill_value, pad_batch
+from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.pipeline.microbatch import take_rows
+from hf_pipetransformer.prefix import Prefix
+from hf_pipetransformer.report.events import logger
+
+
+Indices = npt.NDArray[np.int64]
+
+LENGTH_FIELD = "pipetransformer_length"
+"""Side field of a row of text: how many tokens its sample has, padding not counted."""
+
+CHECKED_HITS = 256
+"""One in so many stored samples is read from the data set all the same, to see that it still is what it was."""
+
+
+@dataclass
+class CacheCounts:
+    """What a cache did since it was last asked.
+
+    Args:
+        hits: samples whose activation was read.
+        misses: samples that were read from the data set.
+        written: rows that were stored.
+        checked: hits whose input was read again and compared.
+        read_seconds: spent on reading rows.
+        write_seconds: spent on storing rows.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    checked: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+    def taken(self) -> dict[str, float]:
+        """The counts, which start again from zero."""
+        counts = asdict(self)
+        self.__init__()  # type: ignore[misc]
+        return counts
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Where a sample comes from if its activation is not stored.
+
+    Args:
+        read: indices in the data set to their collated batch.
+        main_input: what the embeddings read.
+        report: fields and padding of the batches.
+        row_length: rows of a sample's activation where it has no tokens.
+        main_shape: shape of a sample of the main input where it has no tokens; a stored sample gets a placeholder.
+        main_dtype: its dtype.
+        pad_token_id: fills the main input of text.
+        keeps_padding: the loss sees padding, so that rows hold it too.
+    """
+
+    read: Callable[[list[int]], Mapping[str, Any]]
+    main_input: str
+    report: InputReport
+    row_length: int
+    main_shape: tuple[int, ...]
+    main_dtype: torch.dtype
+    pad_token_id: int
+    keeps_padding: bool
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a sample is a row of tokens."""
+        return self.main_input in self.report.token_fields
+
+    def digests(self, batch: Mapping[str, Any]) -> tuple[Indices, Any]:
+        """Real length and digest of the input of each sample of a batch."""
+        lengths = real_lengths(batch, self.main_input)
+        return lengths, row_digests(batch, lengths, self.report.token_fields)
+
+
+class ActivationCache:
+    """Completes batches from the store, and stores what the frozen layers gave (PipeTransformer, section 3.4).
+
+    Whatever goes wrong with the store ends its use with one warning: then every sample is computed.
+
+    Args:
+        store: the rows, shared by all processes of the node.
+        source: the samples.
+    """
+
+    def __init__(self, store: ActivationStore, source: SampleSource) -> None:
+        self.store = store
+        self.source = source
+        self.counts = CacheCounts()
+        self.level = 0
+        self._level_id = 0
+        self._level_of_id: Indices = np.zeros(1, dtype=np.int64)
+        self._hits_unchecked = 0
+        self._is_off = False
+
+    def enter(self, keys: Sequence[str]) -> None:
+        """From now on the weights below layer `len(keys) - 1` are those of `keys`; other rows are not served.
+
+        Args:
+            keys: by number of layers, from 0 on, what identifies everything that their output hangs on.
+        """
+        ids = [self.store.level_of(key) if level else 0 for level, key in enumerate(keys)]
+        self.level, self._level_id = len(keys) - 1, ids[-1]
+        self._level_of_id = np.zeros(max(ids) + 1, dtype=np.int64)
+        self._level_of_id[ids] = np.arange(len(ids))
+
+    def switch_off(self, reason: str) -> None:
+        """Serve and store nothing any more, on no rank of this node."""
+        if not self._is_off:
+            logger.warning(f"The activation cache is off from here on, samples are computed: {reason}")
+        self._is_off = True
+        self.store.drop(reason)
+
+    # ---- reading: the loader's side ----
+
+    def select(self, samples: list[int]) -> list[int]:
+        """Those of `samples` that must be read from the data set."""
+        levels = self._levels(np.asarray(samples, dtype=np.int64))
+        return [sample for sample, level in zip(samples, levels, strict=True) if not level]
+
+    def complete(
+        self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
+    ) -> dict[str, Any]:
+        """The batch of all `samples`, with the stored activations of those that have one; see `RowSource`."""
+        if not samples:
+            agree(0)
+            return {}
+        index = np.asarray(samples, dtype=np.int64)
+        hit = self._levels(index) > 0
+        parts = _Parts(self.source)
+        # What was read although it is stored by now is taken from the store; what was counted on and is gone is read.
+        is_read = _positions_of(read, samples)
+        parts.add(is_read & ~hit, batch, is_read)
+        parts.read(~hit & ~is_read, samples)
+        known = self.store.sample_field(index[hit], LENGTH_FIELD) if self.source.is_text and hit.any() else []
+        length = agree(self._padded_length(parts, known))
+        if self.source.keeps_padding:
+            # It was stored for a shorter batch.
+            hit = self._without(hit, self.store.lengths(index) < length, parts, samples)
+        rows = self._read_rows(index[hit], length) if hit.any() else None
+        if rows is None:
+            hit = self._without(hit, hit.copy(), parts, samples)
+        else:
+            lost = np.zeros_like(hit)
+            lost[hit] = self._known(rows.levels) == 0
+            if lost.any():
+                # Another process was writing it.
+                rows = _taken(rows, ~lost[hit])
+                hit = self._without(hit, lost, parts, samples)
+        self.counts.hits += int(hit.sum())
+        self.counts.misses += len(samples) - int(hit.sum())
+        return self._assembled(index, hit, rows, parts, length)
+
+    def _levels(self, index: Indices) -> Indices:
+        return np.zeros(len(index), dtype=np.int64) if self._is_off else self._known(self.store.levels(index))
+
+    def _known(self, ids: Indices) -> Indices:
+        """Layers that each row holds the output of; 0 if not of the weights that are loaded now."""
+        table = self._level_of_id
+        levels: Indices = table[np.where(ids < len(table), ids, 0)]
+        return levels
+
+    def _without(self, hit: npt.NDArray[np.bool_], lost: Any, parts: _Parts, samples: list[int]) -> Any:
+        """`hit` without what turned out not to be there, which is read from the data set now."""
+        parts.read(hit & lost, samples)
+        return hit & ~lost
+
+    def _padded_length(self, parts: _Parts, known: Any) -> int:
+        """Length that the collator would have padded the whole batch to."""
+        rule = self.source.report.padding
+        if not self.source.is_text or rule is None:
+            return self.source.row_length
+        return rule.length(int(max([*(lengths.max() for lengths in parts.lengths), *known])))
+
+    def _read_rows(self, index: Indices, length: int) -> Rows | None:
+        start = time.perf_counter()
+        try:
+            self._check_inputs(index)
+            rows = self.store.read(index, length)
+        except StoreDamagedError as error:
+            self.switch_off(str(error))
+            return None
+        finally:
+            self.counts.read_seconds += time.perf_counter() - start
+        return None if self._is_off else rows
+
+    def _check_inputs(self, index: Indices) -> None:
+        """Now and then read a stored sample's input again: a data set that changes must not be served from the store.
+
+        Raises:
+            StoreDamagedError: the sample is not what it was when its activation was stored.
+        """
+        self._hits_unchecked += len(index)
+        if self._hits_unchecked < CHECKED_HITS:
+            return
+        self._hits_unchecked -= CHECKED_HITS
+        sample = index[:1]
+        _, found = self.source.digests(self.source.read(sample.tolist()))
+        self.counts.checked += 1
+        if found[0] != self.store.input_digests(sample)[0]:
+            raise StoreDamagedError(
+                f"sample {sample[0]} of the data set is not what it was when its activation was stored. The data set "
+                "or its transform changes: set activation_cache='off', or make it give the same sample each time."
+            )
+
+    def _assembled(
+        self, index: Indices, hit: npt.NDArray[np.bool_], rows: Rows | None, parts: _Parts, length: int
+    ) -> dict[str, Any]:
+        levels = np.zeros(len(index), dtype=np.int64)
+        digests = np.zeros(len(index), dtype=np.uint64)
+        for where, _, found in parts.found:
+            digests[where] = found
+        hidden = None
+        if rows is not None and hit.any():
+            levels[hit] = self._known(rows.levels)
+            hidden = rows.activation
+            if not hit.all():
+                hidden = hidden.new_zeros(len(index), *hidden.shape[1:])
+                hidden[torch.from_numpy(np.flatnonzero(hit))] = rows.activation
+        stored = None if rows is None else self._fields_of(rows, length)
+        inputs = _merged(len(index), hit, stored, parts, length)
+        prefix = Prefix(
+            torch.from_numpy(index), torch.from_numpy(levels), torch.from_numpy(digests.view(np.int64)), hidden
+        )
+        return prefix.attach(inputs)
+
+    def _fields_of(self, rows: Rows, length: int) -> dict[str, torch.Tensor]:
+        """The inputs of stored samples, padded as by the collator."""
+        fields = {name: value for name, value in rows.fields.items() if name != LENGTH_FIELD}
+        if not self.source.is_text:
+            placeholder = torch.zeros(1, dtype=self.source.main_dtype)
+            fields[self.source.main_input] = placeholder.expand(len(rows.levels), *self.source.main_shape)
+            return fields
+        beyond = torch.arange(length) >= torch.from_numpy(rows.lengths.astype(np.int64))[:, None]
+        for name in self.source.report.token_fields:
+            usual = fill_value(name, self.source.main_input, self.source.pad_token_id)
+            fill = self.source.report.fill_values.get(name, usual)
+            if fill:
+                fields[name][beyond] = fill
+        return fields
+
+    # ---- writing: the engine's side ----
+
+    def keep(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+        """Store the activations after `level` layers of those samples that are not stored so far up."""
+        prefix = micro_batch.prefix
+        assert prefix is not None
+        rows = (prefix.levels < self.level).nonzero().squeeze(1)
+        if self._is_off or not len(rows):
+            return
+        start = time.perf_counter()
+        is_all = len(rows) == len(prefix.levels)
+        inputs = micro_batch.inputs if is_all else take_rows(micro_batch.inputs, rows)
+        activation = (hidden if is_all else hidden[rows.to(hidden.device)]).detach()
+        index = prefix.samples[rows].numpy()
+        digests = prefix.digests[rows].numpy().view(np.uint64)
+        digests = np.where(prefix.levels[rows].numpy() > 0, self.store.input_digests(index), digests)
+        names = [*self.source.report.token_fields, *self.source.report.sample_fields]
+        fields = {name: inputs[name].cpu() for name in names}
+        lengths = np.full(len(index), activation.shape[1], dtype=np.int64)
+        if self.source.is_text:
+            real = real_lengths(fields, self.source.main_input)
+            fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
+            lengths = lengths if self.source.keeps_padding else real
+        try:
+            self.counts.written += self.store.write(index, self._level_id, activation.cpu(), lengths, fields, digests)
+        except (StoreDamagedError, OSError) as error:
+            self.switch_off(str(error))
+        self.counts.write_seconds += time.perf_counter() - start
+
+
+class _Parts:
+    """The parts of a batch that were read from the data set: positions, collated inputs, digests of the inputs."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self.source = source
+        self.found: list[tuple[npt.NDArray[np.bool_], Mapping[str, Any], Any]] = []
+        self.lengths: list[Any] = []
+
+    def add(self, where: Any, batch: Mapping[str, Any], holds: Any) -> None:
+        """Take from `batch`, which holds the positions `holds`, the positions `where`."""
+        if not where.any():
+            return
+        if where.sum() < holds.sum():
+            batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
+        lengths, digests = self.source.digests(batch)
+        self.lengths.append(lengths)
+        self.found.append((where, batch, digests))
+
+    def read(self, where: Any, samples: list[int]) -> None:
+        """Read the samples at the positions `where` now."""
+        if where.any():
+            self.add(where, self.source.read([samples[i] for i in np.flatnonzero(where)]), where)
+
+    def padded(self, length: int) -> list[tuple[npt.NDArray[np.bool_], Mapping[str, Any]]]:
+        """Positions and inputs of each part."""
+        if not self.source.is_text:
+            return [(where, batch) for where, batch, _ in self.found]
+        pad = self.source.pad_token_id
+        return [(where, pad_batch(batch, self.source.main_input, length, pad)) for where, batch, _ in self.found]
+
+
+def _positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
+    """Which of `samples` are those of `read`, a part of them in the same order; a sample may come twice."""
+    where = np.zeros(len(samples), dtype=bool)
+    position = 0
+    for i, sample in enumerate(samples):
+        if position < len(read) and read[position] == sample:
+            where[i] = True
+            position += 1
+    return where
+
+
+def _taken(rows: Rows, where: npt.NDArray[np.bool_]) -> Rows:
+    chosen = torch.from_numpy(np.flatnonzero(where))
+    fields = {name: value[chosen] for name, value in rows.fields.items()}
+    return Rows(rows.levels[where], rows.lengths[where], rows.activation[chosen], fields)
+
+
+def _merged(
+    count: int, hit: Any, stored: Mapping[str, torch.Tensor] | None, parts: _Parts, length: int
+) -> dict[str, Any]:
+    """One batch from the stored samples and from those that were read."""
+    pieces = parts.padded(length)
+    if stored is not None:
+        pieces.append((hit, stored))
+    if len(pieces) == 1:
+        return dict(pieces[0][1])
+    merged = {}
+    for name, first in pieces[0][1].items():
+        whole = first.new_zeros(count, *first.shape[1:])
+        for where, piece in pieces:
+            whole[torch.from_numpy(np.flatnonzero(where))] = piece[name]
+        merged[name] = whole
+    return merged

@@ -1,0 +1,147 @@
+"""Whether caching what the frozen prefix gives is worth it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+MODES = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class CacheCosts:
+    """Measured times, all in seconds per sample.
+
+    Args:
+        prefix: `prefix[f]` is the forward of embeddings + `layers[0:f]`; `prefix[0]` is the embeddings alone.
+        input: reading, decoding, tokenising and collating a sample, after what loader workers hide.
+        read: of a stored row.
+        write: of a row.
+    """
+
+    prefix: tuple[float, ...]
+    input: float
+    read: float
+    write: float
+
+
+@dataclass(frozen=True)
+class CacheDecision:
+    """What to do with stored rows until the next decision.
+
+    Args:
+        use: read stored rows.
+        write: bring rows to the new level and store them there.
+        level: level that rows will have: `num_frozen` if they are written, else the level that they have now.
+        gain: seconds per sample over the rest of the run against the next best choice, 0 where the mode forces a
+            choice that is not the cheapest.
+        costs: seconds per sample over the rest of the run of each possible choice: "compute", "keep", "write".
+        reason: why, in a few words.
+    """
+
+    use: bool
+    write: bool
+    level: int
+    gain: float
+    costs: dict[str, float]
+    reason: str
+
+
+def decide_cache(
+    costs: CacheCosts,
+    num_frozen: int,
+    stored_level: int,
+    stored_share: float,
+    epochs_left: float,
+    mode: str,
+    fits_share: float = 1.0,
+) -> CacheDecision:
+    """Choose the cheapest way to get the output of the frozen prefix for the rest of the run.
+
+    With E epochs left, F frozen layers and a share s of the samples stored at level g, one sample costs over the rest
+    of the run:
+
+        compute   E (input + prefix[F])
+        keep      s E (read + prefix[F] - prefix[g]) + (1 - s) compute
+        write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
+                  + p (E - 1) read + (1 - p) compute
+
+    where p is the share that fits (what is stored does). A row that is at level F already is not written again. Of
+    equal choices the one that stores less is taken. PipeTransformer section 3.4 compares the times of recomputing
+    and of loading in a profiler; the sum over the epochs left adds what writing costs and how often it pays.
+
+    Args:
+        num_frozen: F.
+        stored_level: g, the level of the rows that are stored now; 0 if there are none. Rows above F are of no use.
+        stored_share: s, from 0 to 1.
+        epochs_left: E, how often a sample is still read on average, the current epoch included.
+        mode: "auto" takes the cheapest; "on" caches wherever rows are read again; "off" never caches.
+        fits_share: share of the samples whose rows fit into the store, from 0 to 1.
+
+    Raises:
+        ValueError: unknown mode, a share that is none, or no measured time for F layers.
+    """
+    _check(costs, num_frozen, stored_share, fits_share, mode)
+    is_stored = 0 < stored_level <= num_frozen and stored_share > 0
+    share = stored_share if is_stored else 0.0
+    found = _costs(costs, num_frozen, stored_level if is_stored else 0, share, max(epochs_left, 0.0), fits_share)
+    choice, reason = _choose(found, num_frozen, epochs_left, mode)
+    others = [cost for name, cost in found.items() if name != choice]
+    return CacheDecision(
+        use=choice != "compute",
+        write=choice == "write",
+        level=num_frozen if choice == "write" else stored_level,
+        gain=max(min(others, default=found[choice]) - found[choice], 0.0),
+        costs=found,
+        reason=reason,
+    )
+
+
+def _check(costs: CacheCosts, num_frozen: int, stored_share: float, fits_share: float, mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
+    if not 0 <= num_frozen < len(costs.prefix):
+        raise ValueError(
+            f"{num_frozen} layers are frozen: expected 0 to {len(costs.prefix) - 1}, the prefixes that were measured."
+        )
+    for name, share in (("stored_share", stored_share), ("fits_share", fits_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} is {share}: expected a share from 0 to 1.")
+
+
+def _costs(
+    costs: CacheCosts, num_frozen: int, stored_level: int, share: float, epochs: float, fits_share: float
+) -> dict[str, float]:
+    """Seconds per sample of each choice that is possible; the first ones store less."""
+    computed = costs.input + costs.prefix[num_frozen]
+    found = {"compute": epochs * computed}
+    if num_frozen == 0:
+        return found
+    # Two measured times may come out in the wrong order by noise.
+    advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored_level], 0.0)
+    if share > 0:
+        found["keep"] = epochs * (share * advanced + (1 - share) * computed)
+    if epochs > 1:
+        fits = max(fits_share, share)
+        rewritten = 0.0 if stored_level == num_frozen else costs.write
+        first = share * (advanced + rewritten) + (fits - share) * (computed + costs.write)
+        found["write"] = first + fits * (epochs - 1) * costs.read + (1 - fits) * epochs * computed
+    return found
+
+
+def _choose(found: dict[str, float], num_frozen: int, epochs_left: float, mode: str) -> tuple[str, str]:
+    if num_frozen == 0:
+        return "compute", "no layer is frozen"
+    if mode == "off":
+        return "compute", "the cache is switched off"
+    if mode == "on":
+        if "write" in found:
+            return "write", "the cache is switched on"
+        chosen = "keep" if "keep" in found else "compute"
+        return chosen, f"nothing is written with {epochs_left:.3g} epochs left: no row would be read again"
+    # min takes the first of equals.
+    chosen = min(found, key=lambda name: found[name])
+    if len(found) == 1:
+        return chosen, f"{epochs_left:.3g} epochs left: no row would be read again"
+    compared = ", ".join(f"{name} {1000 * cost:.3g} ms" for name, cost in found.items())
+    return chosen, f"a sample over {epochs_left:.3g} epochs: {compared}"

@@ -1,0 +1,514 @@
+"""Whether the model's input is a function of the sample's index alone, and how the collator pads."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+
+
+NUM_SAMPLES = 8
+NUM_DRAWS = 16
+MULTIPLES = (1, 8, 16, 32, 64, 128)
+MASK = "attention_mask"
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PaddingRule:
+    """Padded length of a batch from the real lengths of its samples.
+
+    Args:
+        kind: "none": there is no token dimension (images); "fixed": always `size`; "multiple": the longest, rounded
+            up to a multiple of `size` (1 is the longest itself).
+        size: see `kind`.
+    """
+
+    kind: Literal["none", "fixed", "multiple"]
+    size: int = 1
+
+    def length(self, longest: int) -> int:
+        """Padded length of a batch whose longest sample has `longest` real tokens; 0 without a token dimension."""
+        if self.kind == "none":
+            return 0
+        if self.kind == "fixed":
+            # No collator cuts: a sample that is longer than the rule keeps its length.
+            return max(self.size, longest)
+        return -(-longest // self.size) * self.size
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """What a probe of data set and collator found.
+
+    Args:
+        reason: why the cache must stay off (what was found, what to do); None if the input is fine. With a reason,
+            everything but the time is empty.
+        padding: how the collator pads.
+        token_fields: names and dtypes of the tensors `(batch, seq)`.
+        sample_fields: names, dtypes and shapes per sample of the other tensors; without the main input if it is a
+            placeholder.
+        seconds_per_sample: measured, reading and collating one sample in this process; 0 if nothing was read.
+        fill_values: what each token field is padded with; a field that was never seen padded is absent.
+    """
+
+    reason: str | None
+    padding: PaddingRule | None = None
+    token_fields: dict[str, torch.dtype] = field(default_factory=dict)
+    sample_fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    seconds_per_sample: float = 0.0
+    fill_values: dict[str, int | float] = field(default_factory=dict)
+
+
+def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.ndarray:
+    """Real tokens of each sample, `(batch,)`: where the last one is that the attention mask shows, plus one.
+
+    Without a mask `(batch, seq)` every sample has the full length of the main input; 0 without a token dimension.
+    """
+    mask, value = batch.get(MASK), batch.get(main_input)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        shown = mask.cpu().numpy() != 0
+        return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
+    if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+        return np.full(value.shape[0], value.shape[1])
+    count = next((len(other) for other in batch.values() if isinstance(other, torch.Tensor) and other.dim()), 0)
+    return np.zeros(count, dtype=np.int64)
+
+
+def row_digests(
+    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str] | None = None
+) -> np.ndarray:
+    """A digest of each sample, uint64 `(batch,)`, over all its tensors: independent of padding and of its partners.
+
+    Args:
+        batch: tensors with a sample dimension; anything else is left out.
+        lengths: real tokens of each sample, `(batch,)`.
+        token_fields: names of the tensors `(batch, seq)`, which are cut to the real length. None takes every tensor
+            whose second dimension is as long as the attention mask's.
+    """
+    digests = _field_digests(batch, lengths, _like_mask(batch) if token_fields is None else token_fields)
+    if not digests:
+        return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
+    rows = np.stack([digests[name] for name in sorted(digests)], axis=1)
+    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], dtype=np.uint64)
+
+
+def _like_mask(batch: Mapping[str, Any]) -> frozenset[str]:
+    mask = batch.get(MASK)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return frozenset()
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
+    return frozenset(name for name, value in tensors.items() if value.shape[1] == mask.shape[1])
+
+
+def _field_digests(
+    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]
+) -> dict[str, np.ndarray]:
+    """For each tensor a digest of each sample, over name, dtype, shape and bytes."""
+    digests: dict[str, np.ndarray] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        is_cut = name in token_fields
+        head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
+        data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
+        found = np.empty(len(data), dtype=np.uint64)
+        for index, row in enumerate(data):
+            hasher = xxhash.xxh3_64(head)
+            hasher.update(row[: int(lengths[index]) * value.element_size()] if is_cut else row)
+            found[index] = hasher.intdigest()
+        digests[name] = found
+    return digests
+
+
+class _UnfitError(Exception):
+    """The cache must stay off; the text says why."""
+
+
+def examine_inputs(
+    dataset: Any, collate: Callable[[list[Any]], Any], main_input: str, placeholders: frozenset[str]
+) -> InputReport:
+    """Probe data set and collator: may an activation be stored and used again for the same sample?
+
+    Eight samples from all over the data set are read 16 times under different seeds, then in reversed order, in pairs
+    and one by one. Some 160 samples are read, twice as many if something is random. No state of the random number
+    generators of Python, numpy and torch is changed; a generator that data set or collator hold themselves moves on.
+    What is random in far less than one sample out of a hundred may stay unnoticed.
+
+    Args:
+        dataset: has a length and is indexed; read as a DataLoader reads it.
+        collate: makes a batch from a list of samples.
+        main_input: name of the input that the embeddings read.
+        placeholders: batch entries that only the embeddings read.
+    """
+    reason = _refused_dataset(dataset)
+    if reason is not None:
+        return InputReport(reason)
+    probe = _Probe(dataset, collate, main_input)
+    try:
+        with _random_states_kept():
+            report = _examine(probe, placeholders)
+    except _UnfitError as unfit:
+        report = InputReport(str(unfit), seconds_per_sample=probe.seconds_per_sample)
+    # Whatever a user's code raises for an unusual batch (a single sample, say) must not end a run without a cache.
+    except Exception as error:
+        report = InputReport(
+            f"found that samples cannot be read and collated in small batches ({type(error).__name__}: {error}); to "
+            f"use the cache let data set and collator take any 1 to {NUM_SAMPLES} samples.",
+            seconds_per_sample=probe.seconds_per_sample,
+        )
+    return report
+
+
+def _refused_dataset(dataset: Any) -> str | None:
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return f"found a data set without length or index ({name}); to use the cache give one that is indexed."
+    if len(dataset) == 0:
+        return f"found an empty data set ({name}); to use the cache give one with samples."
+    if hasattr(dataset, "set_epoch"):
+        return (
+            f"found a data set with set_epoch ({name}), whose samples may change from epoch to epoch; to use the "
+            "cache give one whose samples stay the same, without that method."
+        )
+    return None
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+class _Probe:
+    """Reads small batches of the same few samples, each under its own seed."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], main_input: str) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.main_input = main_input
+        spread = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_SAMPLES))
+        self.indices = [round(index) for index in spread.tolist()]
+        self.times: list[float] = []
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return float(np.median(self.times)) if self.times else 0.0
+
+    def rows(self, indices: Sequence[int]) -> list[Any]:
+        """Samples as a DataLoader would fetch them."""
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(list(indices)))
+        return [self.dataset[index] for index in indices]
+
+    def batch(self, indices: Sequence[int], draw: int = 0) -> Batch:
+        """The collated batch of these samples, with the random number generators as `draw` says."""
+        seed = 7919 * (draw + 1)
+        random.seed(seed)
+        np.random.seed(seed)
+        # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
+        torch.default_generator.manual_seed(seed)
+        start = time.perf_counter()
+        batch = self.collate(self.rows(indices))
+        if len(indices) == len(self.indices):
+            # As in training: collating one sample alone takes longer.
+            self.times.append((time.perf_counter() - start) / len(indices))
+        return self.checked(batch, len(indices))
+
+    def checked(self, batch: Any, count: int) -> Batch:
+        """The batch as a dict of tensors `(count, ...)`."""
+        if not isinstance(batch, Mapping) or not isinstance(batch.get(self.main_input), torch.Tensor):
+            names = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise _UnfitError(
+                f"found a batch without a tensor {self.main_input!r}, the model's main input ({names}); to use the "
+                "cache let the collator return a dict with it."
+            )
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                raise _UnfitError(
+                    f"found {name!r} in the batch, a {type(value).__name__}; to use the cache let the collator return "
+                    "tensors with one row a sample only."
+                )
+            if value.dim() == 0 or value.shape[0] != count:
+                raise _UnfitError(
+                    f"found {name!r} of shape {tuple(value.shape)} in a batch of {count} samples; to use the cache "
+                    "let the collator return tensors with one row a sample only."
+                )
+        return dict(batch)
+
+
+def _examine(probe: _Probe, placeholders: frozenset[str]) -> InputReport:
+    main_input, indices = probe.main_input, probe.indices
+    whole = probe.batch(indices)
+    is_text = _is_text(whole[main_input], main_input, placeholders)
+    pairs = list(zip(indices, indices[1:], strict=False))
+    parts = [indices[::-1], *([index] for index in indices), *pairs]
+    # Every check below goes over all of them.
+    groups: list[Sequence[int]] = [indices, *parts]
+    batches = [whole, *(probe.batch(part) for part in parts)]
+    _check_alike(batches)
+    token_fields = _find_token_fields(batches, main_input) if is_text else frozenset[str]()
+    fill_values: dict[str, int | float] = {}
+    if is_text:
+        _check_padding_side(batches, main_input)
+        token_fields, fill_values = _find_fill_values(batches, token_fields, main_input)
+    _check_draws(probe, whole, token_fields)
+    _check_mixing(groups, batches, token_fields, main_input)
+    sample_fields = _find_sample_fields(batches, token_fields)
+    if not is_text and main_input in placeholders:
+        del sample_fields[main_input]
+    return InputReport(
+        reason=None,
+        padding=_find_padding(probe, batches) if is_text else PaddingRule("none"),
+        token_fields={name: whole[name].dtype for name in whole if name in token_fields},
+        sample_fields=sample_fields,
+        seconds_per_sample=probe.seconds_per_sample,
+        fill_values=fill_values,
+    )
+
+
+def _is_text(value: torch.Tensor, main_input: str, placeholders: frozenset[str]) -> bool:
+    if value.is_floating_point():
+        if main_input not in placeholders:
+            raise _UnfitError(
+                f"found that more than the embeddings reads {main_input!r}, which is too large to be stored beside an "
+                "activation; to use the cache take a model whose layers and loss do without it."
+            )
+        return False
+    if value.dim() != 2:
+        raise _UnfitError(
+            f"found {main_input!r} of shape {tuple(value.shape)} and {value.dtype}; to use the cache give token ids "
+            "(batch, seq) or floating point images."
+        )
+    return True
+
+
+def _check_alike(batches: list[Batch]) -> None:
+    expected = {name: value.dtype for name, value in batches[0].items()}
+    for batch in batches:
+        found = {name: value.dtype for name, value in batch.items()}
+        if found != expected:
+            differing = sorted(name for name, _ in set(found.items()) ^ set(expected.items()))
+            raise _UnfitError(
+                f"found that {_listed(differing)} are absent or of another dtype in some batches; to use the cache "
+                "let the collator return the same fields for all samples."
+            )
+
+
+def _find_token_fields(batches: list[Batch], main_input: str) -> frozenset[str]:
+    """What is as long as the text in every batch, so that only chance could make something else look like it."""
+    return frozenset(
+        name
+        for name in batches[0]
+        if all(batch[name].dim() == 2 and batch[name].shape == batch[main_input].shape for batch in batches)
+    )
+
+
+def _check_padding_side(batches: list[Batch], main_input: str) -> None:
+    if MASK not in batches[0]:
+        lengths = sorted({batch[main_input].shape[1] for batch in batches})
+        if len(lengths) > 1:
+            raise _UnfitError(
+                f"found batches of different lengths ({lengths[0]} to {lengths[-1]}) without {MASK!r}, so that "
+                f"padding cannot be told from tokens; to use the cache let the collator return {MASK!r}."
+            )
+        return
+    for batch in batches:
+        mask = batch[MASK]
+        if mask.shape != batch[main_input].shape:
+            raise _UnfitError(
+                f"found {MASK!r} of shape {tuple(mask.shape)} beside {main_input!r} of shape "
+                f"{tuple(batch[main_input].shape)}; to use the cache give one value a token."
+            )
+        shown = mask != 0
+        if bool((shown.any(dim=1) & ~shown[:, 0]).any()):
+            raise _UnfitError(
+                'found text that is padded on the left; to use the cache set padding_side="right" in the tokenizer.'
+            )
+
+
+def _find_fill_values(
+    batches: list[Batch], token_fields: frozenset[str], main_input: str
+) -> tuple[frozenset[str], dict[str, int | float]]:
+    """The token fields whose padding holds one value, and that value."""
+    fills: dict[str, set[int | float]] = {name: set() for name in token_fields}
+    for batch in batches:
+        lengths = torch.from_numpy(real_lengths(batch, main_input))
+        is_padding = torch.arange(batch[main_input].shape[1]) >= lengths[:, None]
+        for name in token_fields:
+            fills[name].update(batch[name][is_padding].unique().tolist())
+    mixed = {name for name, values in fills.items() if len(values) > 1}
+    if main_input in mixed:
+        raise _UnfitError(
+            f"found different values in {main_input!r} behind the last token that {MASK!r} shows; to use the cache "
+            f"let {MASK!r} show every token, and pad with one value."
+        )
+    values = {name: next(iter(found)) for name, found in sorted(fills.items()) if len(found) == 1}
+    return token_fields - mixed, values
+
+
+def _check_draws(probe: _Probe, whole: Batch, token_fields: frozenset[str]) -> None:
+    def digests(batch: Batch) -> dict[str, np.ndarray]:
+        return _field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
+
+    expected = digests(whole)
+    changed: set[str] = set()
+    for draw in range(1, NUM_DRAWS):
+        changed |= _differing(digests(probe.batch(probe.indices, draw)), expected)
+    if not changed:
+        return
+    # One sample alone has nobody to be mixed with: what still changes is random by itself.
+    alone = {index: probe.batch([index]) for index in probe.indices}
+    is_own = any(
+        _is_other(probe.batch([index], draw), batch) for draw in range(1, NUM_DRAWS) for index, batch in alone.items()
+    )
+    names = _listed(sorted(changed))
+    if not is_own:
+        raise _mixing(names)
+    if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
+        raise _UnfitError(
+            f"found random augmentation: {names} of the same samples change from one reading to the next; to use the "
+            "cache transform the images always alike, or store augmented copies in the data set."
+        )
+    raise _UnfitError(
+        f"found random tokens or labels: {names} of the same samples change from one reading to the next (random "
+        "masking in the collator?); to use the cache mask once, in the data set."
+    )
+
+
+def _is_other(found: Batch, expected: Batch) -> bool:
+    """Whether two batches differ by more than rounding: a sample mixed with itself is not bitwise itself."""
+    for name, value in expected.items():
+        if name not in found or found[name].shape != value.shape:
+            return True
+        difference = (found[name].double() - value.double()).abs()
+        if value.numel() and bool(difference.max() > 1e-3 * value.double().abs().max()):
+            return True
+    return False
+
+
+def _mixing(names: str) -> _UnfitError:
+    return _UnfitError(
+        f"found that the batch mixes samples (mixup?): {names} of a sample depend on the others in its batch or on "
+        "their order; to use the cache let the collator treat each sample by itself."
+    )
+
+
+def _differing(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> set[str]:
+    names = {*found, *expected}
+    return {
+        name
+        for name in names
+        if name not in found or name not in expected or not np.array_equal(found[name], expected[name])
+    }
+
+
+def _check_mixing(
+    groups: list[Sequence[int]], batches: list[Batch], token_fields: frozenset[str], main_input: str
+) -> None:
+    """Each sample must be the same in every batch that it was part of."""
+    changed: set[str] = set()
+    expected: dict[tuple[int, str], int] = {}
+    for indices, batch in zip(groups, batches, strict=True):
+        for name, digests in _field_digests(batch, real_lengths(batch, main_input), token_fields).items():
+            for index, digest in zip(indices, digests.tolist(), strict=True):
+                if expected.setdefault((index, name), digest) != digest:
+                    changed.add(name)
+    # A field that only changes its size is no mixing, see `_find_sample_fields`.
+    changed = {name for name in changed if name in token_fields or len(_row_shapes(batches, name)) == 1}
+    if changed:
+        raise _mixing(_listed(sorted(changed)))
+
+
+def _row_shapes(batches: list[Batch], name: str) -> list[tuple[int, ...]]:
+    return sorted({tuple(batch[name].shape[1:]) for batch in batches})
+
+
+def _find_sample_fields(
+    batches: list[Batch], token_fields: frozenset[str]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    fields = {}
+    for name, value in batches[0].items():
+        if name in token_fields:
+            continue
+        shapes = _row_shapes(batches, name)
+        if len(shapes) > 1:
+            raise _UnfitError(
+                f"found {name!r} of shape {shapes[0]} and of shape {shapes[-1]} a sample; to use the cache give it "
+                "one size in all batches (resized images, text padded to one length)."
+            )
+        fields[name] = (value.dtype, shapes[0])
+    return fields
+
+
+def _find_padding(probe: _Probe, batches: list[Batch]) -> PaddingRule:
+    """The rule that explains every batch."""
+    found = [_observed(batch, probe.main_input) for batch in batches]
+    found += _shortened(probe, batches)
+    lengths = {padded for _, padded in found}
+    if len(lengths) == 1 and any(longest < padded for longest, padded in found):
+        return PaddingRule("fixed", lengths.pop())
+    for multiple in MULTIPLES:
+        rule = PaddingRule("multiple", multiple)
+        if all(rule.length(longest) == padded for longest, padded in found):
+            return rule
+    examples = ", ".join(f"{longest} to {padded}" for longest, padded in sorted(set(found))[:4])
+    raise _UnfitError(
+        f"found padding that follows no known rule (longest sample to length of the batch: {examples}); to use the "
+        f"cache pad to one length, to the longest sample, or to a multiple of {', '.join(map(str, MULTIPLES[1:]))}."
+    )
+
+
+def _observed(batch: Batch, main_input: str) -> tuple[int, int]:
+    """Longest real length and padded length."""
+    return int(real_lengths(batch, main_input).max()), batch[main_input].shape[1]
+
+
+def _shortened(probe: _Probe, batches: list[Batch]) -> list[tuple[int, int]]:
+    """How the collator pads the beginning of a sample.
+
+    Samples of similar lengths fit several rules. This tells more, where it is the collator that pads and not the data
+    set.
+    """
+    rows = probe.rows(probe.indices)
+    sizes = [
+        _size(row[probe.main_input]) if isinstance(row, Mapping) and probe.main_input in row else 0 for row in rows
+    ]
+    if sizes != real_lengths(batches[0], probe.main_input).tolist():
+        return []
+    size, row = max(sizes), rows[sizes.index(max(sizes))]
+    found = []
+    for length in sorted({1, 2, size // 2, size - 1} & set(range(1, size))):
+        try:
+            batch = probe.collate(
+                [{key: value[:length] if _size(value) == size else value for key, value in row.items()}]
+            )
+            found.append(_observed(probe.checked(batch, 1), probe.main_input))
+        # A collator need not take what the data set never gives.
+        except Exception:
+            return []
+    return found
+
+
+def _size(value: Any) -> int:
+    """Length of a list or array; 0 for anything else."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.shape[0] if value.ndim else 0
+    return len(value) if isinstance(value, (list, tuple)) else 0
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,132 @@
+"""Whether the next part of a run stores activations, decided on measured times, and the event that says why."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
+from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autocache.store import ActivationStore
+
+
+MEASURED_ROWS = 32
+"""Rows that are written and read to measure the storage."""
+
+
+@dataclass(frozen=True)
+class StorageSpeed:
+    """Seconds that one row takes.
+
+    Args:
+        read: to read it.
+        write: to write it the first time.
+    """
+
+    read: float
+    write: float
+
+
+class CachePlanner:
+    """Asked at each freeze how far up activations are stored from then on (PipeTransformer, section 3.4).
+
+    Args:
+        mode: `auto`, `on` or `off`.
+        input_seconds: reading and collating a sample takes.
+        measure: measures the storage; called once, when it is first needed.
+        fits_share: share of the samples that fit the bound on the store.
+        steps_per_epoch: optimizer steps.
+        write: writes an event.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        input_seconds: float,
+        measure: Callable[[], StorageSpeed],
+        fits_share: float,
+        steps_per_epoch: int,
+        write: Callable[..., None],
+    ) -> None:
+        self.mode = mode
+        self.input_seconds = input_seconds
+        self.fits_share = fits_share
+        self.steps_per_epoch = steps_per_epoch
+        self.write = write
+        self.stored_share: Callable[[], float] = lambda: 0.0
+        self._measure = measure
+        self._speed: StorageSpeed | None = None
+
+    def decide(
+        self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
+    ) -> CacheDecision:
+        """What pays from step `step` on.
+
+        Args:
+            prefix_seconds: by number of layers, seconds per sample of the forward of embeddings and these layers.
+            num_frozen: F from now on.
+            stored_level: layers that stored rows cover now; 0: nothing is stored.
+            step: optimizer steps done.
+            max_steps: of the run.
+        """
+        self._speed = self._speed or self._measure()
+        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
+        epochs_left = (max_steps - step) / self.steps_per_epoch
+        share = self.stored_share() if stored_level else 0.0
+        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
+        self.write(
+            "cache",
+            what="decision",
+            level=decision.level if decision.use else 0,
+            num_frozen_layers=num_frozen,
+            reason=decision.reason,
+            seconds_per_sample=decision.costs,
+            prefix_s=prefix_seconds[num_frozen],
+            input_s=self.input_seconds,
+            read_s=self._speed.read,
+            write_s=self._speed.write,
+            epochs_left=epochs_left,
+            stored_share=share,
+            fits_share=self.fits_share,
+        )
+        return decision
+
+
+def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
+    """Write and read some rows of `length` tokens where the store will lie."""
+    folder = Path(tempfile.mkdtemp(prefix="measured-", dir=base))
+    samples = np.arange(MEASURED_ROWS)
+    lengths = np.full(MEASURED_ROWS, length)
+    activation = torch.randn(MEASURED_ROWS, length, row_format.hidden_size)
+    fields = {
+        **{name: torch.zeros(MEASURED_ROWS, length, dtype=d) for name, d in row_format.token_fields.items()},
+        **{name: torch.zeros(MEASURED_ROWS, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},
+    }
+    digests = np.zeros(MEASURED_ROWS, dtype=np.uint64)
+    try:
+        store = ActivationStore.create(folder / "store", MEASURED_ROWS, row_format, 2**40, num_writers=1)
+        level = store.level_of("measured")
+
+        def write() -> None:
+            store.write(samples, level, activation, lengths, fields, digests)
+
+        seconds = [_seconds(write), _seconds(write)]
+        read = min(_seconds(lambda: store.read(samples[::-1].copy(), length)) for _ in range(3))
+        store.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    # The first write also made the shards, which a run does now and then.
+    return StorageSpeed(read / MEASURED_ROWS, sum(seconds) / 2 / MEASURED_ROWS)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

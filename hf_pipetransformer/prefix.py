@@ -1,0 +1,51 @@
+"""What a batch knows of the stored activations of its samples, and how it travels with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+_SAMPLES, _LEVELS, _DIGESTS, _HIDDEN = (
+    f"pipetransformer_{name}" for name in ("samples", "levels", "digests", "hidden")
+)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The samples of a batch or micro-batch as the activation cache sees them.
+
+    Args:
+        samples: index of each sample in the data set, `(batch,)`, int64.
+        levels: layers whose output is known for each sample, `(batch,)`, int64; 0: it starts from its input.
+        digests: of each sample's input, `(batch,)`, int64; 0 where the sample was not read.
+        hidden: the stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows of level 0 hold
+            nothing. None on later stages, and if nothing is stored.
+    """
+
+    samples: torch.Tensor
+    levels: torch.Tensor
+    digests: torch.Tensor
+    hidden: torch.Tensor | None
+
+    def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with this in it, so that it is cut, padded and sent on with the batch."""
+        own = {_SAMPLES: self.samples, _LEVELS: self.levels, _DIGESTS: self.digests}
+        return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
+
+
+def detach_prefix(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Prefix | None]:
+    """A batch's inputs of the model, and what the cache knows of it."""
+    inputs = dict(batch)
+    samples, levels, digests, hidden = (inputs.pop(key, None) for key in (_SAMPLES, _LEVELS, _DIGESTS, _HIDDEN))
+    if samples is None or levels is None or digests is None:
+        return inputs, None
+    return inputs, Prefix(samples, levels, digests, hidden)
+
+
+def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as the later stages need it: stored activations reach them through the pipeline."""
+    return {key: value for key, value in batch.items() if key != _HIDDEN}

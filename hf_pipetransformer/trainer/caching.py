@@ -1,0 +1,236 @@
+"""The activation cache in a training run: whether there may be one, its store, and the weights that it hangs on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache, SampleSource
+from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
+from hf_pipetransformer.autocache.folder import StoreFolder, check_local, safe_max_bytes
+from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
+from hf_pipetransformer.autocache.planner import CachePlanner, measure_storage
+from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.topology import all_gather_trees
+from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
+from hf_pipetransformer.transition import Stage
+
+
+class CachingTrainer(EvaluatingTrainer):
+    """Opens the store of a run when it is first needed, keeps it true to the weights, and removes it at the end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cache: ActivationCache | None = None
+        self._cache_folder: StoreFolder | None = None
+        self._cache_source: SampleSource | None = None
+        self._cache_planner: CachePlanner | None = None
+        self._watch: PrefixWatch | None = None
+        self._cache_scalars: dict[str, float] = {}
+        self._unit_digests: dict[int, str] = {}
+
+    # ---- may there be a cache ----
+
+    def _begin_cache(self, loader: Any, steps_per_epoch: int) -> None:
+        """Look whether what frozen layers give may be stored, before anything is. A collective call."""
+        self._cache_source = self._cache_planner = None
+        if self.args.activation_cache == "off":
+            return
+        report = self._examined(loader)
+        if report.reason is not None:
+            self._write_cache_event("off", reason=report.reason)
+            if self.is_world_process_zero():
+                logger.warning(f"The activation cache stays off: {report.reason}")
+            return
+        assert self._start_up is not None
+        probe = self._start_up.probe
+        self._cache_source = SampleSource(
+            read=lambda samples: loader.collate([loader.dataset[i] for i in samples]),
+            main_input=probe.activation.main_input,
+            report=report,
+            row_length=probe.activation.hidden_shape[0],
+            main_shape=probe.activation.input_shape,
+            main_dtype=self._start_up.main_dtype,
+            pad_token_id=self._start_up.pad_token_id,
+            keeps_padding=self._start_up.sees_padding,
+        )
+        check_local(self._cache_base())
+        base, row_format, length = self._cache_base(), self._row_format(), self._typical_length()
+        wanted = len(loader.dataset) * length * row_format.hidden_size * row_format.dtype.itemsize
+        self._cache_planner = CachePlanner(
+            mode=self.args.activation_cache,
+            # Workers read while the others compute.
+            input_seconds=0.0 if self.args.dataloader_num_workers else report.seconds_per_sample,
+            measure=lambda: measure_storage(base, row_format, length),
+            fits_share=min(1.0, self._max_cache_bytes() / wanted),
+            steps_per_epoch=steps_per_epoch,
+            write=self._write_event,
+        )
+
+    def _examined(self, loader: Any) -> InputReport:
+        """What the ranks found out about the inputs, or why they did not look."""
+        assert self._start_up is not None
+        reason = None
+        if not isinstance(loader, PipelineLoader):
+            reason = (
+                f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
+                "Build it with self._get_dataloader."
+            )
+        elif self.topology.world_size > self.topology.local_world_size:
+            reason = "the run spans several nodes, and a sample may be drawn on another node than it was stored on."
+        if reason is not None:
+            return InputReport(reason)
+        probe = self._start_up.probe
+        report = examine_inputs(loader.dataset, loader.collate, probe.activation.main_input, probe.placeholders)
+        # What one rank noticed holds for all.
+        reasons = [reason for reason in self.topology.gather(report.reason) if reason is not None]
+        return InputReport(reasons[0]) if reasons else report
+
+    def _row_format(self) -> RowFormat:
+        assert self._start_up is not None and self._cache_source is not None
+        probe, report = self._start_up.probe, self._cache_source.report
+        name = self.args.activation_cache_dtype
+        dtype = getattr(torch, name) if name != "auto" else self._autocast_dtype() or probe.boundary_dtypes[-1]
+        sample_fields = dict(report.sample_fields)
+        if self._cache_source.is_text:
+            sample_fields[LENGTH_FIELD] = (torch.int32, ())
+        return RowFormat(probe.activation.hidden_shape[-1], dtype, report.token_fields, sample_fields)
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+
+    def _typical_length(self) -> int:
+        assert self._start_up is not None
+        return int(self._start_up.probe.activation.hidden_shape[0])
+
+    def _cache_base(self) -> Path:
+        return Path(self.args.activation_cache_dir or tempfile.gettempdir())
+
+    def _max_cache_bytes(self) -> float:
+        asked = self.args.activation_cache_max_gb
+        return safe_max_bytes(self._cache_base()) if asked is None else asked * 1e9
+
+    def _write_cache_event(self, what: str, **fields: Any) -> None:
+        self.events.write("cache", self.state.global_step, self.state.epoch, what=what, **fields)
+
+    # ---- following the layout ----
+
+    def _follow_with_cache(self, stage: Stage, loader: Any) -> None:
+        """After a transition: serve rows that belong to the weights, up to the layout's level. A collective call."""
+        level = stage.layout.cache_level
+        if level and self._cache is None and self._cache_source is not None:
+            self._open_cache(loader)
+        if self._cache is None:
+            return
+        stage.engine.keep = self._cache.keep
+        self._enter_level(stage)
+        loader.take_from(self._cache)
+
+    def _open_cache(self, loader: PipelineLoader) -> None:
+        assert self._cache_source is not None
+        topology, row_format, num_samples = self.topology, self._row_format(), len(loader.dataset)
+        writer, num_writers = topology.rank, topology.world_size
+        path, store = "", None
+        if topology.rank == 0:
+            key = self._data_key(loader)
+            self._cache_folder = folder = StoreFolder(self._cache_base(), key)
+            path = str(folder.path)
+            if folder.is_reusable(num_samples, row_format, num_writers):
+                store = ActivationStore.open(folder.path, writer)
+            else:
+                folder.clear()
+                limit = int(self._max_cache_bytes())
+                store = ActivationStore.create(folder.path, num_samples, row_format, limit, num_writers)
+            if self.args.activation_cache_keep:
+                folder.keep()
+        path = topology.broadcast(path)
+        if store is None:
+            store = ActivationStore.open(Path(path), writer)
+        self._cache = ActivationCache(store, self._cache_source)
+        if self._cache_planner is not None:
+            everyone = np.arange(num_samples)
+            self._cache_planner.stored_share = lambda: float((store.levels(everyone) > 0).mean())
+
+    def _data_key(self, loader: PipelineLoader) -> str:
+        """Names the samples: only a store of the same ones may be read again."""
+        fingerprint = getattr(loader.dataset, "_fingerprint", None)
+        return f"{fingerprint or 'unnamed'}-{len(loader.dataset)}"
+
+    def _enter_level(self, stage: Stage) -> None:
+        assert self._cache is not None
+        layout, structure = stage.layout, stage.view.structure
+        held = {name for name, p in stage.view.model.named_parameters() if not p.is_meta}
+        tensors = {**dict(stage.view.model.named_parameters()), **dict(stage.view.model.named_buffers())}
+        units_of = {**structure.units_of_parameter, **structure.units_of_buffer}
+        frozen = range(layout.entry_unit)
+        own = [unit for unit in layout.units_of(stage.groups.stage) if unit in frozen]
+        missing = [unit for unit in own if unit not in self._unit_digests]
+        found = unit_digests({name: t for name, t in tensors.items() if not t.is_meta}, units_of, missing)
+        tree = {str(unit): digest for unit, digest in found.items()}
+        group, length = stage.groups.pipeline_control, stage.groups.num_stages
+        for answer in all_gather_trees(tree, group, length):
+            self._unit_digests.update({int(unit): digest for unit, digest in answer.items()})
+        keys = chain_keys(self._unit_digests, layout.cache_level, self._chain_context())
+        self._cache.enter(keys)
+        watched = [
+            tensors[name]
+            for name, units in structure.units_of_parameter.items()
+            if name in held and units[0] in frozen
+        ]
+        self._watch = PrefixWatch(watched)
+
+    def _chain_context(self) -> str:
+        """All that stored activations hang on beside the weights."""
+        config, args = self.model.config, self.args
+        attention = getattr(config, "_attn_implementation", None)
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        parts = (type(self.model).__name__, attention, precision, transformers.__version__, torch.__version__)
+        return " ".join([*map(str, parts), config.to_json_string(use_diff=False)])
+
+    def _check_frozen_weights(self) -> None:
+        """Before a step: if a callback or a load has changed frozen weights, what was stored for others is no hit."""
+        stage = self._stage
+        if self._cache is None or self._watch is None or stage is None or not stage.layout.cache_level:
+            return
+        changed = self._watch.has_changed()
+        if stage.groups.pipeline_control is not None:
+            answers = all_gather_trees(int(changed), stage.groups.pipeline_control, stage.groups.num_stages)
+            changed = any(answers)
+        if changed:
+            logger.warning("Weights of frozen layers were changed from outside: their activations are computed anew.")
+            self._unit_digests.clear()
+            self._enter_level(stage)
+
+    # ---- the end ----
+
+    def _report_cache(self) -> None:
+        """Once an epoch, what the cache did. A collective call."""
+        if self._cache is None:
+            return
+        counts: list[Mapping[str, float]] = self.topology.gather(self._cache.counts.taken())
+        totals = {name: sum(count[name] for count in counts) for name in counts[0]}
+        self._write_cache_event("epoch", bytes_stored=self._cache.store.bytes_stored, **totals)
+        reads = totals["hits"] + totals["misses"]
+        if reads:
+            self._cache_scalars = {"cache_hit_rate": totals["hits"] / reads}
+
+    def _end_cache(self) -> None:
+        """Nothing is left behind, unless it was asked for."""
+        if self._cache is not None:
+            self._cache.store.close()
+        if self._cache_folder is not None:
+            if self._cache_folder.is_kept:
+                self._cache_folder.release()
+            else:
+                self._cache_folder.remove()
+        self._cache = self._cache_folder = self._watch = self._cache_planner = self._cache_source = None
+        self._unit_digests.clear()

@@ -1,0 +1,171 @@
+"""When caching is worth it: tables worked out by hand, laws, and a simulation that walks through the epochs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_pipetransformer.autocache.decision import CacheCosts, decide_cache
+
+
+# Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
+COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=3.0)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "level", "share", "epochs", "fits", "expected"),
+    [
+        # Nothing stored: 3 (1 + 5) against (1 + 5 + 3) + 2 x 0.5.
+        (2, 0, 0.0, 3.0, 1.0, {"compute": 18.0, "write": 10.0}),
+        # Half fits: half of the above and half of computing.
+        (2, 0, 0.0, 3.0, 0.5, {"compute": 18.0, "write": 14.0}),
+        # Everything stored a layer below: 3 (0.5 + 2) against (0.5 + 2 + 3) + 2 x 0.5.
+        (2, 1, 1.0, 3.0, 1.0, {"compute": 18.0, "keep": 7.5, "write": 6.5}),
+        # Half stored there: 0.5 x 7.5 + 0.5 x 18 against 0.5 x 5.5 + 0.5 x 9 + 2 x 0.5.
+        (2, 1, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 12.75, "write": 8.25}),
+        # Everything stored at this very level: both read 3 x 0.5, and nothing is written again.
+        (2, 2, 1.0, 3.0, 1.0, {"compute": 18.0, "keep": 1.5, "write": 1.5}),
+        # Half stored at this level: 0.5 x 0.5 + 0.5 x 9 + 2 x 0.5.
+        (2, 2, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 9.75, "write": 5.75}),
+        # What is stored fits, whatever the bound says.
+        (2, 1, 0.5, 3.0, 0.0, {"compute": 18.0, "keep": 12.75, "write": 0.5 * 6.5 + 9.0}),
+        # Rows above the frozen layers hold trained layers: of no use.
+        (2, 3, 1.0, 3.0, 1.0, {"compute": 18.0, "write": 10.0}),
+        # The last epoch: nothing is read again.
+        (2, 1, 1.0, 1.0, 1.0, {"compute": 6.0, "keep": 2.5}),
+        (2, 0, 0.0, 0.5, 1.0, {"compute": 3.0}),
+        # Nothing frozen.
+        (0, 0, 0.0, 3.0, 1.0, {"compute": 6.0}),
+    ],
+)
+def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
+    decision = decide_cache(COSTS, frozen, level, share, epochs, "auto", fits)
+    assert decision.costs == pytest.approx(expected)
+    cheapest = min(expected, key=expected.get)
+    assert (decision.use, decision.write) == (cheapest != "compute", cheapest == "write")
+    second = min([cost for name, cost in expected.items() if name != cheapest], default=expected[cheapest])
+    assert decision.gain == pytest.approx(second - expected[cheapest])
+    assert decision.level == (frozen if cheapest == "write" else level)
+
+
+def test_writing_that_does_not_pay_leaves_rows_as_they_are():
+    # 1.5 more epochs save 1.5 x 0.5 of one layer of 0.5; writing costs 3.
+    costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
+    decision = decide_cache(costs, 2, 1, 1.0, 2.5, "auto")
+    assert (decision.use, decision.write, decision.level) == (True, False, 1)
+    assert decision.gain == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
+
+
+def test_equal_choices_go_to_computing():
+    costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
+    decision = decide_cache(costs, 1, 1, 1.0, 2.0, "auto")
+    assert decision.costs == {"compute": 2.0, "keep": 2.0, "write": 2.0}
+    assert not decision.use and decision.gain == 0
+
+
+def test_off_never_caches():
+    decision = decide_cache(COSTS, 2, 1, 1.0, 10.0, "off")
+    assert (decision.use, decision.write, decision.level, decision.gain) == (False, False, 1, 0.0)
+    assert "off" in decision.reason
+
+
+def test_on_caches_wherever_rows_are_read_again():
+    slow = CacheCosts(prefix=COSTS.prefix, input=1.0, read=100.0, write=100.0)
+    for level, share in ((0, 0.0), (1, 1.0)):
+        assert not decide_cache(slow, 2, level, share, 3.0, "auto").use
+        forced = decide_cache(slow, 2, level, share, 3.0, "on")
+        assert (forced.use, forced.write, forced.level, forced.gain) == (True, True, 2, 0.0)
+    last = decide_cache(slow, 2, 1, 1.0, 1.0, "on")
+    assert (last.use, last.write, last.level) == (True, False, 1)
+    assert not decide_cache(slow, 2, 0, 0.0, 1.0, "on").use
+    assert not decide_cache(slow, 0, 0, 0.0, 3.0, "on").use
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mode": "maybe"}, "maybe"),
+        ({"num_frozen": 5}, "0 to 4"),
+        ({"stored_share": 1.5}, "stored_share is 1.5"),
+        ({"fits_share": -0.1}, "fits_share is -0.1"),
+    ],
+)
+def test_impossible_values_are_refused(changes, text):
+    values = {"num_frozen": 2, "stored_level": 0, "stored_share": 0.0, "epochs_left": 2.0, "mode": "auto"}
+    with pytest.raises(ValueError, match=text):
+        decide_cache(COSTS, **{**values, **changes})
+
+
+# ---- laws ----
+
+seconds = st.floats(0, 10)
+shares = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
+NUM_LAYERS = 4
+
+
+@st.composite
+def measured(draw):
+    layers = draw(st.lists(seconds, min_size=NUM_LAYERS + 1, max_size=NUM_LAYERS + 1))
+    prefix = tuple(sum(layers[: depth + 1]) for depth in range(NUM_LAYERS + 1))
+    return CacheCosts(prefix, draw(seconds), draw(seconds), draw(seconds))
+
+
+@st.composite
+def stores(draw):
+    """Frozen layers, and level and share of what is stored."""
+    frozen = draw(st.integers(0, NUM_LAYERS))
+    level = draw(st.integers(0, frozen))
+    return frozen, level, draw(shares) if level else 0.0
+
+
+@given(measured(), stores(), st.floats(1, 20), st.floats(0, 20), shares)
+def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
+    # The gain is counted with a margin, for where two choices are equal but for rounding.
+    if decide_cache(costs, *store, epochs, "auto", fits).write:
+        later = decide_cache(costs, *store, epochs + more, "auto", fits)
+        assert later.costs["write"] <= min(later.costs.values()) + 1e-6
+
+
+@given(measured(), stores(), st.floats(0.5, 20), shares)
+def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, epochs, fits):
+    frozen = store[0]
+    throttled = CacheCosts(costs.prefix, costs.input, costs.input + costs.prefix[frozen] + 0.1, costs.write)
+    assert not decide_cache(throttled, *store, epochs, "auto", fits).use
+
+
+@given(measured(), stores(), st.floats(0, 20), shares)
+def test_the_cheapest_is_taken_and_the_gain_is_never_negative(costs, store, epochs, fits):
+    decision = decide_cache(costs, *store, epochs, "auto", fits)
+    taken = "write" if decision.write else "keep" if decision.use else "compute"
+    assert decision.costs[taken] == min(decision.costs.values())
+    assert decision.gain >= 0
+    assert epochs > 1 or not decision.write
+
+
+NUM_SAMPLES = 4
+"""So that the shares above are whole numbers of samples."""
+
+
+def simulate(costs, choice, frozen, level, share, epochs, fits):
+    """Mean seconds of a sample, walking through every epoch sample by sample."""
+    num_stored, num_fitting = round(share * NUM_SAMPLES), round(max(share, fits) * NUM_SAMPLES)
+    levels = [level] * num_stored + [0] * (NUM_SAMPLES - num_stored)
+    total = 0.0
+    for _ in range(epochs):
+        for sample in range(NUM_SAMPLES):
+            if choice == "compute" or levels[sample] == 0:
+                total += costs.input + costs.prefix[frozen]
+            else:
+                total += costs.read + costs.prefix[frozen] - costs.prefix[levels[sample]]
+            if choice == "write" and sample < num_fitting and levels[sample] != frozen:
+                total += costs.write
+                levels[sample] = frozen
+    return total / NUM_SAMPLES
+
+
+@given(measured(), stores(), st.integers(1, 6), shares)
+def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
+    decision = decide_cache(costs, *store, float(epochs), "auto", fits)
+    for choice, cost in decision.costs.items():
+        assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
