@@ -15,9 +15,9 @@ from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.microbatch import count_items, join_outputs, split_batch
-from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.pipeline.schedules import build_table
 from hf_pipetransformer.pipeline.shared import reduce_shared
+from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.transition import Stage
 

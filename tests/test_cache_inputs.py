@@ -19,14 +19,8 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_pipetransformer.autocache.inputs import (
-    NUM_DRAWS,
-    NUM_SAMPLES,
-    PaddingRule,
-    examine_inputs,
-    real_lengths,
-    row_digests,
-)
+from hf_pipetransformer.autocache.inputs import NUM_DRAWS, NUM_SAMPLES, examine_inputs
+from hf_pipetransformer.autocache.samples import PaddingRule, real_lengths, row_digests
 
 from .models import collate, make_dataset
 
@@ -400,6 +394,23 @@ def test_no_state_of_a_random_number_generator_changes(change):
     assert states() == before
 
 
+def test_every_draw_has_seeds_of_its_own_that_hang_on_nothing_else():
+    def drawn():
+        found = []
+
+        def recording(rows):
+            found.append((random.random(), np.random.rand(), float(torch.rand(()))))
+            return stacked(rows)
+
+        assert examine_inputs(images(), recording, *IMAGES).reason is None
+        return found
+
+    first = drawn()
+    random.random(), np.random.rand(), torch.rand(())
+    assert drawn() == first
+    assert all(len(set(values)) == NUM_DRAWS for values in zip(*first, strict=True))
+
+
 def test_a_failing_data_set_leaves_the_generators_alone_too():
     def broken(pixels):
         torch.rand(())
@@ -475,7 +486,7 @@ def test_the_mask_is_in_the_digest():
 
 
 def test_names_and_dtypes_are_in_the_digest_and_their_order_is_not():
-    renamed = {"switches" if name == "flags" else name: value for name, value in BATCH.items()}
+    renamed = {"flagged" if name == "flags" else name: value for name, value in BATCH.items()}
     assert digests(renamed)[0] != digests(BATCH)[0]
     assert digests({**BATCH, "flags": BATCH["flags"].to(torch.uint8)})[0] != digests(BATCH)[0]
     swapped = {**BATCH, "flags": BATCH["weights"], "weights": BATCH["flags"]}

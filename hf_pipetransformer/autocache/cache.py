@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_pipetransformer.autocache.inputs import InputReport, real_lengths, row_digests
+from hf_pipetransformer.autocache.inputs import InputReport
 from hf_pipetransformer.autocache.rows import Rows
+from hf_pipetransformer.autocache.samples import real_lengths, row_digests
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import fill_value, pad_batch
@@ -101,17 +103,21 @@ class ActivationCache:
     Args:
         store: the rows, shared by all processes of the node.
         source: the samples.
+        pins_memory: rows go on to a GPU.
     """
 
-    def __init__(self, store: ActivationStore, source: SampleSource) -> None:
+    def __init__(self, store: ActivationStore, source: SampleSource, pins_memory: bool = False) -> None:
         self.store = store
         self.source = source
+        self._pins_memory = pins_memory
         self.counts = CacheCounts()
         self.level = 0
         self._level_id = 0
         self._level_of_id: Indices = np.zeros(1, dtype=np.int64)
         self._hits_unchecked = 0
         self._is_off = False
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
+        self._ahead: _ReadAhead | None = None
 
     def enter(self, keys: Sequence[str]) -> None:
         """From now on the weights below layer `len(keys) - 1` are those of `keys`; other rows are not served.
@@ -123,6 +129,7 @@ class ActivationCache:
         self.level, self._level_id = len(keys) - 1, ids[-1]
         self._level_of_id = np.zeros(max(ids) + 1, dtype=np.int64)
         self._level_of_id[ids] = np.arange(len(ids))
+        self._ahead = None
 
     def switch_off(self, reason: str) -> None:
         """Serve and store nothing any more, on no rank of this node."""
@@ -130,6 +137,11 @@ class ActivationCache:
             logger.warning(f"The activation cache is off from here on, samples are computed: {reason}")
         self._is_off = True
         self.store.drop(reason)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._reader.shutdown()
+        self.store.close()
 
     # ---- reading: the loader's side ----
 
@@ -145,6 +157,17 @@ class ActivationCache:
         if not samples:
             agree(0)
             return {}
+        agree_once = _Once(agree)
+        try:
+            return self._completed(samples, read, batch, agree_once)
+        except StoreDamagedError as error:
+            # The length of a batch never hangs on what is stored, so what the replicas agreed on still holds.
+            self.switch_off(str(error))
+            return self._completed(samples, read, batch, agree_once)
+
+    def _completed(
+        self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
+    ) -> dict[str, Any]:
         index = np.asarray(samples, dtype=np.int64)
         hit = self._levels(index) > 0
         parts = _Parts(self.source)
@@ -152,15 +175,13 @@ class ActivationCache:
         is_read = _positions_of(read, samples)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
-        known = self.store.sample_field(index[hit], LENGTH_FIELD) if self.source.is_text and hit.any() else []
+        known: Any = self.store.sample_field(index[hit], LENGTH_FIELD) if self.source.is_text and hit.any() else []
         length = agree(self._padded_length(parts, known))
         if self.source.keeps_padding:
             # It was stored for a shorter batch.
             hit = self._without(hit, self.store.lengths(index) < length, parts, samples)
         rows = self._read_rows(index[hit], length) if hit.any() else None
-        if rows is None:
-            hit = self._without(hit, hit.copy(), parts, samples)
-        else:
+        if rows is not None:
             lost = np.zeros_like(hit)
             lost[hit] = self._known(rows.levels) == 0
             if lost.any():
@@ -172,7 +193,12 @@ class ActivationCache:
         return self._assembled(index, hit, rows, parts, length)
 
     def _levels(self, index: Indices) -> Indices:
-        return np.zeros(len(index), dtype=np.int64) if self._is_off else self._known(self.store.levels(index))
+        if not self._is_off:
+            try:
+                return self._known(self.store.levels(index))
+            except StoreDamagedError as error:
+                self.switch_off(str(error))
+        return np.zeros(len(index), dtype=np.int64)
 
     def _known(self, ids: Indices) -> Indices:
         """Layers that each row holds the output of; 0 if not of the weights that are loaded now."""
@@ -186,23 +212,52 @@ class ActivationCache:
         return hit & ~lost
 
     def _padded_length(self, parts: _Parts, known: Any) -> int:
-        """Length that the collator would have padded the whole batch to."""
+        """Length that the collator would have padded the whole batch to.
+
+        Raises:
+            StoreDamagedError: what was read is not padded by the rule that the probe found.
+        """
         rule = self.source.report.padding
         if not self.source.is_text or rule is None:
             return self.source.row_length
-        return rule.length(int(max([*(lengths.max() for lengths in parts.lengths), *known])))
+        read = max((batch[self.source.main_input].shape[1] for _, batch, _ in parts.found), default=0)
+        expected = [rule.length(int(lengths.max())) for lengths in parts.lengths]
+        if self._is_off:
+            return max(read, *expected)
+        if expected and read != max(expected):
+            raise StoreDamagedError(
+                f"a batch was padded to {read} tokens, where the first samples made {max(expected)} expected. Pad in "
+                "the collator, or to one length, or set activation_cache='off'."
+            )
+        return max([*expected, *(rule.length(int(length)) for length in known)])
 
-    def _read_rows(self, index: Indices, length: int) -> Rows | None:
+    def prefetch(self, samples: list[int]) -> None:
+        """Begin to read the rows of the next batch, if it will need nothing else: a guess that may come to nothing."""
+        self._ahead = None
+        index = np.asarray(samples, dtype=np.int64)
+        if not len(index) or not (self._levels(index) > 0).all():
+            return
+        length = self.source.row_length
+        if self.source.is_text:
+            rule = self.source.report.padding
+            assert rule is not None
+            length = rule.length(int(self.store.sample_field(index, LENGTH_FIELD).max()))
+        self._ahead = _ReadAhead(index, length, self._reader.submit(self._read_and_pin, index, length))
+
+    def _read_and_pin(self, index: Indices, length: int) -> Rows:
+        rows = self.store.read(index, length)
+        return replace(rows, activation=rows.activation.pin_memory()) if self._pins_memory else rows
+
+    def _read_rows(self, index: Indices, length: int) -> Rows:
         start = time.perf_counter()
         try:
             self._check_inputs(index)
-            rows = self.store.read(index, length)
-        except StoreDamagedError as error:
-            self.switch_off(str(error))
-            return None
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead.length == length and np.array_equal(ahead.index, index):
+                return ahead.rows.result()
+            return self.store.read(index, length)
         finally:
             self.counts.read_seconds += time.perf_counter() - start
-        return None if self._is_off else rows
 
     def _check_inputs(self, index: Indices) -> None:
         """Now and then read a stored sample's input again: a data set that changes must not be served from the store.
@@ -273,8 +328,6 @@ class ActivationCache:
         inputs = micro_batch.inputs if is_all else take_rows(micro_batch.inputs, rows)
         activation = (hidden if is_all else hidden[rows.to(hidden.device)]).detach()
         index = prefix.samples[rows].numpy()
-        digests = prefix.digests[rows].numpy().view(np.uint64)
-        digests = np.where(prefix.levels[rows].numpy() > 0, self.store.input_digests(index), digests)
         names = [*self.source.report.token_fields, *self.source.report.sample_fields]
         fields = {name: inputs[name].cpu() for name in names}
         lengths = np.full(len(index), activation.shape[1], dtype=np.int64)
@@ -283,10 +336,34 @@ class ActivationCache:
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
         try:
+            digests = prefix.digests[rows].numpy().view(np.uint64)
+            digests = np.where(prefix.levels[rows].numpy() > 0, self.store.input_digests(index), digests)
             self.counts.written += self.store.write(index, self._level_id, activation.cpu(), lengths, fields, digests)
         except (StoreDamagedError, OSError) as error:
             self.switch_off(str(error))
         self.counts.write_seconds += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class _ReadAhead:
+    """Rows that are being read for the batch that is expected next."""
+
+    index: Indices
+    length: int
+    rows: Future[Rows]
+
+
+class _Once:
+    """Calls a collective function the first time, and gives the same answer again after that."""
+
+    def __init__(self, call: Callable[[int], int]) -> None:
+        self.call = call
+        self.answer: int | None = None
+
+    def __call__(self, value: int) -> int:
+        if self.answer is None:
+            self.answer = self.call(value)
+        return self.answer
 
 
 class _Parts:

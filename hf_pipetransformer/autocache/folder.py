@@ -86,6 +86,8 @@ class StoreFolder:
     def release(self) -> None:
         """Let another run have the folder; the files stay."""
         if self._lock >= 0:
+            # Closing alone would leave it to the workers of a loader, which have it from their parent.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 

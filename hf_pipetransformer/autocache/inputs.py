@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import xxhash
+
+from hf_pipetransformer.autocache.samples import MASK, PaddingRule, field_digests, real_lengths
 
 
 NUM_SAMPLES = 8
 NUM_DRAWS = 16
 MULTIPLES = (1, 8, 16, 32, 64, 128)
-MASK = "attention_mask"
 
 Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PaddingRule:
-    """Padded length of a batch from the real lengths of its samples.
-
-    Args:
-        kind: "none": there is no token dimension (images); "fixed": always `size`; "multiple": the longest, rounded
-            up to a multiple of `size` (1 is the longest itself).
-        size: see `kind`.
-    """
-
-    kind: Literal["none", "fixed", "multiple"]
-    size: int = 1
-
-    def length(self, longest: int) -> int:
-        """Padded length of a batch whose longest sample has `longest` real tokens; 0 without a token dimension."""
-        if self.kind == "none":
-            return 0
-        if self.kind == "fixed":
-            # No collator cuts: a sample that is longer than the rule keeps its length.
-            return max(self.size, longest)
-        return -(-longest // self.size) * self.size
 
 
 @dataclass(frozen=True)
@@ -66,67 +43,6 @@ class InputReport:
     sample_fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     seconds_per_sample: float = 0.0
     fill_values: dict[str, int | float] = field(default_factory=dict)
-
-
-def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.ndarray:
-    """Real tokens of each sample, `(batch,)`: where the last one is that the attention mask shows, plus one.
-
-    Without a mask `(batch, seq)` every sample has the full length of the main input; 0 without a token dimension.
-    """
-    mask, value = batch.get(MASK), batch.get(main_input)
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        shown = mask.cpu().numpy() != 0
-        return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
-    if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
-        return np.full(value.shape[0], value.shape[1])
-    count = next((len(other) for other in batch.values() if isinstance(other, torch.Tensor) and other.dim()), 0)
-    return np.zeros(count, dtype=np.int64)
-
-
-def row_digests(
-    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str] | None = None
-) -> np.ndarray:
-    """A digest of each sample, uint64 `(batch,)`, over all its tensors: independent of padding and of its partners.
-
-    Args:
-        batch: tensors with a sample dimension; anything else is left out.
-        lengths: real tokens of each sample, `(batch,)`.
-        token_fields: names of the tensors `(batch, seq)`, which are cut to the real length. None takes every tensor
-            whose second dimension is as long as the attention mask's.
-    """
-    digests = _field_digests(batch, lengths, _like_mask(batch) if token_fields is None else token_fields)
-    if not digests:
-        return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
-    rows = np.stack([digests[name] for name in sorted(digests)], axis=1)
-    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], dtype=np.uint64)
-
-
-def _like_mask(batch: Mapping[str, Any]) -> frozenset[str]:
-    mask = batch.get(MASK)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return frozenset()
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
-    return frozenset(name for name, value in tensors.items() if value.shape[1] == mask.shape[1])
-
-
-def _field_digests(
-    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]
-) -> dict[str, np.ndarray]:
-    """For each tensor a digest of each sample, over name, dtype, shape and bytes."""
-    digests: dict[str, np.ndarray] = {}
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            continue
-        is_cut = name in token_fields
-        head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
-        data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
-        found = np.empty(len(data), dtype=np.uint64)
-        for index, row in enumerate(data):
-            hasher = xxhash.xxh3_64(head)
-            hasher.update(row[: int(lengths[index]) * value.element_size()] if is_cut else row)
-            found[index] = hasher.intdigest()
-        digests[name] = found
-    return digests
 
 
 class _UnfitError(Exception):
@@ -362,7 +278,7 @@ def _find_fill_values(
 
 def _check_draws(probe: _Probe, whole: Batch, token_fields: frozenset[str]) -> None:
     def digests(batch: Batch) -> dict[str, np.ndarray]:
-        return _field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
+        return field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
 
     expected = digests(whole)
     changed: set[str] = set()
@@ -423,7 +339,7 @@ def _check_mixing(
     changed: set[str] = set()
     expected: dict[tuple[int, str], int] = {}
     for indices, batch in zip(groups, batches, strict=True):
-        for name, digests in _field_digests(batch, real_lengths(batch, main_input), token_fields).items():
+        for name, digests in field_digests(batch, real_lengths(batch, main_input), token_fields).items():
             for index, digest in zip(indices, digests.tolist(), strict=True):
                 if expected.setdefault((index, name), digest) != digest:
                     changed.add(name)

@@ -63,6 +63,7 @@ class CachePlanner:
         self.stored_share: Callable[[], float] = lambda: 0.0
         self._measure = measure
         self._speed: StorageSpeed | None = None
+        self._costs: CacheCosts | None = None
 
     def decide(
         self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
@@ -78,6 +79,7 @@ class CachePlanner:
         """
         self._speed = self._speed or self._measure()
         costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
+        self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
         share = self.stored_share() if stored_level else 0.0
         decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
@@ -97,6 +99,15 @@ class CachePlanner:
             fits_share=self.fits_share,
         )
         return decision
+
+    def pays_for_evaluation(self, level: int, passes_left: float) -> bool:
+        """Whether an evaluation set that will be read `passes_left` times, this time included, is stored as well.
+
+        By the costs of the last decision on the training set; it is at level `level`.
+        """
+        if self._costs is None:
+            return self.mode == "on" and passes_left > 1  # The layouts are replayed: nothing was measured.
+        return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, self.fits_share).use
 
 
 def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:

@@ -169,7 +169,7 @@ def _copy_tokens(
     Returns:
         For each row the sum of what was cut off, and the rows whose place lies outside their shard.
     """
-    for number in np.unique(numbers[levels != 0]).tolist():
+    for number in set(numbers[levels != 0].tolist()):
         shards[number].table.check_size()
     cut_off = np.zeros(len(levels), np.uint64)
     strays: list[int] = []

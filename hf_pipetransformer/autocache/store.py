@@ -177,7 +177,8 @@ class ActivationStore:
             length: tokens of the result; longer rows are cut, shorter ones filled with zeros.
             out: `(n, length, hidden)` of the stored dtype, contiguous, on the CPU: filled and returned as
                 `Rows.activation`.
-            verify: compare checksums.
+            verify: compare checksums; without, a row that is written again at its own level while it is copied may
+                come out mixed.
 
         Raises:
             StoreDamagedError: a shard has vanished or was cut, or a row is not what was written.

@@ -55,6 +55,9 @@ class RowSource(Protocol):
             agree: the padded length of this replica's batch to that of all replicas. Called once.
         """
 
+    def prefetch(self, samples: list[int]) -> None:
+        """These come next."""
+
 
 class PipelineLoader(DataLoaderStateMixin):
     """Yields this replica's part of every global batch, on every stage of its pipeline.
@@ -100,7 +103,8 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_read = 0
         self._num_stale = 0
         self._leaving: list[tuple[Any, torch.Tensor]] = []
-        self._rows: RowSource | None = None
+        self.rows: RowSource | None = None
+        """Where samples come from that need not be read from the data set."""
 
     @property
     def collate(self) -> Any:
@@ -135,15 +139,15 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def take_from(self, rows: RowSource) -> None:
         """From the next batch that is drawn on, samples come from `rows` where it has them."""
-        self._rows = rows
+        self.rows = rows
         self.batch_sampler.select = rows.select if self.groups.is_first else None
 
     def follow(self, groups: PipelineGroups) -> None:
         """Go on, with the next global batch, as a stage of another layout. Workers that read ahead stay alive."""
         self._finish_sending()
         self.groups = groups
-        if self._rows is not None:
-            self.take_from(self._rows)
+        if self.rows is not None:
+            self.take_from(self.rows)
         if groups.is_first and self._batches is not None:
             # What the workers have read ahead was cut for the old replicas.
             self._num_stale = self.batch_sampler.num_drawn - self._num_read
@@ -205,14 +209,15 @@ class PipelineLoader(DataLoaderStateMixin):
         for _ in range(self._num_stale + 1):
             batch = next(self._batches, None)
             self._num_read += 1
-            samples, read = self.batch_sampler.drawn.popleft() if self.batch_sampler.drawn else ([], [])
+            drawn = self.batch_sampler.drawn.popleft() if self.batch_sampler.drawn else None
         self._num_stale = 0
         if batch is None:
             # The loader had come to its end before a batch was asked for once more.
             self._batches = None
             return self._read()
-        if self._rows is not None:
-            batch = self._rows.complete(samples, read, batch, self._agreed_length)
+        if self.rows is not None and drawn is not None and drawn.is_single:
+            batch = self.rows.complete(drawn.samples, drawn.read, batch, self._agreed_length)
+            self.rows.prefetch(self.batch_sampler.upcoming())
         elif self.common_length is not None:
             batch = self._padded(batch, self.common_length)
         self._finish_sending()

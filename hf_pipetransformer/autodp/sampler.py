@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A batch that was handed out.
+
+    Args:
+        samples: all of its samples.
+        read: those of them that are read from the data set.
+        is_single: nobody else draws any of them in this epoch.
+    """
+
+    samples: list[int]
+    read: list[int]
+    is_single: bool
 
 
 def replica_slice(num_samples: int, replica: int, num_replicas: int) -> slice:
@@ -46,8 +62,10 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.repeat_small = repeat_small
         self.num_drawn = 0
         """Batches handed out since the sampler was made."""
-        self.drawn: deque[tuple[list[int], list[int]]] = deque()
-        """Of each batch handed out and not yet taken from here: its samples, and those of them to be read."""
+        self.drawn: deque[Drawn] = deque()
+        """The batches handed out and not yet taken from here."""
+        self.draws_once = True
+        """Whether no sample comes twice in this epoch."""
         self.select: Callable[[list[int]], list[int]] | None = None
         """Which samples of a batch must be read from the data set; None: all."""
         self._batches: list[list[int]] | None = None
@@ -64,6 +82,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         if self._batches is None:
             self._drawn_from = self._stream().get_state()
             self._batches = list(self.global_batches)
+            samples = [index for batch in self._batches for index in batch]
+            self.draws_once = len(set(samples)) == len(samples)
         return self._batches
 
     def _stream(self) -> torch.Generator:
@@ -107,11 +127,29 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         indices = batches[self._position]
         self._position += 1
         self.num_drawn += 1
-        if not (self.repeat_small and len(indices) < self.num_replicas):
-            indices = indices[replica_slice(len(indices), self.replica, self.num_replicas)]
-        read = indices if self.select is None else self.select(indices)
-        self.drawn.append((indices, read))
+        own = self._part(indices)
+        # A sample that comes twice, or on several replicas, is read each time: a row has one writer at a time.
+        is_single = self.draws_once and not self._repeats(indices)
+        read = self.select(own) if self.select is not None and is_single else own
+        self.drawn.append(Drawn(own, read, is_single))
         return read
+
+    def upcoming(self) -> list[int]:
+        """The samples of the batch that comes after the last one taken from `drawn`, as far as it is known."""
+        if self.drawn:
+            return self.drawn[0].samples
+        if self._batches is None or self._position >= len(self._batches) or not self.draws_once:
+            return []
+        return self._part(self._batches[self._position])
+
+    def _repeats(self, indices: list[int]) -> bool:
+        return self.repeat_small and len(indices) < self.num_replicas
+
+    def _part(self, indices: list[int]) -> list[int]:
+        """This replica's samples of a global batch."""
+        if self._repeats(indices):
+            return indices
+        return indices[replica_slice(len(indices), self.replica, self.num_replicas)]
 
     def __len__(self) -> int:
         assert isinstance(self.global_batches, Sized)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache, SampleSource
 from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
@@ -31,7 +33,9 @@ class CachingTrainer(EvaluatingTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._cache: ActivationCache | None = None
-        self._cache_folder: StoreFolder | None = None
+        self._cache_folders: list[StoreFolder] = []
+        self._eval_caches: dict[int, tuple[Any, ActivationCache | None]] = {}
+        self._chain_keys: list[str] = []
         self._cache_source: SampleSource | None = None
         self._cache_planner: CachePlanner | None = None
         self._watch: PrefixWatch | None = None
@@ -45,15 +49,32 @@ class CachingTrainer(EvaluatingTrainer):
         self._cache_source = self._cache_planner = None
         if self.args.activation_cache == "off":
             return
+        self._cache_source = source = self._source_of(loader)
+        if source is None:
+            return
+        base, row_format, length = self._cache_base(), self._row_format(source), source.row_length
+        wanted = len(loader.dataset) * length * row_format.hidden_size * row_format.dtype.itemsize
+        self._cache_planner = CachePlanner(
+            mode=self.args.activation_cache,
+            # Workers read while the others compute.
+            input_seconds=0.0 if self.args.dataloader_num_workers else source.report.seconds_per_sample,
+            measure=lambda: measure_storage(base, row_format, length),
+            fits_share=min(1.0, self._max_cache_bytes() / wanted),
+            steps_per_epoch=steps_per_epoch,
+            write=self._write_event,
+        )
+
+    def _source_of(self, loader: Any) -> SampleSource | None:
+        """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
         report = self._examined(loader)
         if report.reason is not None:
             self._write_cache_event("off", reason=report.reason)
             if self.is_world_process_zero():
                 logger.warning(f"The activation cache stays off: {report.reason}")
-            return
+            return None
         assert self._start_up is not None
         probe = self._start_up.probe
-        self._cache_source = SampleSource(
+        return SampleSource(
             read=lambda samples: loader.collate([loader.dataset[i] for i in samples]),
             main_input=probe.activation.main_input,
             report=report,
@@ -62,18 +83,6 @@ class CachingTrainer(EvaluatingTrainer):
             main_dtype=self._start_up.main_dtype,
             pad_token_id=self._start_up.pad_token_id,
             keeps_padding=self._start_up.sees_padding,
-        )
-        check_local(self._cache_base())
-        base, row_format, length = self._cache_base(), self._row_format(), self._typical_length()
-        wanted = len(loader.dataset) * length * row_format.hidden_size * row_format.dtype.itemsize
-        self._cache_planner = CachePlanner(
-            mode=self.args.activation_cache,
-            # Workers read while the others compute.
-            input_seconds=0.0 if self.args.dataloader_num_workers else report.seconds_per_sample,
-            measure=lambda: measure_storage(base, row_format, length),
-            fits_share=min(1.0, self._max_cache_bytes() / wanted),
-            steps_per_epoch=steps_per_epoch,
-            write=self._write_event,
         )
 
     def _examined(self, loader: Any) -> InputReport:
@@ -87,6 +96,8 @@ class CachingTrainer(EvaluatingTrainer):
             )
         elif self.topology.world_size > self.topology.local_world_size:
             reason = "the run spans several nodes, and a sample may be drawn on another node than it was stored on."
+        else:
+            reason = self._refused_base()
         if reason is not None:
             return InputReport(reason)
         probe = self._start_up.probe
@@ -95,22 +106,28 @@ class CachingTrainer(EvaluatingTrainer):
         reasons = [reason for reason in self.topology.gather(report.reason) if reason is not None]
         return InputReport(reasons[0]) if reasons else report
 
-    def _row_format(self) -> RowFormat:
-        assert self._start_up is not None and self._cache_source is not None
-        probe, report = self._start_up.probe, self._cache_source.report
+    def _refused_base(self) -> str | None:
+        """Why the folder cannot hold a store; one that was asked for is refused."""
+        try:
+            check_local(self._cache_base())
+        except ValueError as error:
+            if self.args.activation_cache_dir is not None or self.args.activation_cache == "on":
+                raise
+            return str(error)
+        return None
+
+    def _row_format(self, source: SampleSource) -> RowFormat:
+        assert self._start_up is not None
+        probe, report = self._start_up.probe, source.report
         name = self.args.activation_cache_dtype
         dtype = getattr(torch, name) if name != "auto" else self._autocast_dtype() or probe.boundary_dtypes[-1]
         sample_fields = dict(report.sample_fields)
-        if self._cache_source.is_text:
+        if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
         return RowFormat(probe.activation.hidden_shape[-1], dtype, report.token_fields, sample_fields)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-
-    def _typical_length(self) -> int:
-        assert self._start_up is not None
-        return int(self._start_up.probe.activation.hidden_shape[0])
 
     def _cache_base(self) -> Path:
         return Path(self.args.activation_cache_dir or tempfile.gettempdir())
@@ -128,21 +145,25 @@ class CachingTrainer(EvaluatingTrainer):
         """After a transition: serve rows that belong to the weights, up to the layout's level. A collective call."""
         level = stage.layout.cache_level
         if level and self._cache is None and self._cache_source is not None:
-            self._open_cache(loader)
+            self._cache = self._opened(loader, self._cache_source)
+            if self._cache_planner is not None:
+                store, everyone = self._cache.store, np.arange(len(loader.dataset))
+                self._cache_planner.stored_share = lambda: float((store.levels(everyone) > 0).mean())
         if self._cache is None:
             return
         stage.engine.keep = self._cache.keep
         self._enter_level(stage)
         loader.take_from(self._cache)
 
-    def _open_cache(self, loader: PipelineLoader) -> None:
-        assert self._cache_source is not None
-        topology, row_format, num_samples = self.topology, self._row_format(), len(loader.dataset)
+    def _opened(self, loader: PipelineLoader, source: SampleSource) -> ActivationCache:
+        """A store for the samples of a loader, shared by all ranks. A collective call."""
+        topology, row_format, num_samples = self.topology, self._row_format(source), len(loader.dataset)
         writer, num_writers = topology.rank, topology.world_size
         path, store = "", None
         if topology.rank == 0:
             key = self._data_key(loader)
-            self._cache_folder = folder = StoreFolder(self._cache_base(), key)
+            folder = StoreFolder(self._cache_base(), key)
+            self._cache_folders.append(folder)
             path = str(folder.path)
             if folder.is_reusable(num_samples, row_format, num_writers):
                 store = ActivationStore.open(folder.path, writer)
@@ -155,10 +176,7 @@ class CachingTrainer(EvaluatingTrainer):
         path = topology.broadcast(path)
         if store is None:
             store = ActivationStore.open(Path(path), writer)
-        self._cache = ActivationCache(store, self._cache_source)
-        if self._cache_planner is not None:
-            everyone = np.arange(num_samples)
-            self._cache_planner.stored_share = lambda: float((store.levels(everyone) > 0).mean())
+        return ActivationCache(store, source, pins_memory=self.args.device.type == "cuda")
 
     def _data_key(self, loader: PipelineLoader) -> str:
         """Names the samples: only a store of the same ones may be read again."""
@@ -179,8 +197,8 @@ class CachingTrainer(EvaluatingTrainer):
         group, length = stage.groups.pipeline_control, stage.groups.num_stages
         for answer in all_gather_trees(tree, group, length):
             self._unit_digests.update({int(unit): digest for unit, digest in answer.items()})
-        keys = chain_keys(self._unit_digests, layout.cache_level, self._chain_context())
-        self._cache.enter(keys)
+        self._chain_keys = chain_keys(self._unit_digests, layout.cache_level, self._chain_context())
+        self._cache.enter(self._chain_keys)
         watched = [
             tensors[name]
             for name, units in structure.units_of_parameter.items()
@@ -210,6 +228,53 @@ class CachingTrainer(EvaluatingTrainer):
             self._unit_digests.clear()
             self._enter_level(stage)
 
+    # ---- evaluation sets ----
+
+    def _serve_evaluation(self, loader: PipelineLoader, dataset: Any) -> None:
+        """Let an evaluation in training read and store activations too, if the set is read again and it pays."""
+        stage = self._stage
+        level = 0 if stage is None or stage.reducer is None else stage.layout.cache_level
+        if self._cache is None or not level:
+            return
+        if id(dataset) not in self._eval_caches:
+            planner = self._cache_planner
+            pays = planner is not None and planner.pays_for_evaluation(level, self._evaluations_left())
+            if not self.topology.broadcast(pays):
+                return
+            source = self._source_of(loader)
+            # The data set is held, so that its id stays its own.
+            self._eval_caches[id(dataset)] = dataset, None if source is None else self._opened(loader, source)
+        _, eval_cache = self._eval_caches[id(dataset)]
+        if eval_cache is not None:
+            eval_cache.enter(self._chain_keys)
+            loader.take_from(eval_cache)
+
+    def _evaluations_left(self) -> float:
+        """How often the evaluation set will be read, this time included."""
+        steps_left = self.state.max_steps - self.state.global_step
+        if self.args.eval_strategy == "steps":
+            return 1 + steps_left // max(1, int(self.state.eval_steps))
+        planner = self._cache_planner
+        return 1 if planner is None or self.args.eval_strategy == "no" else 1 + steps_left // planner.steps_per_epoch
+
+    @contextmanager
+    def _keeping_for(self, loader: Any) -> Iterator[None]:
+        """What the engine computes inside belongs to the data set of `loader`."""
+        engine = self._stage.engine if self._stage is not None else None
+        eval_cache = getattr(loader, "rows", None)
+        if engine is None or not isinstance(eval_cache, ActivationCache):
+            yield
+            return
+        keep, engine.keep = engine.keep, eval_cache.keep
+        try:
+            yield
+        finally:
+            engine.keep = keep
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        with self._keeping_for(dataloader):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
     # ---- the end ----
 
     def _report_cache(self) -> None:
@@ -225,12 +290,15 @@ class CachingTrainer(EvaluatingTrainer):
 
     def _end_cache(self) -> None:
         """Nothing is left behind, unless it was asked for."""
-        if self._cache is not None:
-            self._cache.store.close()
-        if self._cache_folder is not None:
-            if self._cache_folder.is_kept:
-                self._cache_folder.release()
+        for opened in (self._cache, *(eval_cache for _, eval_cache in self._eval_caches.values())):
+            if opened is not None:
+                opened.close()
+        for folder in self._cache_folders:
+            if folder.is_kept:
+                folder.release()
             else:
-                self._cache_folder.remove()
-        self._cache = self._cache_folder = self._watch = self._cache_planner = self._cache_source = None
+                folder.remove()
+        self._cache = self._watch = self._cache_planner = self._cache_source = None
+        self._cache_folders.clear()
+        self._eval_caches.clear()
         self._unit_digests.clear()

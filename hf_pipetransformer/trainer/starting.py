@@ -231,6 +231,9 @@ class StartingTrainer(Trainer):
             return self._remove_unused_columns(dataset, description=description), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
+    def _serve_evaluation(self, loader: PipelineLoader, dataset: Any) -> None:
+        """A loader for evaluation was made; the activation cache may serve it."""
+
     def _get_dataloader(
         self,
         dataset: Any,
@@ -243,7 +246,8 @@ class StartingTrainer(Trainer):
         check_dataset(dataset, description.lower())
         stage = self._stage if self._stage is not None else self._start(dataset, is_training=False)
         assert self._start_up is not None
-        dataset, collate = self._dataset_and_collator(dataset, description)
+        given = dataset
+        dataset, collate = self._dataset_and_collator(given, description)
         shows_inputs = "inputs" in self.args.include_for_metrics
         loader = make_pipeline_loader(
             dataset=dataset,
@@ -256,6 +260,8 @@ class StartingTrainer(Trainer):
             is_training=is_training,
             common_length=self._start_up.common_length,
         )
+        if not is_training:
+            self._serve_evaluation(loader, given)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
         return loader

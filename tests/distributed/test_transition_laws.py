@@ -1,4 +1,5 @@
-"""Laws 3, 4 and 6: what a transition must not change, what is frozen, which samples are drawn; and decisions."""
+"""Laws 3 to 6: what a transition must not change, what is frozen and how often it runs, which samples are drawn; and
+decisions."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_transitions import selectable
-from tests.distributed.transition_cases import GLOBAL_BATCH, TransitionCase
+from tests.distributed.transition_cases import CACHED_CASES, GLOBAL_BATCH, TransitionCase
 from tests.distributed.transition_observer import encoder_parts, frozen_names
 from tests.distributed.transition_runs import Outcome, TransitionRuns
 from tests.models import NUM_LAYERS, build_model
@@ -144,6 +145,86 @@ def test_frozen_layers_have_no_dropout_and_the_others_have(moved: Outcome):
             assert repeats == (index < num_frozen), index
 
 
+# ---- Law 5
+
+CACHED = [case.name for case in CACHED_CASES]
+# A row that was stored in a short batch does not serve a longer one whose padding the loss sees.
+MISSES_LONGER = "cached-answers"
+
+
+def expected_executions(outcome: Outcome, layer: int) -> int:
+    """Samples that run through a frozen layer: each whenever it is drawn, but only once while it is stored."""
+    count, stored = 0, set[int]()
+    for entry, samples in zip(outcome.ranks[0]["steps"], samples_by_step(outcome).values(), strict=True):
+        if entry["cache_level"] > layer:
+            stored.update(samples)
+        elif entry["num_frozen"] > layer:
+            count += len(samples)
+    return count + len(stored)
+
+
+def drawn_while_frozen(outcome: Outcome, layer: int) -> list[int]:
+    """Samples of all steps under which the layer was frozen; each as often as it was drawn."""
+    steps = zip(outcome.ranks[0]["steps"], samples_by_step(outcome).values(), strict=True)
+    return [sample for entry, samples in steps if entry["num_frozen"] > layer for sample in samples]
+
+
+def executions(outcome: Outcome, layer: int) -> list[int]:
+    """Samples that ran through the layer's attention and MLP while it was frozen, over all ranks."""
+    return [sum(rank["executions"][layer][half] for rank in outcome.ranks) for half in (0, 1)]
+
+
+@pytest.mark.parametrize("case", selectable("adamw-bert", "adamw-vit", *CACHED))
+def test_a_sample_runs_through_a_frozen_layer_once_while_it_is_stored(moved: Outcome, case: TransitionCase):
+    """Counted in the layers themselves; recomputation for the backward is no second time."""
+    num_frozen = moved.ranks[0]["steps"][-1]["num_frozen"]
+    assert num_frozen >= 3
+    for layer in range(num_frozen):
+        found, expected = executions(moved, layer), expected_executions(moved, layer)
+        drawn = drawn_while_frozen(moved, layer)
+        if case.name == MISSES_LONGER:
+            assert len(set(drawn)) <= min(found) and max(found) < len(drawn), layer
+        else:
+            assert found == [expected, expected], layer
+        if not case.cached:
+            assert expected == len(drawn)
+        elif case.name not in (MISSES_LONGER, "cached-below-frozen", "cached-own-plans", "cached-not-elastic"):
+            assert expected == len(set(drawn))
+    # Without stored activations the first layer would run much more often.
+    drawn = drawn_while_frozen(moved, 0)
+    assert len(drawn) > 1.8 * len(set(drawn))
+
+
+@pytest.mark.parametrize("case", selectable(*CACHED))
+def test_what_is_read_and_stored_is_reported(moved: Outcome, case: TransitionCase):
+    epochs = [event for event in moved.events("cache") if event["what"] == "epoch"]
+    assert len(epochs) == case.epochs - next(
+        index for index in range(case.epochs) if index * per_epoch(case) + per_epoch(case) > first_cached_step(moved)
+    )
+    steps = list(samples_by_step(moved).values())
+    drawn = sum(map(len, steps[first_cached_step(moved) :]))
+    assert sum(event["hits"] + event["misses"] for event in epochs) == drawn
+    assert all(event["bytes_stored"] > 0 for event in epochs)
+    assert all(rank["warnings"] == [] for rank in moved.ranks)
+    if case.name != MISSES_LONGER:
+        assert sum(event["misses"] for event in epochs) == len(set().union(*steps[first_cached_step(moved) :]))
+
+
+@pytest.mark.parametrize("case", selectable(*CACHED))
+def test_nothing_is_left_of_a_cache(moved: Outcome, case: TransitionCase):
+    folder = moved.output.with_name(f"{case.name}-cache") / "_activation_cache"
+    assert folder.is_dir()
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == []
+
+
+def per_epoch(case: TransitionCase) -> int:
+    return math.ceil(math.ceil(case.num_samples / GLOBAL_BATCH) / case.accumulation)
+
+
+def first_cached_step(outcome: Outcome) -> int:
+    return next(entry["step"] for entry in outcome.ranks[0]["steps"] if entry["cache_level"])
+
+
 # ---- Law 6
 
 
@@ -158,10 +239,10 @@ def samples_by_step(outcome: Outcome) -> dict[int, list[int]]:
 @pytest.mark.parametrize("case", selectable())
 def test_each_sample_is_drawn_once_an_epoch(moved: Outcome, case: TransitionCase):
     steps = list(samples_by_step(moved).values())
-    per_epoch = math.ceil(math.ceil(case.num_samples / GLOBAL_BATCH) / case.accumulation)
-    assert len(steps) == case.epochs * per_epoch
+    length = per_epoch(case)
+    assert len(steps) == case.epochs * length
     for epoch in range(case.epochs):
-        drawn = [sample for samples in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for sample in samples]
+        drawn = [sample for samples in steps[epoch * length : (epoch + 1) * length] for sample in samples]
         assert sorted(drawn) == list(range(case.num_samples)), f"epoch {epoch}"
 
 
@@ -190,6 +271,33 @@ def test_without_workers_nothing_is_read_twice(moved: Outcome, case: TransitionC
             for samples in reads(moved, case, rank)[epoch].values():
                 read.update(samples)
         assert read == dict.fromkeys(range(case.num_samples), 1)
+
+
+@pytest.mark.parametrize("case", selectable(*CACHED))
+def test_a_sample_that_is_stored_is_not_read_from_the_data_set(moved: Outcome, case: TransitionCase):
+    """From the data set comes what is drawn for the first time since there is a cache, whatever freezes meanwhile."""
+    steps, first, length = list(samples_by_step(moved).values()), first_cached_step(moved), per_epoch(case)
+    checked = sum(event["checked"] for event in moved.events("cache") if event["what"] == "epoch")
+    num_read, stored, silent = 0, set[int](), 0
+    for epoch in range(case.epochs):
+        read = Counter[int]()
+        for rank in range(len(moved.ranks)):
+            for samples in reads(moved, case, rank)[epoch].values():
+                read.update(samples)
+        expected = Counter[int]()
+        for step in range(epoch * length, (epoch + 1) * length):
+            expected.update(sample for sample in steps[step] if sample not in stored)
+            stored.update(steps[step] if step >= first else ())
+        if case.name == "cached-loader-workers":
+            # Workers read ahead, for the old layout too: what they read before a transition may be read once more.
+            assert set(read) >= set(expected)
+            assert not read or expected or epoch * length <= max(e["step"] for e in moved.ranks[0]["transitions"])
+        elif case.name != MISSES_LONGER:
+            num_read += sum((read - expected).values())
+            assert read >= expected, f"epoch {epoch}"
+        silent += not expected
+    assert num_read <= checked
+    assert silent == max(0, case.epochs - 1 - math.ceil(first / length))
 
 
 @pytest.mark.parametrize("case", selectable("loader-workers"))

@@ -106,8 +106,8 @@ def test_all_ranks_were_under_the_planned_layout_at_every_step(moved: Outcome, c
     assert all(layouts == by_step[0] for layouts in by_step)
     for entry in moved.ranks[0]["steps"] if case.plan else ():
         expected = [phase for phase in case.plan if phase[0] <= entry["step"]][-1]
-        found = (entry["num_frozen"], entry["boundaries"], entry["num_microbatches"])
-        assert found == (expected[1], expected[2], expected[3]), entry["step"]
+        found = (entry["num_frozen"], entry["boundaries"], entry["num_microbatches"], entry["cache_level"])
+        assert found == (expected[1], expected[2], expected[3], case.cache_level(expected)), entry["step"]
 
 
 def test_the_cases_test_something():

@@ -10,7 +10,7 @@ from typing import Any
 from tests.models import NUM_LAYERS
 
 
-__all__ = ["BROAD", "CASES", "NODES", "NUM_EVAL_SAMPLES", "SLOW_CASES", "WORLD_SIZE", "Phase", "TransitionCase"]
+__all__ = ["BROAD", "CACHED_CASES", "CASES", "NODES", "NUM_EVAL_SAMPLES", "SLOW_CASES", "WORLD_SIZE", "Phase", "TransitionCase"]
 
 WORLD_SIZE = 4
 # Samples of one loader batch over all ranks: K=4 gives a pipeline all of them, K=1 gives each rank two.
@@ -19,8 +19,9 @@ GLOBAL_EVAL_BATCH = 4
 NUM_EVAL_SAMPLES = 13
 NUM_UNITS = 2 * NUM_LAYERS + 2
 
-Phase = tuple[int, int, list[int], int]
-"""From which optimizer step on: F, the stage boundaries, M."""
+Phase = tuple[int, int, list[int], int] | tuple[int, int, list[int], int, int]
+"""From which optimizer step on: F, the stage boundaries, M, and in a case with the activation cache how many layers'
+output is stored; all F without that entry."""
 
 # 53 samples are seven steps an epoch, the last of five samples. Steps 14 and 28 begin an epoch, the others lie amid
 # one. K goes 4, 2, 1 and grows again; stages of step 5 and later are frozen in part or wholly; nothing is newly
@@ -51,6 +52,17 @@ MOVES_ONLY: list[Phase] = [
     (9, 0, [0, 1, 4, 9, 10], 4),
     (12, 0, [0, 4, 10], 3),
 ]
+# What is stored stays below what is frozen for more than an epoch, at places of every kind: nothing is stored yet,
+# stored rows are lifted in part, then wholly. The entry lies in the first, a middle and the only stage.
+LAGGING: list[Phase] = [
+    (0, 0, [0, 2, 4, 6, 10], 4),
+    (5, 2, [0, 2, 4, 6, 10], 4, 0),
+    (9, 2, [0, 2, 4, 6, 10], 4, 1),
+    (17, 3, [0, 5, 10], 3, 1),
+    (23, 3, [0, 5, 10], 3, 2),
+    (26, 4, [0, 10], 2, 2),
+    (30, 4, [0, 10], 2, 4),
+]
 # Freezing of wholes of the model at once, the head left.
 AT_ONCE: list[Phase] = [(0, 0, [0, 3, 10], 2), (4, 4, [0, 10], 2)]
 
@@ -70,6 +82,7 @@ class TransitionCase:
         epochs: of training.
         options: changes to `TrainingArguments`, of all runs.
         pipeline_options: changes to `PipeTransformerArguments` of the run on four processes.
+        cached: whether the run on four processes has the activation cache.
         changes: what else is special, see `transition_worker`.
         policy: name of a custom freeze policy of `transition_worker`, of the run on four processes.
         follows: the name of the run that is replayed.
@@ -87,6 +100,7 @@ class TransitionCase:
     epochs: int = 5
     options: dict[str, Any] = field(default_factory=dict)
     pipeline_options: dict[str, Any] = field(default_factory=dict)
+    cached: bool = False
     changes: list[str] = field(default_factory=list)
     policy: str | None = None
     follows: str | None = None
@@ -97,7 +111,15 @@ class TransitionCase:
     def reference(self) -> TransitionCase:
         """The case on one process: layouts and schedule are nothing to it."""
         plain = replace(
-            self, name="", plan=[], schedule="1f1b", pipeline_options={}, policy=None, follows=None, compares=True
+            self,
+            name="",
+            plan=[],
+            schedule="1f1b",
+            pipeline_options={},
+            cached=False,
+            policy=None,
+            follows=None,
+            compares=True,
         )
         digest = hashlib.sha256(json.dumps(asdict(plain), sort_keys=True).encode()).hexdigest()[:12]
         return replace(plain, name=f"{self.model}-{digest}")
@@ -111,7 +133,8 @@ class TransitionCase:
     def plan_lines(self, world_size: int = WORLD_SIZE) -> str:
         """The plan as the events file of a run."""
         events = []
-        for step, num_frozen, boundaries, num_microbatches in self.plan:
+        for phase in self.plan:
+            step, num_frozen, boundaries, num_microbatches, *_ = phase
             num_stages = len(boundaries) - 1
             layout = {
                 "num_layers": NUM_LAYERS,
@@ -121,10 +144,15 @@ class TransitionCase:
                 "boundaries": boundaries,
                 "num_microbatches": num_microbatches,
                 "schedule": self.schedule,
+                "cache_level": self.cache_level(phase),
             }
             key = "to" if events else "layout"
             events.append({"event": "transition" if events else "run", "step": step, key: layout})
         return "".join(f"{json.dumps(event)}\n" for event in events)
+
+    def cache_level(self, phase: Phase) -> int:
+        """How many layers' output is stored in a phase of the plan."""
+        return (phase[4] if len(phase) > 4 else phase[1]) if self.cached else 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -161,6 +189,10 @@ BEST = {
 BY_STEPS = {"freeze_interval": 4, "freeze_warmup": 0, "freeze_min_active_layers": 0, "pipeline_parallel_size": 4}
 BY_MEMORY = {**BY_STEPS, "pipeline_compression": "memory", "pipeline_parallel_num_microbatches": 4}
 
+WORKERS = {"dataloader_num_workers": 2}
+NOT_ELASTIC = {**BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"}
+OWN_PLANS = {**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
+
 # Followed through every step: bits around transitions, what freezes, traffic, samples.
 BROAD = planned("adamw-bert", "bert_sequence", changes=["buffers", "small_messages"])
 
@@ -174,20 +206,20 @@ CASES = [
     planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
     planned("all-at-once", "vit", AT_ONCE, epochs=1),
     planned("best-model", "bert_masked", options=BEST),
-    planned("loader-workers", "bert_sequence", options={"dataloader_num_workers": 2}, epochs=4),
+    planned("loader-workers", "bert_sequence", options=WORKERS, epochs=4),
     TransitionCase(
         "not-elastic",
         "bert_sequence",
         freeze_at="5:1,10:2,17:3",
         epochs=3,
-        pipeline_options={**BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"},
+        pipeline_options=NOT_ELASTIC,
     ),
     TransitionCase(
         "own-plans",
         "vit",
         freeze_at="0:1,10:2,17:3",
         epochs=3,
-        pipeline_options={**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"},
+        pipeline_options=OWN_PLANS,
     ),
     TransitionCase(
         "user-froze-the-prefix",
@@ -251,6 +283,32 @@ CASES = [
         },
     ),
 ]
+
+# The same with stored activations; most share their references with a case above.
+CACHED_CASES = [
+    planned("cached-adamw-bert", "bert_sequence", cached=True),
+    planned("cached-adamw-vit", "vit", options=EVALUATED, cached=True),
+    # The loss sees padding, and the padded length changes from batch to batch.
+    planned("cached-answers", "bert_question", options=SGD, changes=["pad_to_longest"], cached=True),
+    planned(
+        "cached-tokens-gpipe-accumulation", "bert_token", schedule="gpipe", accumulation=2, epochs=9, cached=True
+    ),
+    planned("cached-recomputed", "bert_sequence", pipeline_options={"pipeline_checkpoint": "always"}, cached=True),
+    planned("cached-loader-workers", "bert_sequence", options=WORKERS, epochs=4, cached=True),
+    planned("cached-below-frozen", "bert_sequence", LAGGING, cached=True),
+    TransitionCase(
+        "cached-not-elastic",
+        "bert_sequence",
+        freeze_at="5:1,10:2,17:3",
+        epochs=3,
+        pipeline_options=NOT_ELASTIC,
+        cached=True,
+    ),
+    TransitionCase(
+        "cached-own-plans", "vit", freeze_at="0:1,10:2,17:3", epochs=3, pipeline_options=OWN_PLANS, cached=True
+    ),
+]
+CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [

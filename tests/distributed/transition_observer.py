@@ -15,6 +15,10 @@ from hf_pipetransformer.pipeline import engine
 from tests.models import MODELS, PAD, make_rows
 
 
+SAMPLES = "pipetransformer_samples"
+"""Where a batch says which samples it holds, with the activation cache."""
+
+
 @dataclass
 class Record:
     """What one rank saw in one run.
@@ -23,6 +27,7 @@ class Record:
         transitions: `step`, `from`, `to`, and the bits `before` and `after`.
         steps: what was true at the end of each optimizer step.
         samples: `(optimizer step, sample indices)` of each loader batch that this rank read.
+        executions: for each half of each layer, attention first: samples that it ran in training while it was frozen.
         modes: `(F, layer or -1 for the embeddings, training, repeats)` of forwards in training; `repeats` says
             whether the same input gave the same output twice.
     """
@@ -30,6 +35,7 @@ class Record:
     transitions: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     samples: list[tuple[int, list[int]]] = field(default_factory=list)
+    executions: list[list[int]] = field(default_factory=list)
     modes: list[tuple[int, int, bool, bool]] = field(default_factory=list)
 
 
@@ -38,6 +44,15 @@ def encoder_parts(model: nn.Module) -> tuple[nn.Module, Any]:
     base = getattr(model, model.base_model_prefix)
     encoder = getattr(base, "encoder", base)
     return base.embeddings, encoder.layer if hasattr(encoder, "layer") else encoder.layers
+
+
+def halves(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """In attention and MLP the first module with weights, which runs once in each forward of its half."""
+    mlp = layer.intermediate if hasattr(layer, "intermediate") else layer.mlp
+    first, second = (
+        next(module for module in part.modules() if isinstance(module, nn.Linear)) for part in (layer.attention, mlp)
+    )
+    return first, second
 
 
 def frozen_names(model: nn.Module, num_frozen: int) -> set[str]:
@@ -86,6 +101,7 @@ class Observer(TrainerCallback):
         self.record = Record()
         self.case = case
         self.trainer: Any = None
+        self.is_in_step = False
         self._num_samples = 0
         self._index_of = {
             _key(MODELS[case.model].task, row): index
@@ -94,10 +110,19 @@ class Observer(TrainerCallback):
         assert len(self._index_of) == case.num_samples, "samples must differ to be told apart"
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        _, layers = encoder_parts(self.trainer.model)
+        self.record.executions = [[0, 0] for _ in layers]
+        for index, layer in enumerate(layers):
+            for half, module in enumerate(halves(layer)):
+                module.register_forward_pre_hook(self._count_samples(index, half))
         if "dropout" in self.case.changes:
             embeddings, layers = encoder_parts(self.trainer.model)
             for index, module in enumerate([embeddings, *layers], start=-1):
                 module.register_forward_hook(self._hook(index), with_kwargs=True)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        if self.case.cached:
+            self.trainer.train_dataset.epoch = round(state.epoch)
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         TRAFFIC.bytes.clear()
@@ -118,6 +143,7 @@ class Observer(TrainerCallback):
                 "num_frozen": layout.num_frozen_layers,
                 "num_stages": layout.num_stages,
                 "stage": stage,
+                "cache_level": layout.cache_level,
                 "boundaries": list(layout.boundaries),
                 "num_microbatches": layout.num_microbatches,
                 "num_samples": self._num_samples,
@@ -136,9 +162,17 @@ class Observer(TrainerCallback):
         num_samples = len(inputs.get("pixel_values" if task == "image" else "input_ids", []))
         self._num_samples += num_samples
         if self.trainer._stage.groups.is_first:
-            rows = [{key: value[i] for key, value in inputs.items()} for i in range(num_samples)]
             step = self.trainer.state.global_step
-            self.record.samples.append((step, [self._index_of[_key(task, row)] for row in rows]))
+            self.record.samples.append((step, self._samples_of(inputs, num_samples, task)))
+
+    def _samples_of(self, inputs: dict[str, Any], num_samples: int, task: str) -> list[int]:
+        known = inputs.get(SAMPLES)
+        if known is not None and task == "image":
+            return known.tolist()  # A stored image is not read: the pixels are a placeholder.
+        rows = [{key: value[i] for key, value in inputs.items()} for i in range(num_samples)]
+        samples = [self._index_of[_key(task, row)] for row in rows]
+        assert known is None or known.tolist() == samples, "the tokens of another sample"
+        return samples
 
     def snapshot(self) -> dict[str, Any]:
         """The bits of all that this rank trains."""
@@ -158,6 +192,13 @@ class Observer(TrainerCallback):
             "buffers": {name: bits(b) for name, b in model.named_buffers() if units & set(users[name])},
             "state": state,
         }
+
+    def _count_samples(self, index: int, half: int) -> Any:
+        def count(_module: Any, args: Any) -> None:
+            if self.is_in_step and index < self.trainer.layout.num_frozen_layers:
+                self.record.executions[index][half] += len(args[0])
+
+        return count
 
     def _hook(self, index: int) -> Any:
         busy = False
@@ -195,7 +236,11 @@ def observe(base: type, observer: Observer) -> type:
 
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             observer.drawn(inputs)
-            return super().training_step(model, inputs, *args, **kwargs)
+            observer.is_in_step = True
+            try:
+                return super().training_step(model, inputs, *args, **kwargs)
+            finally:
+                observer.is_in_step = False
 
         def _move_to(self, change: Any) -> None:
             entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}

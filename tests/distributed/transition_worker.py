@@ -63,15 +63,15 @@ POLICIES = {"never": Never, "one_by_one": OneByOne}
 
 
 class LoggedRows(Dataset):
-    """Rows, with a line in a file of this process for each that is read: epoch and index."""
+    """Rows, with a line in a file of this process for each that is read: epoch and index.
+
+    They do not hear of epochs by themselves, or there would be no cache for them: see `EpochRows` and `Observer`.
+    """
 
     def __init__(self, rows: list[dict[str, Any]], path: Path) -> None:
         self.rows = rows
         self.path = path
         self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,6 +80,20 @@ class LoggedRows(Dataset):
         with Path(f"{self.path}.{os.getpid()}").open("a") as file:
             file.write(f"{self.epoch} {index}\n")
         return self.rows[index]
+
+
+class EpochRows(LoggedRows):
+    """As data sets that draw other samples in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def pad_to_longest(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch whose length its samples decide, also for question answering."""
+    batch = collate(rows)
+    longest = max(len(row["input_ids"]) for row in rows)
+    return {name: value[:, :longest] if value.dim() > 1 else value for name, value in batch.items()}
 
 
 class CountingLinear(nn.Linear):
@@ -190,12 +204,15 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
     }
     if kind == "plain":
         return TrainingArguments(**options)
-    options |= {"pipeline_timeout": 60, "freeze_policy": "none"}
+    # Whether a cache pays hangs on the clock: it is on or off.
+    options |= {"pipeline_timeout": 60, "freeze_policy": "none", "activation_cache": "off"}
     if kind == "single":
         if case.freeze_at:
             options |= {"freeze_policy": "fixed", "freeze_at": case.freeze_at, "freeze_min_active_layers": 0}
         return PipeTransformerArguments(**options)
     options["pipeline_schedule"] = case.schedule
+    if case.cached:
+        options |= {"activation_cache": "on", "activation_cache_dir": str(output.with_name(f"{case.name}-cache"))}
     if case.plan:
         plan = output.with_suffix(f".plan{RANK}")
         plan.write_text(case.plan_lines())
@@ -206,13 +223,14 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
 
 
 def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer) -> Trainer:
-    train = LoggedRows(make_rows(case.model, case.num_samples), output.with_name(f"{case.name}.drawn.rank{RANK}"))
+    kind_of_rows = LoggedRows if case.cached else EpochRows
+    train = kind_of_rows(make_rows(case.model, case.num_samples), output.with_name(f"{case.name}.drawn.rank{RANK}"))
     parts: dict[str, Any] = {
         "model": model_of(case),
         "args": arguments_of(case, output, kind),
         "train_dataset": train,
         "eval_dataset": make_rows(case.model, NUM_EVAL_SAMPLES, EVAL_SEED),
-        "data_collator": collate,
+        "data_collator": pad_to_longest if "pad_to_longest" in case.changes else collate,
     }
     if kind == "plain":
         trainer: Trainer = NormTrainer(**parts, callbacks=[FreezeByHand(case.frozen_at)])

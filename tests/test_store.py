@@ -1,0 +1,621 @@
+"""The activation store gives back exactly what was written, or nothing, or says that it is damaged."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_pipetransformer.autocache import folder as folder_module
+from hf_pipetransformer.autocache import reading
+from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes
+from hf_pipetransformer.autocache.rows import RowFormat, Rows
+from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autocache.table import StoreDamagedError
+
+
+HIDDEN = 8
+BOUND = 10**9
+PLAIN = RowFormat(HIDDEN, torch.float32, {}, {})
+RICH = RowFormat(
+    HIDDEN,
+    torch.float32,
+    {"mask": torch.int64, "is_start": torch.bool, "weight": torch.bfloat16},
+    {
+        "labels": (torch.int64, ()),
+        "scores": (torch.float32, (2, 3)),
+        "is_odd": (torch.bool, ()),
+        "none": (torch.int8, (0,)),
+    },
+)
+
+
+def values_of(row_format: RowFormat, n: int, seq: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Random activations, and side fields of all dtypes."""
+    random_stream = torch.Generator().manual_seed(seed)
+
+    def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=random_stream).to(dtype)
+        top = 2 if dtype == torch.bool else 100
+        return torch.randint(0, top, shape, generator=random_stream).to(dtype)
+
+    fields = {name: draw(dtype, (n, seq)) for name, dtype in row_format.token_fields.items()}
+    fields |= {name: draw(dtype, (n, *shape)) for name, (dtype, shape) in row_format.sample_fields.items()}
+    return draw(row_format.dtype, (n, seq, row_format.hidden_size)), fields
+
+
+def put(store: ActivationStore, samples: list[int], lengths: list[int], level: int = 1, seed: int = 0) -> Any:
+    activation, fields = values_of(store.row_format, len(samples), max(lengths), seed)
+    digests = np.arange(len(samples), dtype=np.uint64) + np.uint64(2**63)
+    stored = store.write(np.array(samples), level, activation, np.array(lengths), fields, digests)
+    return stored, activation, fields
+
+
+def check_rows(
+    rows: Rows, activation: torch.Tensor, fields: dict[str, torch.Tensor], lengths: list[int], row_format: RowFormat
+) -> None:
+    """The rows are the values up to their length, and zero beyond."""
+    length = rows.activation.shape[1]
+    for row, stored in enumerate(lengths):
+        copied = min(stored, length)
+        assert rows.lengths[row] == stored
+        assert torch.equal(rows.activation[row, :copied], activation[row, :copied])
+        assert not rows.activation[row, copied:].any()
+        for name in row_format.token_fields:
+            assert torch.equal(rows.fields[name][row, :copied], fields[name][row, :copied])
+            assert not rows.fields[name][row, copied:].any()
+    for name, values in fields.items():
+        assert rows.fields[name].dtype == values.dtype
+        if name in row_format.sample_fields:
+            assert torch.equal(rows.fields[name], values)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ActivationStore:
+    return ActivationStore.create(tmp_path / "store", 20, RICH, BOUND, num_writers=2)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def place_of(store: ActivationStore, table: Any, column: str) -> int:
+    """Where in a table's file a column begins, found by the bytes of the column."""
+    del store
+    content = table.path.read_bytes()
+    place = content.find(table.columns[column].tobytes())
+    assert place > 0
+    return place
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[5, 5, 5, 5], [1, 7, 3, 5]])
+@pytest.mark.parametrize("length", [2, 5, 9])
+@pytest.mark.parametrize("hidden_size", [8, 3, 1])
+def test_round_trip_is_exact(
+    tmp_path: Path, dtype: torch.dtype, lengths: list[int], length: int, hidden_size: int
+) -> None:
+    row_format = RowFormat(hidden_size, dtype, RICH.token_fields, RICH.sample_fields)
+    store = ActivationStore.create(tmp_path, 10, row_format, BOUND, 1)
+    samples = [7, 0, 9, 3]
+    stored, activation, fields = put(store, samples, lengths)
+    assert stored == 4
+    rows = store.read(np.array(samples), length)
+    assert rows.levels.tolist() == [1] * 4 and rows.levels.dtype == np.int64
+    check_rows(rows, activation, fields, lengths, row_format)
+    assert store.lengths(np.array(samples)).tolist() == lengths
+    assert store.input_digests(np.array([0])).tolist() == [2**63 + 1]
+    assert store.levels(np.arange(10)).tolist() == [1, 0, 0, 1, 0, 0, 0, 1, 0, 1]
+
+
+def test_a_missing_row_is_zero_and_has_level_zero(store: ActivationStore) -> None:
+    _, activation, _ = put(store, [3], [4])
+    out = torch.full((3, 4, HIDDEN), 9.0)
+    rows = store.read(np.array([2, 3, 3]), 4, out=out)
+    assert rows.levels.tolist() == [0, 1, 1] and rows.activation is out
+    assert not out[0].any() and torch.equal(out[1:], activation.expand(2, -1, -1))
+    assert not rows.fields["labels"][0].any() and not rows.fields["mask"][0].any()
+    part = rows.take(np.array([False, True, False]))
+    assert part.levels.tolist() == [1] and torch.equal(part.activation, activation)
+
+
+def test_activations_of_another_dtype_are_converted(tmp_path: Path) -> None:
+    store = ActivationStore.create(tmp_path, 1, RowFormat(HIDDEN, torch.bfloat16, {}, {}), BOUND, 1)
+    activation = torch.randn(1, 4, HIDDEN)
+    store.write(np.array([0]), 1, activation, np.array([4]), {}, np.zeros(1, np.uint64))
+    assert torch.equal(store.read(np.array([0]), 4).activation, activation.bfloat16())
+
+
+def test_of_a_repeated_sample_the_last_row_counts(store: ActivationStore) -> None:
+    stored, activation, fields = put(store, [4, 4, 4], [2, 6, 3])
+    assert stored == 1
+    last = {name: values[2:] for name, values in fields.items()}
+    check_rows(store.read(np.array([4]), 6), activation[2:], last, [3], RICH)
+
+
+def test_rewriting_in_place_makes_no_file_larger(store: ActivationStore) -> None:
+    samples, lengths = list(range(20)), [6] * 20
+    put(store, samples, lengths)
+    size = store.bytes_stored
+    for level in range(2, 200):
+        _, activation, fields = put(store, samples, lengths, level, seed=level)
+    assert store.bytes_stored == size
+    rows = store.read(np.array(samples), 6)
+    assert set(rows.levels.tolist()) == {199}
+    check_rows(rows, activation, fields, lengths, RICH)
+
+
+def test_a_longer_row_moves_and_a_shorter_one_stays(store: ActivationStore) -> None:
+    put(store, [1, 2], [4, 4])
+    for length in (9, 2, 4):
+        _, activation, fields = put(store, [1], [length], level=length)
+        check_rows(store.read(np.array([1]), 9), activation, fields, [length], RICH)
+    assert store.read(np.array([2]), 4).levels.tolist() == [1]
+
+
+def test_two_handles_see_each_others_rows(store: ActivationStore) -> None:
+    other = ActivationStore.open(store.folder, writer=1)
+    _, activation, fields = put(store, [0, 1], [5, 5])
+    check_rows(other.read(np.array([0, 1]), 5), activation, fields, [5, 5], RICH)
+    # In the slot that the first made, and in one of its own.
+    _, activation, fields = put(other, [1, 2], [4, 6], level=2, seed=1)
+    rows = store.read(np.array([1, 2]), 6)
+    assert rows.levels.tolist() == [2, 2]
+    check_rows(rows, activation, fields, [4, 6], RICH)
+    assert {path.name for path in store.folder.glob("shard*")} == {"shard-0-0.arrow", "shard-1-0.arrow"}
+
+
+def test_an_opened_store_goes_on_where_it_was_left(store: ActivationStore) -> None:
+    _, first, first_fields = put(store, [0, 1], [5, 3])
+    store.close()
+    again = ActivationStore.open(store.folder, writer=0)
+    assert again.row_format == RICH and again.num_samples == 20
+    _, second, second_fields = put(again, [2], [4], seed=1)
+    check_rows(again.read(np.array([0, 1]), 5), first, first_fields, [5, 3], RICH)
+    check_rows(again.read(np.array([2]), 5), second, second_fields, [4], RICH)
+
+
+def test_an_integer_beyond_int32_is_refused(tmp_path: Path) -> None:
+    store = ActivationStore.create(tmp_path, 1, RowFormat(HIDDEN, torch.float32, {"ids": torch.int64}, {}), BOUND, 1)
+    fields = {"ids": torch.tensor([[1, 2**31]])}
+    with pytest.raises(ValueError, match=r"'ids' has values from 1 to 2147483648.*activation_cache"):
+        store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), fields, np.zeros(1, np.uint64))
+    assert store.levels(np.array([0])).tolist() == [0]
+
+
+def test_other_fields_than_agreed_are_refused(store: ActivationStore) -> None:
+    with pytest.raises(ValueError, match="Side fields are"):
+        store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), {}, np.zeros(1, np.uint64))
+
+
+def test_datasets_reads_the_tables(store: ActivationStore) -> None:
+    _, activation, fields = put(store, [5, 6], [3, 3])
+    shard = Dataset.from_file(str(store.folder / "shard-0-0.arrow"))
+    found = torch.tensor(shard[:6]["activation"]).reshape(2, 3, HIDDEN)
+    assert torch.equal(found, activation)
+    assert shard[:6]["field_mask"] == fields["mask"].flatten().tolist()
+    index = Dataset.from_file(str(store.folder / "index.arrow"))
+    assert index[5]["level"] == 1 and index[5]["field_labels"] == fields["labels"][0]
+    assert index[4]["level"] == 0 and len(index) == 20
+
+
+# ---- space ----
+
+
+def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    num_samples, length, hidden = 2000, 4, 64
+    bound = 1_000_000
+    store = ActivationStore.create(tmp_path, num_samples, RowFormat(hidden, torch.float32, {}, {}), bound, 1)
+    activation = torch.randn(num_samples, length, hidden)
+    everyone, lengths = np.arange(num_samples), np.full(num_samples, length)
+    with caplog.at_level(logging.WARNING):
+        counts = [
+            store.write(everyone, level, activation, lengths, {}, np.zeros(num_samples, np.uint64)) for level in (1, 2)
+        ]
+    assert store.is_full and store.bytes_stored <= bound
+    assert counts[0] == counts[1] > 0.8 * bound / (length * hidden * 4)
+    assert store.levels(everyone).tolist() == [2] * counts[0] + [0] * (num_samples - counts[0])
+    assert len(caplog.records) == 1 and "the bound of 1000000 bytes" in caplog.text
+    assert torch.equal(store.read(everyone[: counts[0]], length).activation, activation[: counts[0]])
+
+
+def test_each_writer_has_its_share_of_the_bound(tmp_path: Path) -> None:
+    row_format = RowFormat(64, torch.float32, {}, {})
+    ActivationStore.create(tmp_path, 4000, row_format, 2_000_000, 2)
+    for writer in (0, 1):
+        store = ActivationStore.open(tmp_path, writer)
+        samples = np.arange(2000) + 2000 * writer
+        store.write(samples, 1, torch.zeros(2000, 4, 64), np.full(2000, 4), {}, np.zeros(2000, np.uint64))
+        assert store.is_full
+    own = sum(path.stat().st_size for path in tmp_path.glob("shard-1-*"))
+    assert 800_000 < own <= 1_000_000 and store.bytes_stored <= 2_000_000
+
+
+def test_an_index_beyond_the_bound_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="activation_cache_max_gb"):
+        ActivationStore.create(tmp_path, 100_000, PLAIN, 1000, 1)
+
+
+def test_a_full_disk_keeps_what_is_stored(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(store, [0], [4])
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    long = 20_000
+    with caplog.at_level(logging.WARNING):
+        stored, _, _ = put(store, [1, 2, 0], [long, 3, 4], level=2)
+        assert put(store, [3], [long])[0] == 0
+    assert stored == 2 and store.is_full
+    assert store.levels(np.arange(4)).tolist() == [2, 0, 2, 0]
+    assert len(caplog.records) == 1 and "is full" in caplog.text
+    assert not list(store.folder.glob("*.tmp"))
+
+
+def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).poisson(11, 2000) + 2
+    fields = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), torch.int64)
+    row_format = RowFormat(384, torch.float32, fields, {"labels": (torch.int64, ())})
+    store = ActivationStore.create(tmp_path, 2000, row_format, BOUND, 1)
+    for start in range(0, 2000, 50):
+        put(store, list(range(start, start + 50)), lengths[start : start + 50].tolist())
+    assert (store.levels(np.arange(2000)) == 1).all()
+    assert store.bytes_stored <= 1.06 * lengths.sum() * 384 * 4
+
+
+# ---- damage ----
+
+
+@pytest.mark.parametrize("column", ["activation", "field_mask", "field_is_start", "field_weight"])
+@pytest.mark.parametrize("length", [2, 5, 9])
+def test_a_flipped_bit_in_a_shard_is_noticed(store: ActivationStore, column: str, length: int) -> None:
+    put(store, [0, 1], [5, 5])
+    table = store._shards[0].table
+    place = place_of(store, table, column) + 7 * table.columns[column].strides[0]
+    for bit in (0, 3, 7):
+        flip(table.path, place, bit)
+        with pytest.raises(StoreDamagedError, match=r"sample 1 .*shard-0-0\.arrow"):
+            store.read(np.array([0, 1]), length)
+        assert store.read(np.array([0]), length).levels.tolist() == [1]
+        flip(table.path, place, bit)
+    assert store.read(np.array([0, 1]), length).levels.tolist() == [1, 1]
+
+
+COLUMNS = ["level", "shard", "start", "length", "checksum", "input_digest"]
+
+
+@pytest.mark.parametrize("column", [*COLUMNS, "field_labels", "field_scores", "field_is_odd"])
+def test_a_flipped_bit_in_the_index_is_noticed(store: ActivationStore, column: str) -> None:
+    put(store, [0, 1], [5, 5], level=6)
+    values = store._columns[column][1:2].view(np.uint8)
+    for byte in range(values.size):
+        for bit in (0, 7):
+            values.reshape(-1)[byte] ^= 1 << bit
+            with pytest.raises(StoreDamagedError):
+                store.read(np.array([0, 1]), 5)
+            values.reshape(-1)[byte] ^= 1 << bit
+    assert store.read(np.array([0, 1]), 5).levels.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("name", ["shard-0-0.arrow", "index.arrow"])
+def test_a_file_that_was_cut_is_noticed(store: ActivationStore, name: str) -> None:
+    put(store, [0], [5])
+    os.truncate(store.folder / name, 4096)
+    for action in (lambda: store.read(np.array([0]), 5), lambda: put(store, [0], [5])):
+        with pytest.raises(StoreDamagedError, match="has 4096 bytes: expected"):
+            action()
+    with pytest.raises(StoreDamagedError, match=name):
+        ActivationStore.open(store.folder, 0)
+
+
+@pytest.mark.parametrize("name", ["shard-0-0.arrow", "index.arrow"])
+def test_a_file_that_vanished_is_noticed(store: ActivationStore, name: str) -> None:
+    put(store, [0], [5])
+    (store.folder / name).unlink()
+    with pytest.raises(StoreDamagedError, match="has vanished"):
+        store.read(np.array([0]), 5)
+    with pytest.raises(StoreDamagedError, match=name):
+        ActivationStore.open(store.folder, 0)
+
+
+def test_a_shard_of_another_store_is_refused(store: ActivationStore, tmp_path: Path) -> None:
+    put(store, [0], [5])
+    foreign = ActivationStore.create(tmp_path / "foreign", 20, RICH, BOUND, 1)
+    put(foreign, [0], [5])
+    os.replace(foreign.folder / "shard-0-0.arrow", store.folder / "shard-0-0.arrow")
+    other = ActivationStore.open(store.folder, writer=1)
+    with pytest.raises(StoreDamagedError, match="belongs to the activation store"):
+        other.read(np.array([0]), 5)
+
+
+def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreDamagedError, match="not the header of an activation store"):
+        ActivationStore.open(tmp_path, 0)
+
+
+@pytest.mark.parametrize("meanwhile", [0, 2])
+def test_a_torn_read_counts_as_missing(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, meanwhile: int
+) -> None:
+    put(store, [0, 1], [5, 5])
+    copy = reading._copy_tokens
+
+    def copy_and_change(*arguments: Any) -> Any:
+        found = copy(*arguments)
+        store._columns["level"][1] = meanwhile
+        return found
+
+    monkeypatch.setattr(reading, "_copy_tokens", copy_and_change)
+    rows = store.read(np.array([0, 1]), 5)
+    assert rows.levels.tolist() == [1, 0] and not rows.activation[1].any()
+
+
+def test_a_row_that_was_rewritten_at_its_level_while_it_was_copied_is_read_again(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, [0], [5])
+    copy = reading._copy_tokens
+    rewritten: list[Any] = []
+
+    def rewrite_and_copy(*arguments: Any) -> Any:
+        if not rewritten:
+            rewritten.append(put(store, [0], [5], seed=1))
+        return copy(*arguments)
+
+    monkeypatch.setattr(reading, "_copy_tokens", rewrite_and_copy)
+    rows = store.read(np.array([0]), 5)
+    assert rows.levels.tolist() == [1]
+    check_rows(rows, *rewritten[0][1:], [5], RICH)
+
+
+def test_a_dropped_store_is_empty_for_all(store: ActivationStore) -> None:
+    put(store, [0], [5])
+    other = ActivationStore.open(store.folder, writer=1)
+    assert store.dropped is None and other.levels(np.array([0])).tolist() == [1]
+    store.drop("the data set changes")
+    assert other.dropped == store.dropped == "the data set changes"
+    assert other.levels(np.array([0])).tolist() == [0]
+    assert other.read(np.array([0]), 5).levels.tolist() == [0]
+    assert put(other, [1], [5])[0] == 0
+    assert ActivationStore.open(store.folder, writer=1).dropped == "the data set changes"
+
+
+# ---- against a model ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.lists(st.tuples(st.integers(0, 7), st.integers(1, 12)), min_size=1, max_size=6)
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 14),
+)
+def test_random_writes_follow_a_dictionary(steps: list[tuple[int, list[tuple[int, int]]]], length: int) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        stores = [ActivationStore.create(place, 8, RICH, BOUND, 2)]
+        stores.append(ActivationStore.open(place, 1))
+        model: dict[int, tuple[int, int, torch.Tensor, dict[str, torch.Tensor]]] = {}
+        for step, (writer, rows) in enumerate(steps):
+            samples, lengths = [sample for sample, _ in rows], [stored for _, stored in rows]
+            stored, activation, fields = put(stores[writer], samples, lengths, level=step + 1, seed=step)
+            assert stored == len(set(samples))
+            for row, (sample, tokens) in enumerate(rows):
+                own = {name: values[row : row + 1] for name, values in fields.items()}
+                model[sample] = (step + 1, tokens, activation[row : row + 1], own)
+        for store in stores:
+            for sample in range(8):
+                found = store.read(np.array([sample]), length)
+                level, tokens, activation, fields = model.get(sample, (0, 0, torch.empty(0), {}))
+                assert found.levels.tolist() == [level]
+                if level:
+                    check_rows(found, activation, fields, [tokens], RICH)
+            store.close()
+
+
+# ---- several processes ----
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["hf_pipetransformer.autocache.store"])
+TIME_LIMIT = 60
+
+
+def ask_levels(folder: str, offset: int, pipe: Connection) -> None:
+    store = ActivationStore.open(folder, 0)
+    pipe.send({f"key-{(i + offset) % 100}": store.level_of(f"key-{(i + offset) % 100}") for i in range(100)})
+
+
+def test_level_ids_are_the_same_in_all_processes(store: ActivationStore) -> None:
+    pipes, children = [], []
+    for offset in (0, 50):
+        mine, theirs = PROCESSES.Pipe()
+        children.append(PROCESSES.Process(target=ask_levels, args=(str(store.folder), offset, theirs)))
+        children[-1].start()
+        pipes.append(mine)
+    answers = []
+    for pipe, child in zip(pipes, children, strict=True):
+        assert pipe.poll(TIME_LIMIT)
+        answers.append(pipe.recv())
+        child.join(TIME_LIMIT)
+    assert answers[0] == answers[1]
+    assert sorted(answers[0].values()) == list(range(1, 101))
+
+
+def test_half_a_line_of_levels_is_dropped(store: ActivationStore) -> None:
+    assert [store.level_of("first"), store.level_of("second")] == [1, 2]
+    with open(store.folder / "levels.jsonl", "ab") as file:
+        file.write(b'{"level": 3, "ke')
+    other = ActivationStore.open(store.folder, writer=1)
+    assert [other.level_of("third"), other.level_of("second"), store.level_of("third")] == [3, 2, 3]
+
+
+KILL_FORMAT = RowFormat(64, torch.float32, {"mask": torch.int64}, {"labels": (torch.int64, ())})
+KILL_SAMPLES, KILL_SEQ = 64, 24
+
+
+def rows_at(samples: np.ndarray, level: int) -> tuple[torch.Tensor, np.ndarray, dict[str, torch.Tensor]]:
+    """What the writer that is killed writes: a function of samples and level."""
+    seeds = torch.from_numpy(samples * 1009 + level)
+    lengths = 1 + (samples * 7 + level * 5) % KILL_SEQ
+    base = seeds[:, None] + torch.arange(KILL_SEQ)
+    activation = base[:, :, None].float() * 64 + torch.arange(64)
+    return activation, lengths, {"mask": base, "labels": seeds}
+
+
+def write_until_killed(folder: str, seed: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = ActivationStore.open(folder, 0)
+    stream = np.random.default_rng(seed)
+    pipe.send("ready")
+    while True:
+        samples = stream.choice(KILL_SAMPLES, 16, replace=False)
+        level = int(stream.integers(1, 100))
+        activation, lengths, fields = rows_at(samples, level)
+        store.write(samples, level, activation, lengths, fields, samples.astype(np.uint64))
+
+
+def check_killed(folder: Path) -> int:
+    """Every row that is served is exactly right; how many there are."""
+    store = ActivationStore.open(folder, 0)
+    everyone = np.arange(KILL_SAMPLES)
+    rows = store.read(everyone, KILL_SEQ)
+    for sample in np.flatnonzero(rows.levels).tolist():
+        activation, lengths, fields = rows_at(np.array([sample]), int(rows.levels[sample]))
+        own = {name: values[sample : sample + 1] for name, values in rows.fields.items()}
+        part = slice(sample, sample + 1)
+        found = Rows(rows.levels[part], rows.lengths[part], rows.activation[part], own)
+        check_rows(found, activation, fields, lengths.tolist(), KILL_FORMAT)
+    store.close()
+    return int((rows.levels > 0).sum())
+
+
+def kill_writers(folder: Path, times: int) -> None:
+    moments = random.Random(times)
+    served = []
+    for attempt in range(times):
+        if attempt % 20 == 0:
+            # From time to time from an empty store, so that shards are being made when the kill comes.
+            ActivationStore.create(folder, KILL_SAMPLES, KILL_FORMAT, BOUND, 1).close()
+        mine, theirs = PROCESSES.Pipe()
+        writer = PROCESSES.Process(target=write_until_killed, args=(str(folder), attempt, theirs))
+        writer.start()
+        assert mine.poll(TIME_LIMIT) and mine.recv() == "ready"
+        time.sleep(moments.random() * 0.02)
+        writer.kill()
+        writer.join(TIME_LIMIT)
+        assert writer.exitcode == -9
+        served.append(check_killed(folder))
+    assert max(served) > KILL_SAMPLES // 2
+
+
+def test_a_kill_leaves_only_whole_rows(tmp_path: Path) -> None:
+    kill_writers(tmp_path, 10)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_leave_only_whole_rows(tmp_path: Path) -> None:
+    kill_writers(tmp_path, 200)
+
+
+# ---- the folder ----
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "mounts"
+    point = str(tmp_path / "a share").replace(" ", "\\040")
+    table.write_text(f"disk / ext4 rw 0 0\nserver:/x {point} nfs4 rw 0 0\ndisk {point}/local ext4 rw 0 0\n")
+    monkeypatch.setattr(folder_module, "_MOUNT_TABLE", table)
+    with pytest.raises(ValueError, match=r"a share is a network file system \(nfs4\).*activation_cache_dir"):
+        StoreFolder(tmp_path / "a share" / "cache", "key")
+    StoreFolder(tmp_path / "a share" / "local", "key").remove()
+    StoreFolder(tmp_path / "other", "key").remove()
+
+
+def test_a_second_live_run_gets_another_folder(tmp_path: Path) -> None:
+    first = StoreFolder(tmp_path, "key")
+    second = StoreFolder(tmp_path, "key")
+    assert [first.path.name, second.path.name] == ["key", "key-2"]
+    assert first.path.parent.name == "_activation_cache"
+    first.remove()
+    assert not first.path.exists() and second.path.exists()
+    third = StoreFolder(tmp_path, "key")
+    assert third.path == first.path and second.path.exists()
+
+
+def hold_folder(base: str, pipe: Connection) -> None:
+    folder = StoreFolder(base, "dead")
+    ActivationStore.create(folder.path, 4, PLAIN, BOUND, 1)
+    pipe.send(str(folder.path))
+    time.sleep(TIME_LIMIT)
+
+
+def test_what_a_dead_run_left_is_deleted(tmp_path: Path) -> None:
+    mine, theirs = PROCESSES.Pipe()
+    child = PROCESSES.Process(target=hold_folder, args=(str(tmp_path), theirs))
+    child.start()
+    assert mine.poll(TIME_LIMIT)
+    left = Path(mine.recv())
+    live = StoreFolder(tmp_path, "live")
+    assert (left / "index.arrow").exists()
+    child.kill()
+    child.join(TIME_LIMIT)
+    again = StoreFolder(tmp_path, "again")
+    assert not left.exists() and live.path.exists() and again.path.exists()
+
+
+def test_a_kept_folder_serves_a_later_run_of_the_same_rows(tmp_path: Path) -> None:
+    first = StoreFolder(tmp_path, "key")
+    assert not first.is_reusable(20, RICH, 1)
+    store = ActivationStore.create(first.path, 20, RICH, BOUND, 1)
+    _, activation, fields = put(store, [3], [4])
+    first.keep()
+    first.release()
+    StoreFolder(tmp_path, "other").remove()
+    again = StoreFolder(tmp_path, "key")
+    assert again.path == first.path and again.is_reusable(20, RICH, 1)
+    assert not again.is_reusable(21, RICH, 1) and not again.is_reusable(20, PLAIN, 1)
+    reopened = ActivationStore.open(again.path, 0)
+    check_rows(reopened.read(np.array([3]), 4), activation, fields, [4], RICH)
+    reopened.drop("a reason")
+    assert not again.is_reusable(20, RICH, 1)
+
+
+def test_a_folder_that_is_not_kept_is_emptied(tmp_path: Path) -> None:
+    first = StoreFolder(tmp_path, "key")
+    ActivationStore.create(first.path, 20, RICH, BOUND, 1)
+    first.release()
+    again = StoreFolder(tmp_path, "key")
+    assert [path.name for path in again.path.iterdir()] == ["lock"]
+
+
+def test_the_safe_bound_leaves_half_of_the_disk(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert safe_max_bytes(tmp_path / "not" / "made") == pytest.approx(free / 2, rel=0.05)
