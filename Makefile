@@ -17,13 +17,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
-.PHONY: help demo test test-all gpu-check quality style benchmark study clean
+.PHONY: help demo test test-all gpu-check quality style benchmark benchmark-cache study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make test       the tests of every change; make test-all: all of them"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
+	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  the tests that need two or more GPUs"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -65,6 +66,12 @@ benchmark: $(INSTALLED)
 		--output benchmarks/freezing.json
 	$(BIN)/python scripts/benchmark_real_input.py --data $(SHARED)/data --models $(SHARED)/models \
 		--output benchmarks/real_input.json
+
+# About three hours; each piece can be run alone with --only, the others stay in the file.
+benchmark-cache: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_cache.py --output benchmarks/cache.json
+	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_cache_runs.py --data $(SHARED)/data --models $(SHARED)/models \
+		--output benchmarks/cache.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)

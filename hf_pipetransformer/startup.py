@@ -263,7 +263,7 @@ class StartUp:
             "" if k == 1 else f" Bubble: at most {m / (m + k - 1):.0%} of {k} devices a pipeline are busy at M={m}."
         )
         return {
-            "expectation": f"Freezing: {policy}. Without a cache frozen layers still run forward.{bubble}",
+            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.stage_seconds),
             "unit_costs": {key: list(value) for key, value in asdict(self._units).items()},

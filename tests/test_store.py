@@ -25,7 +25,7 @@ from hf_pipetransformer.autocache import reading
 from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes
 from hf_pipetransformer.autocache.rows import RowFormat, Rows
 from hf_pipetransformer.autocache.store import ActivationStore
-from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.autocache.table import ArrowTable, StoreDamagedError
 
 
 HIDDEN = 8
@@ -99,9 +99,8 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def place_of(store: ActivationStore, table: Any, column: str) -> int:
+def place_of(table: ArrowTable, column: str) -> int:
     """Where in a table's file a column begins, found by the bytes of the column."""
-    del store
     content = table.path.read_bytes()
     place = content.find(table.columns[column].tobytes())
     assert place > 0
@@ -222,6 +221,14 @@ def test_datasets_reads_the_tables(store: ActivationStore) -> None:
     assert index[4]["level"] == 0 and len(index) == 20
 
 
+def test_no_samples_are_no_rows(store: ActivationStore) -> None:
+    none = np.array([], np.int64)
+    rows = store.read(none, 5)
+    assert rows.activation.shape == (0, 5, HIDDEN) and rows.fields["scores"].shape == (0, 2, 3)
+    activation, fields = values_of(RICH, 0, 5)
+    assert store.write(none, 1, activation, none, fields, none.astype(np.uint64)) == 0
+
+
 # ---- space ----
 
 
@@ -285,8 +292,10 @@ def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
     store = ActivationStore.create(tmp_path, 2000, row_format, BOUND, 1)
     for start in range(0, 2000, 50):
         put(store, list(range(start, start + 50)), lengths[start : start + 50].tolist())
+        if start >= 500:
+            # At every moment, not only where the last shard happens to be full.
+            assert store.bytes_stored <= 1.06 * lengths[: start + 50].sum() * 384 * 4
     assert (store.levels(np.arange(2000)) == 1).all()
-    assert store.bytes_stored <= 1.06 * lengths.sum() * 384 * 4
 
 
 # ---- damage ----
@@ -297,7 +306,7 @@ def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
 def test_a_flipped_bit_in_a_shard_is_noticed(store: ActivationStore, column: str, length: int) -> None:
     put(store, [0, 1], [5, 5])
     table = store._shards[0].table
-    place = place_of(store, table, column) + 7 * table.columns[column].strides[0]
+    place = place_of(table, column) + 7 * table.columns[column].strides[0]
     for bit in (0, 3, 7):
         flip(table.path, place, bit)
         with pytest.raises(StoreDamagedError, match=r"sample 1 .*shard-0-0\.arrow"):
@@ -494,12 +503,15 @@ def write_until_killed(folder: str, seed: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = ActivationStore.open(folder, 0)
     stream = np.random.default_rng(seed)
-    pipe.send("ready")
+    is_ready = False
     while True:
         samples = stream.choice(KILL_SAMPLES, 16, replace=False)
         level = int(stream.integers(1, 100))
         activation, lengths, fields = rows_at(samples, level)
         store.write(samples, level, activation, lengths, fields, samples.astype(np.uint64))
+        if not is_ready:
+            pipe.send("ready")
+            is_ready = True
 
 
 def check_killed(folder: Path) -> int:

@@ -26,6 +26,7 @@ class Header:
     max_bytes: int
     num_writers: int
     row_format: RowFormat
+    row_length: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> Header:
@@ -45,6 +46,7 @@ class Header:
                 max_bytes=int(values["max_bytes"]),
                 num_writers=int(values["num_writers"]),
                 row_format=RowFormat.from_json(values["row_format"]),
+                row_length=int(values["row_length"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreDamagedError(

@@ -15,6 +15,7 @@ import torch
 from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.report.events import announce
 
 
 MEASURED_ROWS = 32
@@ -98,6 +99,8 @@ class CachePlanner:
             stored_share=share,
             fits_share=self.fits_share,
         )
+        does = f"stored after {decision.level} layers" if decision.use else "not stored"
+        announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
 
     def pays_for_evaluation(self, level: int, passes_left: float) -> bool:
@@ -122,7 +125,9 @@ def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSp
     }
     digests = np.zeros(MEASURED_ROWS, dtype=np.uint64)
     try:
-        store = ActivationStore.create(folder / "store", MEASURED_ROWS, row_format, 2**40, num_writers=1)
+        store = ActivationStore.create(
+            folder / "store", MEASURED_ROWS, row_format, 2**40, num_writers=1, row_length=length
+        )
         level = store.level_of("measured")
 
         def write() -> None:

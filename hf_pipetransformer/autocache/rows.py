@@ -207,5 +207,5 @@ def place_sum(levels: Array, lengths: Array, input_digests: Array) -> Array:
 
 def field_sum(values: Array, field: int) -> Array:
     """`(n,)` uint64: the part of the checksums that side field number `field`, `(n, ...)` in stored form, gives."""
-    bits = unsigned(values).reshape(len(values), -1)
-    return bits.sum(axis=1, dtype=np.uint64) * factor(FIRST_FIELD_FACTOR + field)
+    bits = unsigned(values)
+    return bits.sum(axis=tuple(range(1, bits.ndim)), dtype=np.uint64) * factor(FIRST_FIELD_FACTOR + field)

@@ -84,9 +84,18 @@ class Arena:
         max_bytes: bound on the bytes of this writer's files.
         own_bytes: what it has already.
         used: of each of its shards, the tokens in use, counted from the start.
+        expected_tokens: what it will probably store in all, if that is known: then it gets few large shards.
     """
 
-    def __init__(self, shards: ShardMap, writer: int, max_bytes: int, own_bytes: int, used: dict[int, int]) -> None:
+    def __init__(
+        self,
+        shards: ShardMap,
+        writer: int,
+        max_bytes: int,
+        own_bytes: int,
+        used: dict[int, int],
+        expected_tokens: int = 0,
+    ) -> None:
         self.is_full = False
         """Whether a row has been turned away."""
         self.reason = ""
@@ -95,6 +104,7 @@ class Arena:
         self._own_bytes = own_bytes
         self._next_shard = max(used, default=writer * _WRITER_FACTOR - 1) + 1
         self._may_grow = True
+        self._expected_bytes = expected_tokens * shards.row_format.token_bytes
         self._token_bytes = shards.row_format.token_bytes
         self._overhead = table_bytes(shards.columns, 1) + 64 * len(shards.columns)
         self._tails: dict[int, list[int]] = {}
@@ -117,8 +127,9 @@ class Arena:
 
     def _grow(self, length: int) -> int | None:
         room = self._max_bytes - self._own_bytes - self._overhead
-        wanted = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, self._own_bytes // GROWTH))
-        tokens = min(max(length, wanted // self._token_bytes), room // self._token_bytes)
+        missing = self._expected_bytes - self._own_bytes
+        wanted = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, max(missing, self._own_bytes // GROWTH)))
+        tokens = min(max(length, wanted // self._token_bytes // length * length), room // self._token_bytes)
         if not self._may_grow or tokens < length:
             self.reason = self.reason or f"the bound of {self._max_bytes} bytes for this process is reached"
             return None

@@ -60,6 +60,7 @@ class ActivationStore:
         max_bytes: int,
         num_writers: int,
         writer: int = 0,
+        row_length: int = 0,
     ) -> ActivationStore:
         """Make an empty store in `folder`; a store that was there is deleted.
 
@@ -71,6 +72,7 @@ class ActivationStore:
                 writer 0.
             num_writers: processes that write.
             writer: number of this process among them.
+            row_length: tokens of every row, 0 if they differ; known, the shards are few and large.
 
         Raises:
             ValueError: the index alone is larger than `max_bytes`.
@@ -89,7 +91,7 @@ class ActivationStore:
             old.unlink(missing_ok=True)
         for old in list_shards(path).values():
             old.unlink()
-        header = Header(uuid.uuid4().hex, num_samples, max_bytes, num_writers, row_format)
+        header = Header(uuid.uuid4().hex, num_samples, max_bytes, num_writers, row_format, row_length)
         ArrowTable.create(path / INDEX_FILE, row_format.index_columns(), num_samples, header.store_id)
         header.write(path)
         return cls(path, header, writer)
@@ -115,7 +117,8 @@ class ActivationStore:
         shard, capacity = self._columns["shard"], self._columns["capacity"]
         named = np.unique(shard[(capacity > 0) & (shard >> 16 == writer)]).tolist()
         used = used_tokens(shard, self._columns["start"], capacity, sorted({*own, *named}))
-        return Arena(self._shards, writer, header.max_bytes // header.num_writers, own_bytes, used)
+        expected = -(-header.num_samples // header.num_writers) * header.row_length
+        return Arena(self._shards, writer, header.max_bytes // header.num_writers, own_bytes, used, expected)
 
     @property
     def bytes_stored(self) -> int:

@@ -57,11 +57,7 @@ def write_rows(
         shards[number].table.check_size()
 
     columns["level"][targets] = 0
-    for row, number, start, length in zip(placed, shard_numbers, starts, lengths.tolist(), strict=True):
-        shard = shards[number]
-        shard.activation[start : start + length] = values.activation[row, :length]
-        for target, field in zip(shard.fields, values.token_fields, strict=True):
-            target[start : start + length] = field[row, :length]
+    _write_tokens(shards, values, list(zip(placed, shard_numbers, starts, lengths.tolist(), strict=True)))
     sums += _sums(values, placed, lengths.tolist())
     for name, field in values.sample_fields.items():
         columns[name][targets] = field[chosen]
@@ -70,6 +66,27 @@ def write_rows(
     columns["input_digest"][targets] = input_digests[chosen]
     columns["level"][targets] = level
     return len(placed)
+
+
+def _write_tokens(shards: ShardMap, values: _Values, slots: list[tuple[int, int, int, int]]) -> None:
+    """Write the tokens of rows to their slots: row, shard, start and length of each."""
+    by_shard: dict[int, list[tuple[int, list[Array], list[list[Array]]]]] = {}
+    ends: dict[int, int] = {}
+    for row, number, start, length in slots:
+        runs = by_shard.setdefault(number, [])
+        if ends.get(number) != start:
+            runs.append((start, [], [[] for _ in values.token_fields]))
+        ends[number] = start + length
+        runs[-1][1].append(values.activation[row, :length])
+        for rows, field in zip(runs[-1][2], values.token_fields, strict=True):
+            rows.append(field[row, :length])
+    names = [field_column(name) for name in shards.row_format.token_fields]
+    for number, runs in by_shard.items():
+        with shards[number].table.writing() as write:
+            for start, activation, fields in runs:
+                write("activation", start, activation)
+                for name, rows in zip(names, fields, strict=True):
+                    write(name, start, rows)
 
 
 def _check(

@@ -170,7 +170,10 @@ class CachingTrainer(EvaluatingTrainer):
             else:
                 folder.clear()
                 limit = int(self._max_cache_bytes())
-                store = ActivationStore.create(folder.path, num_samples, row_format, limit, num_writers)
+                row_length = 0 if source.is_text else source.row_length
+                store = ActivationStore.create(
+                    folder.path, num_samples, row_format, limit, num_writers, row_length=row_length
+                )
             if self.args.activation_cache_keep:
                 folder.keep()
         path = topology.broadcast(path)

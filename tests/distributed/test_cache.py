@@ -1,0 +1,330 @@
+"""The activation cache gives nothing old and nothing wrong, whatever changes around it, and leaves nothing behind.
+
+Nearly every test compares a run with the cache and the same run without: no wrong activation goes unnoticed there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.cache_worker import (
+    ALONE,
+    EPOCHS,
+    MEETING,
+    NUM_SAMPLES,
+    PAIRED,
+    SAVED_AT,
+    STEPS_PER_EPOCH,
+)
+from tests.distributed.launcher import launch
+from tests.distributed.test_equality import relative_difference, tensor_difference
+from tests.models import has_zero_gradient
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+WORKER = Path(__file__).with_name("cache_worker.py")
+TOLERANCE = 1e-5
+START_SECONDS = 90
+SCENARIO_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of a scenario wrote down."""
+
+    ranks: list[dict[str, Any]]
+    path: Path
+
+    def of(self, run: str, key: str) -> Any:
+        return self.ranks[0]["runs"][run][key]
+
+    def all_of(self, run: str, key: str) -> list[Any]:
+        """Of all ranks, in one list."""
+        return [item for rank in self.ranks for item in rank["runs"][run][key]]
+
+    def read(self, run: str) -> int:
+        """Samples that all ranks read from the data set in training."""
+        return sum(rank["runs"][run]["num_read"] for rank in self.ranks)
+
+    def weights(self, run: str) -> dict[str, torch.Tensor]:
+        return load_file(f"{self.path}.{run}.safetensors")
+
+    def cache_events(self, run: str, what: str) -> list[dict[str, Any]]:
+        return [event for event in self.of(run, "events") if event["what"] == what]
+
+    def total(self, run: str, name: str) -> float:
+        return sum(event[name] for event in self.cache_events(run, "epoch"))
+
+
+class Outcomes:
+    """Launches when the first outcome is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._output: dict[int, str] = {}
+
+    def of(self, act: Any, num_ranks: int) -> Outcome:
+        if num_ranks not in self._output:
+            self._output[num_ranks] = self._launch_all(num_ranks)
+        return self._read(act.__name__, num_ranks)
+
+    def _read(self, name: str, num_ranks: int) -> Outcome:
+        paths = [self.folder / f"{name}.rank{rank}.json" for rank in range(num_ranks)]
+        if not all(path.exists() for path in paths):
+            pytest.fail(f"{name} was not written.\n{self._output[num_ranks]}", pytrace=False)
+        ranks = [json.loads(path.read_text()) for path in paths]
+        errors = [rank["error"] for rank in ranks if "error" in rank]
+        if errors:
+            pytest.fail("\n".join(errors), pytrace=False)
+        return Outcome(ranks, self.folder / name)
+
+    def _launch_all(self, num_ranks: int) -> str:
+        if num_ranks == 2:
+            return self._launch([act.__name__ for act in PAIRED], 2)
+        meeting = self.folder / "meeting"
+        meeting.mkdir()
+        for turn in range(len(MEETING)):
+            os.mkfifo(meeting / str(turn))
+        with ThreadPoolExecutor() as pool:
+            groups = [[act.__name__ for act in acts] for acts in (MEETING[:1], [*MEETING[1:], *ALONE])]
+            return "\n".join(pool.map(lambda names: self._launch(names, 1), groups))
+
+    def _launch(self, names: list[str], num_ranks: int) -> str:
+        """Run all; a scenario that ends its launch does not take the ones behind it along."""
+        output, left = "", list(names)
+        while left:
+            result = launch(
+                WORKER,
+                [self.folder, *left],
+                num_ranks,
+                timeout=START_SECONDS + SCENARIO_SECONDS * len(left),
+                check=False,
+                grace=70,
+            )
+            output += result.output
+            done = [name for name in left if (self.folder / f"{name}.rank0.json").exists()]
+            left = [] if result.returncode == 0 else left[max(len(done), 1) :]
+        return output
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def outcome(outcomes: Outcomes, request: pytest.FixtureRequest) -> Outcome:
+    """Of the scenario that the test is named after."""
+    name = request.node.originalname.removeprefix("test_")
+    ranks = {act.__name__: (act, 2) for act in PAIRED} | {act.__name__: (act, 1) for act in ALONE}
+    return outcomes.of(*ranks[name])
+
+
+def assert_equal_runs(outcome: Outcome) -> None:
+    """With the cache and without: the same losses, metrics and weights."""
+    for key in ("losses", "eval_losses"):
+        found, expected = outcome.of("with", key), outcome.of("without", key)
+        assert len(found) == len(expected)
+        far = {
+            step: pair
+            for step, pair in enumerate(zip(found, expected, strict=True), start=1)
+            if not relative_difference(*pair) <= TOLERANCE
+        }
+        assert far == {}, f"{key}: with the cache, without"
+    assert outcome.of("with", "losses")
+    found, expected = outcome.weights("with"), outcome.weights("without")
+    far = {
+        name: difference
+        for name, weight in expected.items()
+        if not has_zero_gradient("bert_sequence", name)
+        and not (difference := tensor_difference(found[name], weight)) <= TOLERANCE
+    }
+    assert far == {}
+    assert found.keys() == expected.keys()
+    assert outcome.of("without", "events") == []
+
+
+def assert_served(outcome: Outcome, run: str = "with") -> None:
+    """Else nothing was compared: each sample came from the store once, or more often."""
+    assert outcome.total(run, "hits") >= NUM_SAMPLES
+
+
+def warnings_of(outcome: Outcome, run: str, text: str) -> list[str]:
+    return [warning for warning in outcome.all_of(run, "warnings") if text in warning]
+
+
+def assert_ended_once(outcome: Outcome, cause: str) -> None:
+    """The cache was given up with one warning that names the cause, and left nothing."""
+    found = [[text for text in rank["runs"]["with"]["warnings"] if "cache is off" in text] for rank in outcome.ranks]
+    texts = [text for rank in found for text in rank]
+    assert texts and all(cause in text for text in texts), outcome.all_of("with", "warnings")
+    # Two replicas may come upon it at the same time.
+    assert max(map(len, found)) == 1
+    assert outcome.all_of("with", "left") == []
+
+
+# ---- weights that change
+
+
+def test_weights_change_in_place(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert warnings_of(outcome, "with", "changed from outside")
+    # Every sample that is drawn afterwards is read once more.
+    assert outcome.total("with", "misses") >= 2 * NUM_SAMPLES
+
+
+def test_weights_change_behind_autograd(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert warnings_of(outcome, "with", "changed from outside")
+    assert outcome.total("with", "misses") >= 2 * NUM_SAMPLES
+
+
+def test_resumed_with_other_weights(outcome: Outcome):
+    """The store that the first run kept holds rows of its later weights: they are no hits."""
+    assert outcome.of("first", "left")
+    assert_equal_runs(outcome)
+    assert relative_difference(outcome.of("first", "losses")[-1], outcome.of("with", "losses")[-1]) > 1e-3
+    steps_left = EPOCHS * STEPS_PER_EPOCH - SAVED_AT
+    assert len(outcome.of("with", "losses")) in (steps_left, steps_left + SAVED_AT)
+    assert outcome.total("with", "misses") >= NUM_SAMPLES
+    # A run that comes to the same weights may use what there is, and ends as the first one did.
+    assert outcome.of("undisturbed", "losses")[-1] == outcome.of("first", "losses")[-1]
+
+
+def test_best_model(outcome: Outcome):
+    """The best weights were frozen less far than those that rows were stored for at last."""
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert outcome.of("with", "best_step") == outcome.of("without", "best_step") == STEPS_PER_EPOCH
+    assert outcome.all_of("with", "left") == []
+
+
+def test_trained_twice(outcome: Outcome):
+    """Layers that froze in the first training are trained again in the second, and other rows belong to them."""
+    assert len(outcome.of("with", "losses")) == 2 * EPOCHS * STEPS_PER_EPOCH
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert outcome.all_of("with", "left") == []
+
+
+# ---- stores that are there already
+
+
+def test_kept_for_another_head(outcome: Outcome):
+    """A second run with another learning rate reads nothing from the data set but what it checks."""
+    assert outcome.read("first") == NUM_SAMPLES
+    assert outcome.read("without") == EPOCHS * NUM_SAMPLES
+    assert outcome.read("with") == outcome.total("with", "checked")
+    assert outcome.total("with", "hits") == EPOCHS * NUM_SAMPLES
+    assert_equal_runs(outcome)
+    assert len(outcome.of("with", "left")) == 1
+
+
+def test_kept_for_other_samples(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert relative_difference(outcome.of("first", "losses")[0], outcome.of("with", "losses")[0]) > 1e-3
+
+
+@pytest.mark.parametrize("number", range(len(MEETING)))
+def test_two_runs_at_a_time_have_a_store_each(outcomes: Outcomes, number: int):
+    """They have different weights and one folder, and know nothing of each other."""
+    outcome = outcomes.of(MEETING[number], 1)
+    assert len(outcome.of("with", "places")) == 2
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert outcome.of("without", "left") == []
+
+
+# ---- data sets that are no function of the index
+
+
+def test_samples_change(outcome: Outcome):
+    """What is read now and then beside its stored activation tells; from then on the data set decides again."""
+    assert_ended_once(outcome, "is not what it was when its activation was stored")
+    losses = outcome.of("with", "losses")
+    assert len(losses) == EPOCHS * STEPS_PER_EPOCH
+    assert all(loss == loss for loss in losses)
+    # The last epoch is read whole.
+    assert outcome.read("with") > 2 * NUM_SAMPLES
+
+
+def test_random_augmentation(outcome: Outcome):
+    (event,) = outcome.cache_events("with", "off")
+    assert "random augmentation" in event["reason"]
+    assert len(warnings_of(outcome, "with", "random augmentation")) == 1
+    assert outcome.cache_events("with", "epoch") == []
+    assert outcome.read("with") == EPOCHS * NUM_SAMPLES
+    assert set(outcome.of("with", "cached_levels")) == {0}
+
+
+# ---- a disk that fails
+
+
+def test_shards_are_deleted(outcome: Outcome):
+    assert_served(outcome)
+    assert_ended_once(outcome, "has vanished")
+    assert_equal_runs(outcome)
+
+
+def test_a_byte_is_flipped(outcome: Outcome):
+    assert_served(outcome)
+    assert_ended_once(outcome, "is not what was written")
+    assert_equal_runs(outcome)
+
+
+def test_little_room(outcome: Outcome):
+    """A part of the samples is stored, the same one all the time."""
+    last = outcome.cache_events("with", "epoch")[-1]
+    assert 0 < last["hits"] < NUM_SAMPLES
+    assert last["hits"] + last["misses"] == NUM_SAMPLES
+    assert all(event["bytes_stored"] <= 60e3 for event in outcome.cache_events("with", "epoch"))
+    assert warnings_of(outcome, "with", "takes no more rows")
+    assert_equal_runs(outcome)
+
+
+# ---- when there is one
+
+
+def test_frozen_by_the_user(outcome: Outcome):
+    """A prefix that does not train from the first step on is stored from the first step on."""
+    assert outcome.of("with", "cached_levels")[0] == 1
+    assert outcome.read("with") == NUM_SAMPLES + outcome.total("with", "checked")
+    assert outcome.total("with", "hits") == (EPOCHS - 1) * NUM_SAMPLES
+    assert_equal_runs(outcome)
+
+
+def test_one_epoch_left(outcome: Outcome):
+    (decision,) = outcome.cache_events("with", "decision")
+    assert decision["level"] == 0
+    assert "no row would be read again" in decision["reason"]
+    assert set(outcome.of("with", "cached_levels")) == {0}
+    assert outcome.cache_events("with", "epoch") == []
+    assert outcome.all_of("with", "left") == []
+
+
+# ---- the end
+
+
+def test_interrupted(outcome: Outcome):
+    for run, error in {"exception": "RuntimeError", "interrupt": "KeyboardInterrupt"}.items():
+        assert outcome.of(run, "ended_by") == error
+        assert outcome.of(run, "held") > 0
+        assert outcome.of(run, "left") == []
+
+
+def test_a_rank_fails(outcome: Outcome):
+    assert all("planted" in rank["runs"]["with"]["ended_by"] for rank in outcome.ranks)
+    assert outcome.of("with", "held") > 0
+    assert outcome.of("with", "left") == []
