@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+import xxhash
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache, SampleSource
@@ -20,11 +22,16 @@ from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.autocache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
 from hf_pipetransformer.transition import Stage
+
+
+NUM_KEY_SAMPLES = 32
+"""Samples that say whether a store that was kept is of the same inputs."""
 
 
 class CachingTrainer(EvaluatingTrainer):
@@ -146,7 +153,9 @@ class CachingTrainer(EvaluatingTrainer):
         level = stage.layout.cache_level
         if level and self._cache is None and self._cache_source is not None:
             self._cache = self._opened(loader, self._cache_source)
-            if self._cache_planner is not None:
+            if self._cache is None:
+                self._cache_source = None
+            elif self._cache_planner is not None:
                 store, everyone = self._cache.store, np.arange(len(loader.dataset))
                 self._cache_planner.stored_share = lambda: float((store.levels(everyone) > 0).mean())
         if self._cache is None:
@@ -155,40 +164,73 @@ class CachingTrainer(EvaluatingTrainer):
         self._enter_level(stage)
         loader.take_from(self._cache)
 
-    def _opened(self, loader: PipelineLoader, source: SampleSource) -> ActivationCache:
-        """A store for the samples of a loader, shared by all ranks. A collective call."""
-        topology, row_format, num_samples = self.topology, self._row_format(source), len(loader.dataset)
-        writer, num_writers = topology.rank, topology.world_size
-        path, store = "", None
-        if topology.rank == 0:
-            key = self._data_key(loader)
-            folder = StoreFolder(self._cache_base(), key)
-            self._cache_folders.append(folder)
-            path = str(folder.path)
-            if folder.is_reusable(num_samples, row_format, num_writers):
-                store = ActivationStore.open(folder.path, writer)
-            else:
-                folder.clear()
-                limit = int(self._max_cache_bytes())
-                row_length = 0 if source.is_text else source.row_length
-                store = ActivationStore.create(
-                    folder.path, num_samples, row_format, limit, num_writers, row_length=row_length
-                )
-            if self.args.activation_cache_keep:
-                folder.keep()
-        path = topology.broadcast(path)
-        if store is None:
-            store = ActivationStore.open(Path(path), writer)
+    def _opened(self, loader: PipelineLoader, source: SampleSource) -> ActivationCache | None:
+        """A store for the samples of a loader, shared by all ranks; None if there is no room. A collective call."""
+        rank, store, error = self.topology.rank, None, None
+        try:
+            store = self._own_store(loader, source) if rank == 0 else None
+        except (OSError, ValueError) as found:
+            error = str(found)
+        path, error = self.topology.broadcast(["" if store is None else str(store.folder), error])
+        try:
+            if error is None and store is None:
+                store = ActivationStore.open(Path(path), rank)
+        except (OSError, StoreDamagedError) as found:
+            error = str(found)
+        errors = [answer for answer in self.topology.gather(error) if answer is not None]
+        if store is None or errors:
+            self._write_cache_event("off", reason=errors[0])
+            if rank == 0:
+                logger.warning(f"The activation cache stays off: {errors[0]}")
+            return None
         return ActivationCache(store, source, pins_memory=self.args.device.type == "cuda")
 
-    def _data_key(self, loader: PipelineLoader) -> str:
+    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
+        """The store that this rank makes for all, or one that an earlier run kept."""
+        row_format, num_samples, num_writers = self._row_format(source), len(loader.dataset), self.topology.world_size
+        folder = StoreFolder(self._cache_base(), self._data_key(loader, source))
+        self._cache_folders.append(folder)
+        store = None
+        if folder.is_reusable(num_samples, row_format, num_writers):
+            try:
+                store = ActivationStore.open(folder.path, self.topology.rank)
+            except StoreDamagedError as error:
+                logger.warning(f"The activation cache of an earlier run is made anew: {error}")
+        if store is None:
+            folder.clear()
+            store = ActivationStore.create(
+                folder.path,
+                num_samples,
+                row_format,
+                int(self._max_cache_bytes()),
+                num_writers,
+                row_length=0 if source.is_text else source.row_length,
+            )
+        if self.args.activation_cache_keep:
+            folder.keep()
+        return store
+
+    def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str:
         """Names the samples: only a store of the same ones may be read again."""
-        fingerprint = getattr(loader.dataset, "_fingerprint", None)
-        return f"{fingerprint or 'unnamed'}-{len(loader.dataset)}"
+        num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
+        if fingerprint is None:
+            if self.args.activation_cache_keep:
+                logger.warning(
+                    f"activation_cache_keep: a {type(loader.dataset).__name__} has no fingerprint that a later run "
+                    "could know it by, so the store will not be read again. Use a datasets.Dataset."
+                )
+            return f"unnamed-{uuid.uuid4().hex}"
+        # The fingerprint does not know the collator.
+        spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
+        _, digests = source.digests(source.read(spread))
+        return f"{fingerprint}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"
 
     def _enter_level(self, stage: Stage) -> None:
         assert self._cache is not None
         layout, structure = stage.layout, stage.view.structure
+        if not layout.cache_level:
+            self._cache.enter([""])
+            return
         held = {name for name, p in stage.view.model.named_parameters() if not p.is_meta}
         tensors = {**dict(stage.view.model.named_parameters()), **dict(stage.view.model.named_buffers())}
         units_of = {**structure.units_of_parameter, **structure.units_of_buffer}

@@ -267,12 +267,12 @@ def resumed_with_other_weights(scenario: Scenario) -> None:
 
 
 def best_model(scenario: Scenario) -> None:
-    """The loss falls, so with "greater is better" the best weights are those of the first epoch."""
+    """The loss on other samples rises, so the best weights are those of the first epoch."""
     best = {
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
         "metric_for_best_model": "eval_loss",
-        "greater_is_better": True,
+        "greater_is_better": False,
         "load_best_model_at_end": True,
     }
     scenario.both(lambda: Setting(best))

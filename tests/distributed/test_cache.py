@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.distributed.cache_worker import (
     ALONE,
     EPOCHS,
+    GLOBAL_BATCH,
     MEETING,
     NUM_SAMPLES,
     PAIRED,
@@ -199,8 +200,9 @@ def test_resumed_with_other_weights(outcome: Outcome):
     steps_left = EPOCHS * STEPS_PER_EPOCH - SAVED_AT
     assert len(outcome.of("with", "losses")) in (steps_left, steps_left + SAVED_AT)
     assert outcome.total("with", "misses") >= NUM_SAMPLES
-    # A run that comes to the same weights may use what there is, and ends as the first one did.
+    # A run that comes to the same weights ends as the first one did, and uses what there is once as much is frozen.
     assert outcome.of("undisturbed", "losses")[-1] == outcome.of("first", "losses")[-1]
+    assert outcome.total("undisturbed", "misses") <= GLOBAL_BATCH
 
 
 def test_best_model(outcome: Outcome):
@@ -209,6 +211,8 @@ def test_best_model(outcome: Outcome):
     assert_served(outcome)
     assert outcome.of("with", "best_step") == outcome.of("without", "best_step") == STEPS_PER_EPOCH
     assert outcome.all_of("with", "left") == []
+    # Saving a checkpoint makes no row invalid.
+    assert outcome.total("with", "misses") == NUM_SAMPLES
 
 
 def test_trained_twice(outcome: Outcome):
