@@ -115,6 +115,7 @@ class CachePlanner:
 
 def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
     """Write and read some rows of `length` tokens where the store will lie."""
+    base.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="measured-", dir=base))
     samples = np.arange(MEASURED_ROWS)
     lengths = np.full(MEASURED_ROWS, length)

@@ -57,4 +57,4 @@ def _loss_and_norms(
         loss = compute(dict(inputs))
         if loss.requires_grad:
             loss.backward()
-        return float(loss), gradient_norms(model)
+        return float(loss.detach()), gradient_norms(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,9 @@ from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
 from hf_pipetransformer.transition import Stage
 
+
+NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version")
+"""Entries of a configuration that no activation hangs on."""
 
 NUM_KEY_SAMPLES = 32
 """Samples that say whether a store that was kept is of the same inputs."""
@@ -257,7 +261,9 @@ class CachingTrainer(EvaluatingTrainer):
         attention = getattr(config, "_attn_implementation", None)
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         parts = (type(self.model).__name__, attention, precision, transformers.__version__, torch.__version__)
-        return " ".join([*map(str, parts), config.to_json_string(use_diff=False)])
+        # Saving a model writes these into its configuration, and the weights' dtype is in their digests.
+        settings = {key: value for key, value in config.to_dict().items() if key not in NOT_SETTINGS}
+        return " ".join([*map(str, parts), json.dumps(settings, sort_keys=True, default=str)])
 
     def _check_frozen_weights(self) -> None:
         """Before a step: if a callback or a load has changed frozen weights, what was stored for others is no hit."""
@@ -310,11 +316,15 @@ class CachingTrainer(EvaluatingTrainer):
         if engine is None or not isinstance(eval_cache, ActivationCache):
             yield
             return
+        assert self._shell is not None and self._runner is not None
+        runner, run_pipeline = self._runner, self._shell.run_pipeline
         keep, engine.keep = engine.keep, eval_cache.keep
+        # Also with one stage it is the engine that knows what to do with a stored activation.
+        self._shell.run_pipeline = lambda inputs: runner.predict(inputs, self._predict_forward)
         try:
             yield
         finally:
-            engine.keep = keep
+            engine.keep, self._shell.run_pipeline = keep, run_pipeline
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         with self._keeping_for(dataloader):

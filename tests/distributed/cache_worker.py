@@ -50,10 +50,14 @@ REPLICAS: dict[str, Any] = {"pipeline_parallel_size": 1}
 
 
 class CountedRows(Dataset):
-    """Rows that count how often they are read. `change` makes other ones of them."""
+    """Rows that count how often they are read. `change` makes other ones of them.
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
+    Their name is the same whatever they are, as where only the collator differs; None for a data set without one.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], name: str | None = "rows") -> None:
         self.rows = rows
+        self._fingerprint = name
         self.num_read = 0
         self.change: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
@@ -260,10 +264,8 @@ def resumed_with_other_weights(scenario: Scenario) -> None:
     first = Setting(keeping, callbacks=[At(SAVED_AT, save)])
     scenario.run("first", first)
     checkpoint = scenario.path / "first-output" / f"checkpoint-{SAVED_AT}"
-    scenario.both(
-        lambda: Setting(keeping, callbacks=[At(SAVED_AT, disturb, before=True)], resume_from=checkpoint)
-    )
     scenario.run("undisturbed", Setting(keeping, resume_from=checkpoint))
+    scenario.both(lambda: Setting(keeping, callbacks=[At(SAVED_AT, disturb, before=True)], resume_from=checkpoint))
 
 
 def best_model(scenario: Scenario) -> None:
@@ -296,6 +298,14 @@ def kept_for_other_samples(scenario: Scenario) -> None:
     keeping = {"activation_cache_keep": True, "freeze_at": FROM_THE_START}
     scenario.run("first", Setting(keeping))
     scenario.both(lambda: Setting(keeping, rows=CountedRows(make_rows("bert_sequence", NUM_SAMPLES, 5))))
+
+
+def kept_without_a_name(scenario: Scenario) -> None:
+    """Nothing tells a later run that the samples are the same."""
+    keeping = {"activation_cache_keep": True, "freeze_at": FROM_THE_START}
+    for run in ("first", "with"):
+        rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES), name=None)
+        scenario.run(run, Setting(keeping, rows=rows))
 
 
 # ---- data sets that are no function of the index
@@ -414,11 +424,14 @@ def meets(scenario: Scenario, number: int) -> None:
         return setting
 
     def meet(**_kwargs: Any) -> None:
+        wait_for_the_other(0)
         places.extend(path.name for path in scenario.stored(setting, "") if path.is_dir())
-        # Opening a pipe waits for the other end.
-        for turn in range(2):
-            with open(meeting / str(turn), "w" if turn == number else "r"):
-                pass
+        wait_for_the_other(1)
+
+    def wait_for_the_other(turn: int) -> None:
+        # Opening a pipe waits for its other end.
+        with open(meeting / str(turn), "w" if turn == number else "r"):
+            pass
 
     setting = make()
     setting.callbacks = [At(DISTURBED_AT, meet)]
@@ -470,6 +483,7 @@ PAIRED = [
     trained_twice,
     kept_for_another_head,
     kept_for_other_samples,
+    kept_without_a_name,
     samples_change,
     random_augmentation,
     shards_are_deleted,

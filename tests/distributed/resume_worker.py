@@ -226,6 +226,8 @@ def arguments(output: Path, num_stages: int, **changes: Any) -> PipeTransformerA
         "freeze_policy": "none",
         "freeze_warmup": 0,
         "freeze_min_active_layers": 1,
+        # Whether it pays is decided on measured times.
+        "activation_cache": "off",
         "pipeline_parallel_size": num_stages,
         "pipeline_parallel_num_microbatches": 2,
         "pipeline_timeout": 60,
@@ -259,7 +261,7 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
     name_of = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     optimizer = trainer.optimizer.optimizer
     history = [
-        {key: value for key, value in entry.items() if not key.startswith(("pipeline_", "frozen_", "eval_"))}
+        {key: value for key, value in entry.items() if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_"))}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_pipetransformer.trainer.caching import NUM_KEY_SAMPLES
 from tests.distributed.cache_worker import (
     ALONE,
     EPOCHS,
@@ -228,9 +229,9 @@ def test_trained_twice(outcome: Outcome):
 
 def test_kept_for_another_head(outcome: Outcome):
     """A second run with another learning rate reads nothing from the data set but what it checks."""
-    assert outcome.read("first") == NUM_SAMPLES
+    assert outcome.read("first") == NUM_SAMPLES + NUM_KEY_SAMPLES
     assert outcome.read("without") == EPOCHS * NUM_SAMPLES
-    assert outcome.read("with") == outcome.total("with", "checked")
+    assert outcome.read("with") == NUM_KEY_SAMPLES + outcome.total("with", "checked")
     assert outcome.total("with", "hits") == EPOCHS * NUM_SAMPLES
     assert_equal_runs(outcome)
     assert len(outcome.of("with", "left")) == 1
@@ -239,6 +240,12 @@ def test_kept_for_another_head(outcome: Outcome):
 def test_kept_for_other_samples(outcome: Outcome):
     assert_equal_runs(outcome)
     assert relative_difference(outcome.of("first", "losses")[0], outcome.of("with", "losses")[0]) > 1e-3
+
+
+def test_kept_without_a_name(outcome: Outcome):
+    assert outcome.read("with") == NUM_SAMPLES
+    for run in ("first", "with"):
+        assert len(warnings_of(outcome, run, "no fingerprint")) == 1
 
 
 @pytest.mark.parametrize("number", range(len(MEETING)))
@@ -304,7 +311,7 @@ def test_little_room(outcome: Outcome):
 def test_frozen_by_the_user(outcome: Outcome):
     """A prefix that does not train from the first step on is stored from the first step on."""
     assert outcome.of("with", "cached_levels")[0] == 1
-    assert outcome.read("with") == NUM_SAMPLES + outcome.total("with", "checked")
+    assert outcome.read("with") == NUM_SAMPLES + NUM_KEY_SAMPLES + outcome.total("with", "checked")
     assert outcome.total("with", "hits") == (EPOCHS - 1) * NUM_SAMPLES
     assert_equal_runs(outcome)
 

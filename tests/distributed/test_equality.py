@@ -201,7 +201,10 @@ def test_losses_and_gradient_norms_follow_trainer(ours: Outcome, plain: Outcome,
 
 
 def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: Outcome):
-    layout_scalars = {"pipeline_stages", "pipeline_replicas", "pipeline_microbatches", "frozen_layers"}
+    layout_scalars = {
+        *("pipeline_stages", "pipeline_replicas", "pipeline_microbatches"),
+        *("frozen_layers", "cached_layers"),
+    }
     count = None
     for index, (mine, theirs) in enumerate(zip(ours.steps(), plain.steps(), strict=True)):
         # The first entry under a layout shows the layout, beside what Trainer logs; one that tries numbers of

@@ -10,7 +10,17 @@ from typing import Any
 from tests.models import NUM_LAYERS
 
 
-__all__ = ["BROAD", "CACHED_CASES", "CASES", "NODES", "NUM_EVAL_SAMPLES", "SLOW_CASES", "WORLD_SIZE", "Phase", "TransitionCase"]
+__all__ = [
+    "BROAD",
+    "CACHED_CASES",
+    "CASES",
+    "NODES",
+    "NUM_EVAL_SAMPLES",
+    "SLOW_CASES",
+    "WORLD_SIZE",
+    "Phase",
+    "TransitionCase",
+]
 
 WORLD_SIZE = 4
 # Samples of one loader batch over all ranks: K=4 gives a pipeline all of them, K=1 gives each rank two.
@@ -290,9 +300,7 @@ CACHED_CASES = [
     planned("cached-adamw-vit", "vit", options=EVALUATED, cached=True),
     # The loss sees padding, and the padded length changes from batch to batch.
     planned("cached-answers", "bert_question", options=SGD, changes=["pad_to_longest"], cached=True),
-    planned(
-        "cached-tokens-gpipe-accumulation", "bert_token", schedule="gpipe", accumulation=2, epochs=9, cached=True
-    ),
+    planned("cached-tokens-gpipe-accumulation", "bert_token", schedule="gpipe", accumulation=2, epochs=9, cached=True),
     planned("cached-recomputed", "bert_sequence", pipeline_options={"pipeline_checkpoint": "always"}, cached=True),
     planned("cached-loader-workers", "bert_sequence", options=WORKERS, epochs=4, cached=True),
     planned("cached-below-frozen", "bert_sequence", LAGGING, cached=True),
