@@ -161,6 +161,9 @@ def work(job: dict[str, Any]) -> None:
         if job["contender"] != DDP:
             result |= course(read_events(str(folder / EVENTS_FILE)), steps_per_epoch)
         (folder / "result.json").write_text(json.dumps(result))
+    # The threads of plain Trainer's gloo groups still let go of their last tensors, for which they need the
+    # interpreter's lock; destroying the groups meanwhile may wait for ever.
+    time.sleep(1)
     trainer.end()
 
 
