@@ -347,6 +347,7 @@ class Adaptation:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
+        self._is_first = False  # The run that was saved decided on its cache.
         self.level = float(state["level"])
         self._num_fruitless = int(state["num_fruitless"])
         self._unfit = frozenset(state["unfit"])

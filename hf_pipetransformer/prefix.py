@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-_SAMPLES, _LEVELS, _DIGESTS, _HIDDEN = (
-    f"pipetransformer_{name}" for name in ("samples", "levels", "digests", "hidden")
+_SAMPLES, _LEVELS, _DIGESTS, _STAMP, _HIDDEN = (
+    f"pipetransformer_{name}" for name in ("samples", "levels", "digests", "stamp", "hidden")
 )
 
 
@@ -22,6 +22,7 @@ class Prefix:
         samples: index of each sample in the data set, `(batch,)`, int64.
         levels: layers whose output is known for each sample, `(batch,)`, int64; 0: it starts from its input.
         digests: of each sample's input, `(batch,)`, int64; 0 where the sample was not read.
+        stamp: number of the weights, as the cache counts them, that `levels` is about.
         hidden: the stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows of level 0 hold
             nothing. None on later stages, and if nothing is stored.
     """
@@ -29,21 +30,25 @@ class Prefix:
     samples: torch.Tensor
     levels: torch.Tensor
     digests: torch.Tensor
+    stamp: int
     hidden: torch.Tensor | None
 
     def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch with this in it, so that it is cut, padded and sent on with the batch."""
-        own = {_SAMPLES: self.samples, _LEVELS: self.levels, _DIGESTS: self.digests}
+        own = {_SAMPLES: self.samples, _LEVELS: self.levels, _DIGESTS: self.digests, _STAMP: self.stamp}
         return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
 
 
 def detach_prefix(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Prefix | None]:
     """A batch's inputs of the model, and what the cache knows of it."""
     inputs = dict(batch)
-    samples, levels, digests, hidden = (inputs.pop(key, None) for key in (_SAMPLES, _LEVELS, _DIGESTS, _HIDDEN))
-    if samples is None or levels is None or digests is None:
+    about = [inputs.pop(key, None) for key in (_SAMPLES, _LEVELS, _DIGESTS)]
+    stamp, hidden = inputs.pop(_STAMP, 0), inputs.pop(_HIDDEN, None)
+    if any(values is None for values in about):
         return inputs, None
-    return inputs, Prefix(samples, levels, digests, hidden)
+    # Trainer puts whole batches on the device in evaluation; indices are for the files.
+    samples, levels, digests = (values.cpu() for values in about)
+    return inputs, Prefix(samples, levels, digests, stamp, hidden)
 
 
 def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_pipetransformer.autodp.loader import Samples
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
@@ -26,6 +28,27 @@ def test_a_small_evaluation_batch_goes_whole_to_every_replica() -> None:
     batches = [[0, 1, 2, 3], [4]]
     assert list(ReplicaBatchSampler(batches, 1, 2, repeat_small=True)) == [[2, 3], [4]]
     assert list(ReplicaBatchSampler(batches, 1, 2)) == [[2, 3], []]
+
+
+def test_a_data_set_is_not_asked_for_nothing() -> None:
+    """A transform of the user's would get columns of no rows."""
+
+    def transform(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"x": torch.stack([torch.tensor(value) for value in rows["x"]])}
+
+    samples = Samples(datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0]}).with_transform(transform))
+    assert samples.__getitems__([]) == []
+    assert [float(row["x"]) for row in samples.__getitems__([2, 0])] == [3.0, 1.0]
+    assert Samples([5, 6]).__getitems__([1]) == [6]
+
+
+def test_a_sample_that_comes_twice_in_an_epoch_is_read_each_time() -> None:
+    once, twice = ReplicaBatchSampler([[0, 1], [2]], 0, 1), ReplicaBatchSampler([[0, 1], [0]], 0, 1)
+    for sampler in (once, twice):
+        sampler.select = lambda samples: []
+    assert list(once) == [[], []]
+    assert list(twice) == [[0, 1], [0]]
+    assert [drawn.is_single for drawn in (*once.drawn, *twice.drawn)] == [True, True, False, False]
 
 
 @given(st.integers(1, 20), st.integers(1, 25))

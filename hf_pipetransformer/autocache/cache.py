@@ -69,6 +69,7 @@ class SampleSource:
         main_input: what the embeddings read.
         report: fields and padding of the batches.
         row_length: rows of a sample's activation where it has no tokens.
+        hidden_size: numbers per row of a sample's activation.
         main_shape: shape of a sample of the main input where it has no tokens; a stored sample gets a placeholder.
         main_dtype: its dtype.
         pad_token_id: fills the main input of text.
@@ -79,6 +80,7 @@ class SampleSource:
     main_input: str
     report: InputReport
     row_length: int
+    hidden_size: int
     main_shape: tuple[int, ...]
     main_dtype: torch.dtype
     pad_token_id: int
@@ -112,6 +114,8 @@ class ActivationCache:
         self._pins_memory = pins_memory
         self.counts = CacheCounts()
         self.level = 0
+        self.stamp = 0
+        """How often the weights that rows count for were named."""
         self._level_id = 0
         self._level_of_id: Indices = np.zeros(1, dtype=np.int64)
         self._hits_unchecked = 0
@@ -125,11 +129,17 @@ class ActivationCache:
         Args:
             keys: by number of layers, from 0 on, what identifies everything that their output hangs on.
         """
-        ids = [self.store.level_of(key) if level else 0 for level, key in enumerate(keys)]
+        self.stamp += 1
+        self._ahead = None
+        try:
+            ids = [self.store.level_of(key) if level and not self._is_off else 0 for level, key in enumerate(keys)]
+        except (OSError, StoreDamagedError) as error:
+            self.switch_off(str(error))
+            ids = [0] * len(keys)
         self.level, self._level_id = len(keys) - 1, ids[-1]
         self._level_of_id = np.zeros(max(ids) + 1, dtype=np.int64)
         self._level_of_id[ids] = np.arange(len(ids))
-        self._ahead = None
+        self._level_of_id[0] = 0
 
     def switch_off(self, reason: str) -> None:
         """Serve and store nothing any more, on no rank of this node."""
@@ -157,10 +167,12 @@ class ActivationCache:
         if not samples:
             agree(0)
             return {}
+        if self._is_off and len(read) == len(samples):
+            return self._as_read(batch, agree)
         agree_once = _Once(agree)
         try:
             return self._completed(samples, read, batch, agree_once)
-        except StoreDamagedError as error:
+        except (StoreDamagedError, KeyError) as error:
             # The length of a batch never hangs on what is stored, so what the replicas agreed on still holds.
             self.switch_off(str(error))
             return self._completed(samples, read, batch, agree_once)
@@ -186,11 +198,20 @@ class ActivationCache:
             lost[hit] = self._known(rows.levels) == 0
             if lost.any():
                 # Another process was writing it.
-                rows = _taken(rows, ~lost[hit])
+                rows = rows.take(~lost[hit])
                 hit = self._without(hit, lost, parts, samples)
         self.counts.hits += int(hit.sum())
         self.counts.misses += len(samples) - int(hit.sum())
         return self._assembled(index, hit, rows, parts, length)
+
+    def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
+        """A batch that was read whole, as without a cache."""
+        source = self.source
+        if not source.is_text:
+            agree(0)
+            return dict(batch)
+        length = agree(batch[source.main_input].shape[1])
+        return pad_batch(batch, source.main_input, length, source.pad_token_id)
 
     def _levels(self, index: Indices) -> Indices:
         if not self._is_off:
@@ -241,7 +262,11 @@ class ActivationCache:
         if self.source.is_text:
             rule = self.source.report.padding
             assert rule is not None
-            length = rule.length(int(self.store.sample_field(index, LENGTH_FIELD).max()))
+            try:
+                length = rule.length(int(self.store.sample_field(index, LENGTH_FIELD).max()))
+            except StoreDamagedError as error:
+                self.switch_off(str(error))
+                return
         self._ahead = _ReadAhead(index, length, self._reader.submit(self._read_and_pin, index, length))
 
     def _read_and_pin(self, index: Indices, length: int) -> Rows:
@@ -295,7 +320,11 @@ class ActivationCache:
         stored = None if rows is None else self._fields_of(rows, length)
         inputs = _merged(len(index), hit, stored, parts, length)
         prefix = Prefix(
-            torch.from_numpy(index), torch.from_numpy(levels), torch.from_numpy(digests.view(np.int64)), hidden
+            torch.from_numpy(index),
+            torch.from_numpy(levels),
+            torch.from_numpy(digests.view(np.int64)),
+            self.stamp,
+            hidden,
         )
         return prefix.attach(inputs)
 
@@ -339,7 +368,7 @@ class ActivationCache:
             digests = prefix.digests[rows].numpy().view(np.uint64)
             digests = np.where(prefix.levels[rows].numpy() > 0, self.store.input_digests(index), digests)
             self.counts.written += self.store.write(index, self._level_id, activation.cpu(), lengths, fields, digests)
-        except (StoreDamagedError, OSError) as error:
+        except (StoreDamagedError, OSError, ValueError) as error:
             self.switch_off(str(error))
         self.counts.write_seconds += time.perf_counter() - start
 
@@ -378,10 +407,11 @@ class _Parts:
         """Take from `batch`, which holds the positions `holds`, the positions `where`."""
         if not where.any():
             return
+        # The rule of padding is about the batch that was read, not about what is taken from it.
+        self.lengths.append(real_lengths(batch, self.source.main_input))
         if where.sum() < holds.sum():
             batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
-        lengths, digests = self.source.digests(batch)
-        self.lengths.append(lengths)
+        _, digests = self.source.digests(batch)
         self.found.append((where, batch, digests))
 
     def read(self, where: Any, samples: list[int]) -> None:
@@ -393,8 +423,8 @@ class _Parts:
         """Positions and inputs of each part."""
         if not self.source.is_text:
             return [(where, batch) for where, batch, _ in self.found]
-        pad = self.source.pad_token_id
-        return [(where, pad_batch(batch, self.source.main_input, length, pad)) for where, batch, _ in self.found]
+        main_input, pad, fills = self.source.main_input, self.source.pad_token_id, self.source.report.fill_values
+        return [(where, pad_batch(batch, main_input, length, pad, fills)) for where, batch, _ in self.found]
 
 
 def _positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
@@ -406,12 +436,6 @@ def _positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
             where[i] = True
             position += 1
     return where
-
-
-def _taken(rows: Rows, where: npt.NDArray[np.bool_]) -> Rows:
-    chosen = torch.from_numpy(np.flatnonzero(where))
-    fields = {name: value[chosen] for name, value in rows.fields.items()}
-    return Rows(rows.levels[where], rows.lengths[where], rows.activation[chosen], fields)
 
 
 def _merged(

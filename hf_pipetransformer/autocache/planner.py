@@ -15,7 +15,8 @@ import torch
 from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
-from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.report.events import announce, logger
 
 
 MEASURED_ROWS = 32
@@ -62,6 +63,7 @@ class CachePlanner:
         self.steps_per_epoch = steps_per_epoch
         self.write = write
         self.stored_share: Callable[[], float] = lambda: 0.0
+        self.is_dropped: Callable[[], bool] = lambda: False
         self._measure = measure
         self._speed: StorageSpeed | None = None
         self._costs: CacheCosts | None = None
@@ -78,11 +80,17 @@ class CachePlanner:
             step: optimizer steps done.
             max_steps: of the run.
         """
-        self._speed = self._speed or self._measure()
+        if self.is_dropped():
+            self.mode = "off"
+        try:
+            self._speed = self._speed or self._measure()
+            share = self.stored_share() if stored_level and self.mode != "off" else 0.0
+        except (OSError, StoreDamagedError) as error:
+            self.mode, self._speed, share = "off", self._speed or StorageSpeed(0.0, 0.0), 0.0
+            logger.warning(f"The activation cache stays off: {error}")
         costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
         self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        share = self.stored_share() if stored_level else 0.0
         decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
         self.write(
             "cache",

@@ -122,7 +122,9 @@ class ActivationStore:
 
     @property
     def bytes_stored(self) -> int:
-        """Size of the index and of the shards of all writers."""
+        """Size of the index and of the shards of all writers; of the index alone if the folder is gone."""
+        if not self.folder.is_dir():
+            return self._index.num_bytes
         return self._index.num_bytes + sum(path.stat().st_size for path in list_shards(self.folder).values())
 
     @property
@@ -142,10 +144,15 @@ class ActivationStore:
 
     def drop(self, reason: str) -> None:
         """Give the store up, for all processes at once: from now on it holds nothing and takes nothing."""
-        unfinished = self.folder / f"{DROPPED_FILE}.{os.getpid()}"
-        unfinished.write_text(reason, encoding="utf-8")
-        os.rename(unfinished, self.folder / DROPPED_FILE)
-        self._columns["dropped"][0] = 1
+        try:
+            self._index.check_size()
+            self._columns["dropped"][0] = 1
+            unfinished = self.folder / f"{DROPPED_FILE}.{os.getpid()}"
+            unfinished.write_text(reason, encoding="utf-8")
+            os.rename(unfinished, self.folder / DROPPED_FILE)
+        except (OSError, StoreDamagedError) as error:
+            # Whatever is wrong with the folder: the other processes come upon it as this one did.
+            logger.debug(f"The end of the store could not be noted: {error}")
 
     def level_of(self, key: str) -> int:
         """The id, 1 or more, of a level's key, the same in all processes; a new key gets the next id."""
@@ -224,6 +231,7 @@ class ActivationStore:
             StoreDamagedError: a file of the store has vanished or was cut.
         """
         assert level > 0, level
+        self._index.check_size()
         if self._columns["dropped"][0]:
             return 0
         stored = write_rows(

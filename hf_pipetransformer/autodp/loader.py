@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
 from accelerate.state import GradientState
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
@@ -21,7 +21,7 @@ from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.errors import guarded, wait_for
 from hf_pipetransformer.messages import pack, unpack
-from hf_pipetransformer.prefix import without_hidden
+from hf_pipetransformer.prefix import detach_prefix, without_hidden
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class PipelineLoader(DataLoaderStateMixin):
 
     @property
     def dataset(self) -> Any:
-        return self.loader.dataset
+        """The data set, as its user gave it."""
+        samples: Any = self.loader.dataset
+        return samples.dataset
 
     @property
     def batch_sampler(self) -> Any:
@@ -199,6 +201,19 @@ class PipelineLoader(DataLoaderStateMixin):
         finally:
             self._batches = None
             self.end()
+
+    def read_again(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The samples of `batch`, which was handed out, as `rows` has them now. All stages of a pipeline call it."""
+        if not self.groups.is_first:
+            return self._receive()
+        _, prefix = detach_prefix(batch)
+        if self.rows is not None and prefix is not None:
+            rule = self.common_length
+            same = None if rule is None else sequence_length(batch, rule.main_input)
+            batch = self.rows.complete(prefix.samples.tolist(), [], {}, lambda own: own if same is None else same)
+        self._finish_sending()
+        self._send(batch)
+        return batch
 
     def _read(self) -> dict[str, Any]:
         if self._batches is None:
@@ -308,7 +323,7 @@ def make_pipeline_loader(
     own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
     worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     loader: DataLoader[Any] = DataLoader(
-        dataset,
+        Samples(dataset),
         batch_sampler=own_batches,
         collate_fn=SkipEmpty(collate),
         num_workers=args.dataloader_num_workers,
@@ -343,6 +358,25 @@ def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Any:
     if getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
+
+
+class Samples(Dataset[Any]):
+    """A data set that is not asked for a batch of no samples: a user's transform need not take one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if not indices:
+            return []
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return fetch(indices) if fetch is not None else [self.dataset[index] for index in indices]
 
 
 class SkipEmpty:

@@ -22,7 +22,13 @@ def fill_value(key: str, main_input: str, pad_token_id: int) -> int:
     return pad_token_id if key == main_input else IGNORED_LABEL if key == "labels" else 0
 
 
-def pad_batch(batch: Mapping[str, Any], main_input: str, length: int, pad_token_id: int) -> dict[str, Any]:
+def pad_batch(
+    batch: Mapping[str, Any],
+    main_input: str,
+    length: int,
+    pad_token_id: int,
+    fills: Mapping[str, int | float] | None = None,
+) -> dict[str, Any]:
     """Pad every `(batch, seq, ...)` tensor of a batch on the right to `(batch, length, ...)`.
 
     Tokens get the padding token, labels -100, everything else (masks, segment ids) zero: what a padding collator that
@@ -35,7 +41,7 @@ def pad_batch(batch: Mapping[str, Any], main_input: str, length: int, pad_token_
     def padded(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != current:
             return value
-        fill = fill_value(key, main_input, pad_token_id)
+        fill = (fills or {}).get(key, fill_value(key, main_input, pad_token_id))
         return torch.cat([value, value.new_full((value.shape[0], length - current, *value.shape[2:]), fill)], dim=1)
 
     return {key: padded(key, value) for key, value in batch.items()}

@@ -243,16 +243,17 @@ def get_topology(timeout: float, local_world_size: int) -> Topology:
     key = (world, timeout, local_world_size)
     if key not in _TOPOLOGIES:
         if world is not None and not _TOPOLOGIES:
-            atexit.register(_let_group_threads_finish)
+            atexit.register(let_group_threads_finish)
         _TOPOLOGIES[key] = Topology(timeout, local_world_size)
     return _TOPOLOGIES[key]
 
 
-def _let_group_threads_finish() -> None:
-    """Wait, without the interpreter's lock, before the interpreter ends.
+def let_group_threads_finish() -> None:
+    """Wait, without the interpreter's lock, before the groups or the interpreter end.
 
     The thread of a gloo group drops the tensors of its last collective a moment after the caller was told that it is
-    done, and needs the lock for that. If the interpreter ends in that moment, the process aborts after a good run.
+    done, and needs the lock for that. If the interpreter ends in that moment, the process aborts after a good run; if
+    the group is destroyed in that moment, the two wait for each other for ever.
     """
     time.sleep(_GROUP_THREADS_SECONDS)
 

@@ -120,6 +120,7 @@ class Engine:
         self.is_active = False
         self.keep: Callable[[MicroBatch, torch.Tensor], None] = _keep_nothing
         """Stores the activations that enter the entry unit; called by the stage that owns it, with a cache."""
+        self._held_back: list[tuple[MicroBatch, torch.Tensor]] = []
         self.on_probation = False
         """Whether an out-of-memory error is survived: the stage then only passes on what its neighbours wait for."""
         self.out_of_memory: str | None = None
@@ -163,6 +164,12 @@ class Engine:
                 self._execute(action, run)
             self._finish(run)
         return torch.stack(run.results).sum() if run.results else torch.zeros((), device=self.device)
+
+    def keep_held_back(self) -> None:
+        """The probation is over: store what was computed in it."""
+        for micro_batch, hidden in self._held_back:
+            self.keep(micro_batch, hidden)
+        self._held_back.clear()
 
     def predict(self, row: Row, micro_batches: Sequence[MicroBatch], forward: Forward) -> list[Any]:
         """Forward of all micro-batches without gradient: what `forward` returned on the last stage, else nothing."""
@@ -326,7 +333,10 @@ class Engine:
             else:
                 hidden = reached
         assert hidden is not None
-        if stop == self.entry_unit:
+        if stop == self.entry_unit and self.on_probation:
+            # A stage below that ran out of memory sends zeros: wait until all say that they did not.
+            self._held_back.append((micro_batch, hidden))
+        elif stop == self.entry_unit:
             self.keep(micro_batch, hidden)
         return hidden
 

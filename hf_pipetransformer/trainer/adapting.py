@@ -79,7 +79,9 @@ class AdaptingTrainer(CachingTrainer):
         )
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         freezes = not isinstance(self._policy, NoFreezing)
-        may_move = self._replayed_layouts is not None or (args.elastic and freezes and layout.num_stages > 1)
+        # A cache for layers that are frozen from the start changes the cuts too.
+        adapts = freezes or self._cache_planner is not None
+        may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.num_stages > 1)
         self._optimizer_state = OptimizerState(optimizer, self._stage.store.held(), self.topology, may_move)
         part = ExitStack()
         self._optimizer_hooks = [
@@ -88,7 +90,7 @@ class AdaptingTrainer(CachingTrainer):
             ),
             optimizer.register_step_post_hook(lambda *_: part.close()),
         ]
-        if args.elastic and freezes:
+        if args.elastic and adapts:
             # Every length that may follow gets its groups now: making them takes longer than a transition should.
             for num_stages in range(1, layout.num_stages + 1):
                 if layout.num_stages % num_stages == 0:
@@ -136,7 +138,6 @@ class AdaptingTrainer(CachingTrainer):
         change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
         if change is not None:
             self._apply(change)
-        self._check_frozen_weights()
         self._settings.meter.begin_step()
 
     def _watch_gradients(self, squares: torch.Tensor) -> None:
@@ -194,6 +195,7 @@ class AdaptingTrainer(CachingTrainer):
         engine.on_probation = False
         errors = {rank: error for rank, error in enumerate(self.topology.gather(engine.out_of_memory)) if error}
         if not errors:
+            engine.keep_held_back()
             return False
         if self._train_loader is None:
             raise PipelineError(f"Out of memory under {tried}: {errors}.")
@@ -207,6 +209,7 @@ class AdaptingTrainer(CachingTrainer):
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""
         assert self._stage is not None and self._start_up is not None and self._optimizer_state is not None
         start, old = time.perf_counter(), self._stage.layout
+        self._watch = None  # It holds the weights that may leave this rank.
         if self._train_loader is None and change.layout.num_stages != old.num_stages:
             raise ValueError(
                 "get_train_dataloader returned a loader that knows nothing of stages, so the layout cannot change. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 import xxhash
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache, SampleSource
@@ -26,6 +28,7 @@ from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
+from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
 from hf_pipetransformer.transition import Stage
@@ -36,6 +39,13 @@ NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version
 
 NUM_KEY_SAMPLES = 32
 """Samples that say whether a store that was kept is of the same inputs."""
+
+
+def _row_format_of(source: SampleSource, dtype: torch.dtype) -> RowFormat:
+    sample_fields = dict(source.report.sample_fields)
+    if source.is_text:
+        sample_fields[LENGTH_FIELD] = (torch.int32, ())
+    return RowFormat(source.hidden_size, dtype, source.report.token_fields, sample_fields)
 
 
 class CachingTrainer(EvaluatingTrainer):
@@ -63,7 +73,7 @@ class CachingTrainer(EvaluatingTrainer):
         self._cache_source = source = self._source_of(loader)
         if source is None:
             return
-        base, row_format, length = self._cache_base(), self._row_format(source), source.row_length
+        base, row_format, length = self._cache_base(), _row_format_of(source, self._stored_dtype()), source.row_length
         wanted = len(loader.dataset) * length * row_format.hidden_size * row_format.dtype.itemsize
         self._cache_planner = CachePlanner(
             mode=self.args.activation_cache,
@@ -90,6 +100,7 @@ class CachingTrainer(EvaluatingTrainer):
             main_input=probe.activation.main_input,
             report=report,
             row_length=probe.activation.hidden_shape[0],
+            hidden_size=probe.activation.hidden_shape[-1],
             main_shape=probe.activation.input_shape,
             main_dtype=self._start_up.main_dtype,
             pad_token_id=self._start_up.pad_token_id,
@@ -113,6 +124,8 @@ class CachingTrainer(EvaluatingTrainer):
             return InputReport(reason)
         probe = self._start_up.probe
         report = examine_inputs(loader.dataset, loader.collate, probe.activation.main_input, probe.placeholders)
+        if report.reason is None:
+            report = self._storable(report)
         # What one rank noticed holds for all.
         reasons = [reason for reason in self.topology.gather(report.reason) if reason is not None]
         return InputReport(reasons[0]) if reasons else report
@@ -127,25 +140,34 @@ class CachingTrainer(EvaluatingTrainer):
             return str(error)
         return None
 
-    def _row_format(self, source: SampleSource) -> RowFormat:
-        assert self._start_up is not None
-        probe, report = self._start_up.probe, source.report
-        name = self.args.activation_cache_dtype
-        dtype = getattr(torch, name) if name != "auto" else self._autocast_dtype() or probe.boundary_dtypes[-1]
-        sample_fields = dict(report.sample_fields)
-        if source.is_text:
-            sample_fields[LENGTH_FIELD] = (torch.int32, ())
-        return RowFormat(probe.activation.hidden_shape[-1], dtype, report.token_fields, sample_fields)
+    def _storable(self, report: InputReport) -> InputReport:
+        """The report, or why rows of such fields and activations cannot be stored."""
+        try:
+            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
+        except ValueError as error:
+            return InputReport(str(error))
+        return report
 
-    def _autocast_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+    def _stored_dtype(self) -> torch.dtype:
+        """Precision of what is stored."""
+        assert self._start_up is not None
+        name = self.args.activation_cache_dtype
+        if name != "auto":
+            asked: torch.dtype = getattr(torch, name)
+            return asked
+        autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        return autocast or self._start_up.probe.boundary_dtypes[-1]
 
     def _cache_base(self) -> Path:
-        return Path(self.args.activation_cache_dir or tempfile.gettempdir())
+        shared = Path(tempfile.gettempdir()) / f"hf_pipetransformer_{os.getuid()}"
+        return Path(self.args.activation_cache_dir or shared)
 
     def _max_cache_bytes(self) -> float:
         asked = self.args.activation_cache_max_gb
-        return safe_max_bytes(self._cache_base()) if asked is None else asked * 1e9
+        if asked is None:
+            return safe_max_bytes(self._cache_base())
+        opened = [self._cache, *(eval_cache for _, eval_cache in self._eval_caches.values())]
+        return max(0.0, asked * 1e9 - sum(cache.store.bytes_stored for cache in opened if cache is not None))
 
     def _write_cache_event(self, what: str, **fields: Any) -> None:
         self.events.write("cache", self.state.global_step, self.state.epoch, what=what, **fields)
@@ -159,9 +181,12 @@ class CachingTrainer(EvaluatingTrainer):
             self._cache = self._opened(loader, self._cache_source)
             if self._cache is None:
                 self._cache_source = None
+                if self._cache_planner is not None:
+                    self._cache_planner.mode = "off"
             elif self._cache_planner is not None:
                 store, everyone = self._cache.store, np.arange(len(loader.dataset))
                 self._cache_planner.stored_share = lambda: float((store.levels(everyone) > 0).mean())
+                self._cache_planner.is_dropped = lambda: store.dropped is not None
         if self._cache is None:
             return
         stage.engine.keep = self._cache.keep
@@ -183,6 +208,8 @@ class CachingTrainer(EvaluatingTrainer):
             error = str(found)
         errors = [answer for answer in self.topology.gather(error) if answer is not None]
         if store is None or errors:
+            if store is not None:
+                store.close()
             self._write_cache_event("off", reason=errors[0])
             if rank == 0:
                 logger.warning(f"The activation cache stays off: {errors[0]}")
@@ -191,8 +218,9 @@ class CachingTrainer(EvaluatingTrainer):
 
     def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
         """The store that this rank makes for all, or one that an earlier run kept."""
-        row_format, num_samples, num_writers = self._row_format(source), len(loader.dataset), self.topology.world_size
-        folder = StoreFolder(self._cache_base(), self._data_key(loader, source))
+        num_samples, num_writers = len(loader.dataset), self.topology.world_size
+        row_format, key = _row_format_of(source, self._stored_dtype()), self._data_key(loader, source)
+        folder = StoreFolder(self._cache_base(), key or f"unnamed-{uuid.uuid4().hex}")
         self._cache_folders.append(folder)
         store = None
         if folder.is_reusable(num_samples, row_format, num_writers):
@@ -210,20 +238,20 @@ class CachingTrainer(EvaluatingTrainer):
                 num_writers,
                 row_length=0 if source.is_text else source.row_length,
             )
-        if self.args.activation_cache_keep:
+        if self.args.activation_cache_keep and key is not None:
             folder.keep()
         return store
 
-    def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str:
-        """Names the samples: only a store of the same ones may be read again."""
+    def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
+        """Names the samples, if that is possible: only a store of the same ones may be read again."""
         num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
         if fingerprint is None:
             if self.args.activation_cache_keep:
                 logger.warning(
                     f"activation_cache_keep: a {type(loader.dataset).__name__} has no fingerprint that a later run "
-                    "could know it by, so the store will not be read again. Use a datasets.Dataset."
+                    "could know it by, so the store is not kept. Use a datasets.Dataset."
                 )
-            return f"unnamed-{uuid.uuid4().hex}"
+            return None
         # The fingerprint does not know the collator.
         spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
         _, digests = source.digests(source.read(spread))
@@ -265,8 +293,20 @@ class CachingTrainer(EvaluatingTrainer):
         settings = {key: value for key, value in config.to_dict().items() if key not in NOT_SETTINGS}
         return " ".join([*map(str, parts), json.dumps(settings, sort_keys=True, default=str)])
 
-    def _check_frozen_weights(self) -> None:
-        """Before a step: if a callback or a load has changed frozen weights, what was stored for others is no hit."""
+    def _current(self, inputs: dict[str, Any], loader: Any) -> dict[str, Any]:
+        """A training batch, read again if a callback or a load has changed frozen weights since it was read.
+
+        What was stored for other weights is no hit then. A collective call of a pipeline's stages.
+        """
+        self._notice_changed_weights()
+        _, prefix = detach_prefix(inputs)
+        if self._cache is None or prefix is None or prefix.stamp == self._cache.stamp:
+            return inputs
+        renewed: dict[str, Any] = loader.read_again(inputs)
+        return renewed
+
+    def _notice_changed_weights(self) -> None:
+        """Name the frozen weights anew if they are not what they were. A collective call of a pipeline's stages."""
         stage = self._stage
         if self._cache is None or self._watch is None or stage is None or not stage.layout.cache_level:
             return
@@ -285,8 +325,9 @@ class CachingTrainer(EvaluatingTrainer):
         """Let an evaluation in training read and store activations too, if the set is read again and it pays."""
         stage = self._stage
         level = 0 if stage is None or stage.reducer is None else stage.layout.cache_level
-        if self._cache is None or not level:
+        if self._cache is None or not level or not self._may_serve(dataset):
             return
+        self._notice_changed_weights()
         if id(dataset) not in self._eval_caches:
             planner = self._cache_planner
             pays = planner is not None and planner.pays_for_evaluation(level, self._evaluations_left())
@@ -299,6 +340,19 @@ class CachingTrainer(EvaluatingTrainer):
         if eval_cache is not None:
             eval_cache.enter(self._chain_keys)
             loader.take_from(eval_cache)
+
+    def _may_serve(self, dataset: Any) -> bool:
+        """Whether it is the run's own evaluation set, and nobody but Trainer looks at the batches.
+
+        User code may call the model with a part of the batch; of a stored sample the main input is no more than a
+        placeholder, and what is stored travels beside it.
+        """
+        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        is_plain = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
+        is_plain &= self.label_smoother is None and type(self).prediction_step is EvaluatingTrainer.prediction_step
+        shows_inputs = "inputs" in self.args.include_for_metrics
+        outlives = self.args.dataloader_persistent_workers
+        return any(own is dataset for own in sets) and is_plain and not shows_inputs and not outlives
 
     def _evaluations_left(self) -> float:
         """How often the evaluation set will be read, this time included."""

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers.trainer_utils import TrainOutput
 
 from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.topology import let_group_threads_finish
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.microbatch import batch_size
 from hf_pipetransformer.pipeline.shared import share_values
@@ -54,6 +55,11 @@ class PipeTransformerTrainer(ResumingTrainer):
                 return super().train(folder, trial, ignore_keys_for_eval)
         finally:
             self._end_cache()
+
+    def end(self) -> None:
+        """Leave the process group: the last line of a script."""
+        let_group_threads_finish()
+        super().end()
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a trial would have to start and stop on all ranks of a pipeline together."""
@@ -147,6 +153,7 @@ class PipeTransformerTrainer(ResumingTrainer):
 
     def _run_batch(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any, is_last: bool) -> torch.Tensor:
         assert self._runner is not None and self._stage is not None
+        inputs = self._current(inputs, self._train_loader)
         self._stage.set_modes()
         self._settings.meter.count(batch_size(inputs), self._count_tokens(inputs))
         if callable(getattr(self.optimizer, "train", None)):

@@ -247,6 +247,39 @@ def weights_change_behind_autograd(scenario: Scenario) -> None:
     scenario.both(lambda: Setting(REPLICAS, callbacks=[At(DISTURBED_AT, scale_behind_autograd)]))
 
 
+def weights_change_after_the_fetch(scenario: Scenario) -> None:
+    """Between the reading of a batch and its step; later stages have heard of its hits already."""
+    scenario.both(lambda: Setting(callbacks=[At(DISTURBED_AT, scale_in_place, before=True)]))
+
+
+def weights_change_after_the_fetch_of_images(scenario: Scenario) -> None:
+    """Of a hit only a placeholder of the image was read."""
+    scenario.both(lambda: Setting(REPLICAS, "vit", callbacks=[At(DISTURBED_AT, scale_in_place, before=True)]))
+
+
+def weights_change_within_an_accumulation(scenario: Scenario) -> None:
+    """Both batches of the step are read by then."""
+    options = {"gradient_accumulation_steps": 2, "freeze_at": "1:1,2:2"}
+    scenario.both(lambda: Setting(options, callbacks=[At(3, scale_in_place, before=True)]))
+
+
+def evaluated_with_other_weights(scenario: Scenario) -> None:
+    """Weights of a moving average, say, are put in for an evaluation, and taken out again."""
+
+    def swap(control: Any, **_kwargs: Any) -> None:
+        control.should_evaluate = True
+        scale_in_place(_kwargs["model"])
+
+    def swap_back(model: Any, **_kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in frozen_here(model):
+                parameter.div_(1.01)
+
+    options = {"eval_strategy": "epoch"}
+    callbacks = [At(DISTURBED_AT, swap), At(DISTURBED_AT, swap_back, before=True)]
+    scenario.both(lambda: Setting(options, callbacks=list(callbacks)))
+
+
 def resumed_with_other_weights(scenario: Scenario) -> None:
     """The first run goes to its end and keeps its rows; the resumed one comes to other weights before it freezes."""
 
@@ -379,13 +412,20 @@ def little_room(scenario: Scenario) -> None:
 # ---- when there is one
 
 
-def frozen_by_the_user(scenario: Scenario) -> None:
-    def freeze(model: Any) -> None:
-        embeddings, layers = encoder_parts(model)
-        for module in (embeddings, layers[0]):
-            module.requires_grad_(False)
+def freeze_first_layer(model: Any) -> None:
+    embeddings, layers = encoder_parts(model)
+    for module in (embeddings, layers[0]):
+        module.requires_grad_(False)
 
-    scenario.both(lambda: Setting({"freeze_policy": "none", "freeze_at": ""}, prepare=freeze))
+
+def frozen_by_the_user(scenario: Scenario) -> None:
+    scenario.both(lambda: Setting({"freeze_policy": "none", "freeze_at": ""}, prepare=freeze_first_layer))
+
+
+def frozen_by_the_user_and_cut_anew(scenario: Scenario) -> None:
+    """A stored prefix costs nothing, so that the first step finds better cuts, or a shorter pipeline."""
+    options = {"freeze_policy": "none", "freeze_at": "", "elastic": True}
+    scenario.both(lambda: Setting(options, prepare=freeze_first_layer))
 
 
 def one_epoch_left(scenario: Scenario) -> None:
@@ -478,6 +518,10 @@ def a_rank_fails(scenario: Scenario) -> None:
 PAIRED = [
     weights_change_in_place,
     weights_change_behind_autograd,
+    weights_change_after_the_fetch,
+    weights_change_after_the_fetch_of_images,
+    weights_change_within_an_accumulation,
+    evaluated_with_other_weights,
     resumed_with_other_weights,
     best_model,
     trained_twice,
@@ -490,6 +534,7 @@ PAIRED = [
     a_byte_is_flipped,
     little_room,
     frozen_by_the_user,
+    frozen_by_the_user_and_cut_anew,
     one_epoch_left,
     a_rank_fails,
 ]

@@ -193,6 +193,29 @@ def test_weights_change_behind_autograd(outcome: Outcome):
     assert outcome.total("with", "misses") >= 2 * NUM_SAMPLES
 
 
+def test_weights_change_after_the_fetch(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert warnings_of(outcome, "with", "changed from outside")
+
+
+def test_weights_change_after_the_fetch_of_images(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert warnings_of(outcome, "with", "changed from outside")
+
+
+def test_weights_change_within_an_accumulation(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert warnings_of(outcome, "with", "changed from outside")
+
+
+def test_evaluated_with_other_weights(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert len(outcome.of("with", "eval_losses")) == EPOCHS + 1
+
+
 def test_resumed_with_other_weights(outcome: Outcome):
     """The store that the first run kept holds rows of its later weights: they are no hits."""
     assert outcome.of("first", "left")
@@ -312,6 +335,11 @@ def test_frozen_by_the_user(outcome: Outcome):
     """A prefix that does not train from the first step on is stored from the first step on."""
     assert outcome.of("with", "cached_levels")[0] == 1
     assert outcome.read("with") == NUM_SAMPLES + NUM_KEY_SAMPLES + outcome.total("with", "checked")
+    assert outcome.total("with", "hits") == (EPOCHS - 1) * NUM_SAMPLES
+    assert_equal_runs(outcome)
+
+
+def test_frozen_by_the_user_and_cut_anew(outcome: Outcome):
     assert outcome.total("with", "hits") == (EPOCHS - 1) * NUM_SAMPLES
     assert_equal_runs(outcome)
 
