@@ -35,20 +35,21 @@ class Prefix:
 
     def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch with this in it, so that it is cut, padded and sent on with the batch."""
-        own = {_SAMPLES: self.samples, _LEVELS: self.levels, _DIGESTS: self.digests, _STAMP: self.stamp}
+        stamps = torch.full_like(self.samples, self.stamp)
+        own = {_SAMPLES: self.samples, _LEVELS: self.levels, _DIGESTS: self.digests, _STAMP: stamps}
         return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
 
 
 def detach_prefix(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Prefix | None]:
     """A batch's inputs of the model, and what the cache knows of it."""
     inputs = dict(batch)
-    about = [inputs.pop(key, None) for key in (_SAMPLES, _LEVELS, _DIGESTS)]
-    stamp, hidden = inputs.pop(_STAMP, 0), inputs.pop(_HIDDEN, None)
+    about = [inputs.pop(key, None) for key in (_SAMPLES, _LEVELS, _DIGESTS, _STAMP)]
+    hidden = inputs.pop(_HIDDEN, None)
     if any(values is None for values in about):
         return inputs, None
     # Trainer puts whole batches on the device in evaluation; indices are for the files.
-    samples, levels, digests = (values.cpu() for values in about)
-    return inputs, Prefix(samples, levels, digests, stamp, hidden)
+    samples, levels, digests, stamps = (values.cpu() for values in about)
+    return inputs, Prefix(samples, levels, digests, int(stamps[0]), hidden)
 
 
 def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:

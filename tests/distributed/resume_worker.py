@@ -261,7 +261,11 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
     name_of = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     optimizer = trainer.optimizer.optimizer
     history = [
-        {key: value for key, value in entry.items() if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_"))}
+        {
+            key: value
+            for key, value in entry.items()
+            if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_"))
+        }
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
