@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_pipetransformer.autocache.inputs import InputReport
+from hf_pipetransformer.autocache.parts import Indices, Parts, SampleSource, merged, positions_of
 from hf_pipetransformer.autocache.rows import Rows
-from hf_pipetransformer.autocache.samples import real_lengths, row_digests
+from hf_pipetransformer.autocache.samples import real_lengths
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import fill_value, pad_batch
@@ -23,8 +23,6 @@ from hf_pipetransformer.pipeline.microbatch import take_rows
 from hf_pipetransformer.prefix import Prefix
 from hf_pipetransformer.report.events import logger
 
-
-Indices = npt.NDArray[np.int64]
 
 LENGTH_FIELD = "pipetransformer_length"
 """Side field of a row of text: how many tokens its sample has, padding not counted."""
@@ -58,43 +56,6 @@ class CacheCounts:
         counts = asdict(self)
         self.__init__()  # type: ignore[misc]
         return counts
-
-
-@dataclass(frozen=True)
-class SampleSource:
-    """Where a sample comes from if its activation is not stored.
-
-    Args:
-        read: indices in the data set to their collated batch.
-        main_input: what the embeddings read.
-        report: fields and padding of the batches.
-        row_length: rows of a sample's activation where it has no tokens.
-        hidden_size: numbers per row of a sample's activation.
-        main_shape: shape of a sample of the main input where it has no tokens; a stored sample gets a placeholder.
-        main_dtype: its dtype.
-        pad_token_id: fills the main input of text.
-        keeps_padding: the loss sees padding, so that rows hold it too.
-    """
-
-    read: Callable[[list[int]], Mapping[str, Any]]
-    main_input: str
-    report: InputReport
-    row_length: int
-    hidden_size: int
-    main_shape: tuple[int, ...]
-    main_dtype: torch.dtype
-    pad_token_id: int
-    keeps_padding: bool
-
-    @property
-    def is_text(self) -> bool:
-        """Whether a sample is a row of tokens."""
-        return self.main_input in self.report.token_fields
-
-    def digests(self, batch: Mapping[str, Any]) -> tuple[Indices, Any]:
-        """Real length and digest of the input of each sample of a batch."""
-        lengths = real_lengths(batch, self.main_input)
-        return lengths, row_digests(batch, lengths, self.report.token_fields)
 
 
 class ActivationCache:
@@ -182,9 +143,9 @@ class ActivationCache:
     ) -> dict[str, Any]:
         index = np.asarray(samples, dtype=np.int64)
         hit = self._levels(index) > 0
-        parts = _Parts(self.source)
+        parts = Parts(self.source)
         # What was read although it is stored by now is taken from the store; what was counted on and is gone is read.
-        is_read = _positions_of(read, samples)
+        is_read = positions_of(read, samples)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
         known: Any = self.store.sample_field(index[hit], LENGTH_FIELD) if self.source.is_text and hit.any() else []
@@ -227,12 +188,12 @@ class ActivationCache:
         levels: Indices = table[np.where(ids < len(table), ids, 0)]
         return levels
 
-    def _without(self, hit: npt.NDArray[np.bool_], lost: Any, parts: _Parts, samples: list[int]) -> Any:
+    def _without(self, hit: npt.NDArray[np.bool_], lost: Any, parts: Parts, samples: list[int]) -> Any:
         """`hit` without what turned out not to be there, which is read from the data set now."""
         parts.read(hit & lost, samples)
         return hit & ~lost
 
-    def _padded_length(self, parts: _Parts, known: Any) -> int:
+    def _padded_length(self, parts: Parts, known: Any) -> int:
         """Length that the collator would have padded the whole batch to.
 
         Raises:
@@ -304,7 +265,7 @@ class ActivationCache:
             )
 
     def _assembled(
-        self, index: Indices, hit: npt.NDArray[np.bool_], rows: Rows | None, parts: _Parts, length: int
+        self, index: Indices, hit: npt.NDArray[np.bool_], rows: Rows | None, parts: Parts, length: int
     ) -> dict[str, Any]:
         levels = np.zeros(len(index), dtype=np.int64)
         digests = np.zeros(len(index), dtype=np.uint64)
@@ -318,7 +279,7 @@ class ActivationCache:
                 hidden = hidden.new_zeros(len(index), *hidden.shape[1:])
                 hidden[torch.from_numpy(np.flatnonzero(hit))] = rows.activation
         stored = None if rows is None else self._fields_of(rows, length)
-        inputs = _merged(len(index), hit, stored, parts, length)
+        inputs = merged(len(index), hit, stored, parts, length)
         prefix = Prefix(
             torch.from_numpy(index),
             torch.from_numpy(levels),
@@ -393,64 +354,3 @@ class _Once:
         if self.answer is None:
             self.answer = self.call(value)
         return self.answer
-
-
-class _Parts:
-    """The parts of a batch that were read from the data set: positions, collated inputs, digests of the inputs."""
-
-    def __init__(self, source: SampleSource) -> None:
-        self.source = source
-        self.found: list[tuple[npt.NDArray[np.bool_], Mapping[str, Any], Any]] = []
-        self.lengths: list[Any] = []
-
-    def add(self, where: Any, batch: Mapping[str, Any], holds: Any) -> None:
-        """Take from `batch`, which holds the positions `holds`, the positions `where`."""
-        if not where.any():
-            return
-        # The rule of padding is about the batch that was read, not about what is taken from it.
-        self.lengths.append(real_lengths(batch, self.source.main_input))
-        if where.sum() < holds.sum():
-            batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
-        _, digests = self.source.digests(batch)
-        self.found.append((where, batch, digests))
-
-    def read(self, where: Any, samples: list[int]) -> None:
-        """Read the samples at the positions `where` now."""
-        if where.any():
-            self.add(where, self.source.read([samples[i] for i in np.flatnonzero(where)]), where)
-
-    def padded(self, length: int) -> list[tuple[npt.NDArray[np.bool_], Mapping[str, Any]]]:
-        """Positions and inputs of each part."""
-        if not self.source.is_text:
-            return [(where, batch) for where, batch, _ in self.found]
-        main_input, pad, fills = self.source.main_input, self.source.pad_token_id, self.source.report.fill_values
-        return [(where, pad_batch(batch, main_input, length, pad, fills)) for where, batch, _ in self.found]
-
-
-def _positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
-    """Which of `samples` are those of `read`, a part of them in the same order; a sample may come twice."""
-    where = np.zeros(len(samples), dtype=bool)
-    position = 0
-    for i, sample in enumerate(samples):
-        if position < len(read) and read[position] == sample:
-            where[i] = True
-            position += 1
-    return where
-
-
-def _merged(
-    count: int, hit: Any, stored: Mapping[str, torch.Tensor] | None, parts: _Parts, length: int
-) -> dict[str, Any]:
-    """One batch from the stored samples and from those that were read."""
-    pieces = parts.padded(length)
-    if stored is not None:
-        pieces.append((hit, stored))
-    if len(pieces) == 1:
-        return dict(pieces[0][1])
-    merged = {}
-    for name, first in pieces[0][1].items():
-        whole = first.new_zeros(count, *first.shape[1:])
-        for where, piece in pieces:
-            whole[torch.from_numpy(np.flatnonzero(where))] = piece[name]
-        merged[name] = whole
-    return merged
