@@ -61,18 +61,13 @@ class RowFormat:
                 raise ValueError(f"Side field {name!r} has dtype {dtype}: expected one of {tuple(_STORED)}.")
 
     @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """How the files hold an activation's numbers."""
-        return np.dtype(_STORED[self.dtype])
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one token in a shard, side fields included."""
         return sum(column.row_bytes for column in self.shard_columns().values())
 
     def shard_columns(self) -> dict[str, Column]:
         """Columns of a shard, whose rows are tokens."""
-        columns = {"activation": Column(self.stored_dtype, self.hidden_size)}
+        columns = {"activation": Column(np.dtype(_STORED[self.dtype]), self.hidden_size)}
         for name, dtype in self.token_fields.items():
             columns[field_column(name)] = Column(stored_token_dtype(dtype))
         return columns

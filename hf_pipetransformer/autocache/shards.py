@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_pipetransformer.autocache.rows import RowFormat, field_column, unsigned, word_dtype
+from hf_pipetransformer.autocache.rows import RowFormat, field_column, word_dtype
 from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
 
 
@@ -40,9 +40,9 @@ def list_shards(folder: Path) -> dict[int, Path]:
 
 
 class Shard:
-    """A mapped shard; `words` is the activation as `(tokens, words)` integers, `fields` has the bits of each field."""
+    """A mapped shard; `words` is the activation as `(tokens, words)` integers, `fields` are the token fields."""
 
-    __slots__ = ("table", "num_tokens", "activation", "words", "fields", "field_bits")
+    __slots__ = ("table", "num_tokens", "activation", "words", "fields")
 
     def __init__(self, table: ArrowTable, row_format: RowFormat) -> None:
         self.table = table
@@ -51,7 +51,6 @@ class Shard:
         self.activation: Array = table.columns["activation"].reshape(table.num_rows, row_format.hidden_size)
         self.words: Array = self.activation.view(word_dtype(self.activation.itemsize * row_format.hidden_size))
         self.fields: list[Array] = [table.columns[field_column(name)] for name in row_format.token_fields]
-        self.field_bits: list[Array] = [unsigned(field) for field in self.fields]
 
 
 class ShardMap(dict[int, Shard]):

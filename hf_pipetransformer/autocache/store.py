@@ -13,7 +13,7 @@ import torch
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
 from hf_pipetransformer.autocache.levels import LEVELS_FILE, LevelTable
 from hf_pipetransformer.autocache.reading import read_rows
-from hf_pipetransformer.autocache.rows import RowFormat, Rows, as_torch, field_column
+from hf_pipetransformer.autocache.rows import RowFormat, Rows, field_column
 from hf_pipetransformer.autocache.shards import Arena, ShardMap, list_shards, used_tokens
 from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
 from hf_pipetransformer.autocache.writing import write_rows
@@ -196,8 +196,7 @@ class ActivationStore:
         samples = np.asarray(samples, np.int64)
         shape = (len(samples), length, self.row_format.hidden_size)
         if out is None:
-            # numpy asks for large pages, torch does not: filling them takes a fifth less.
-            out = as_torch(np.empty(shape, self.row_format.stored_dtype), self.row_format.dtype)
+            out = torch.empty(shape, dtype=self.row_format.dtype)
         assert out.shape == shape and out.dtype == self.row_format.dtype and out.is_contiguous(), out.shape
         return read_rows(self._index, self._shards, samples, out, verify)
 

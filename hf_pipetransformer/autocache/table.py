@@ -135,8 +135,8 @@ class ArrowTable:
     def writing(self) -> Iterator[Callable[[str, int, Sequence[Array]], None]]:
         """A function that writes `rows` of a column one behind the other, from row `start` on.
 
-        Through the file and not through the map, which sees it at once: a page that is touched for the first time
-        costs many times as much through the map.
+        Through the file and not through the map, which sees it at once: neighbouring rows are one call, while
+        through the map each page is faulted in on its own.
         """
         file = os.open(self._path_text, os.O_WRONLY)
 
