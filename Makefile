@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
-.PHONY: help demo test test-all gpu-check quality style benchmark benchmark-cache study clean
+.PHONY: help demo test test-all gpu-check quality style benchmark benchmark-cache benchmark-features study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -25,6 +25,7 @@ help:
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
+	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  the tests that need two or more GPUs"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -72,6 +73,11 @@ benchmark-cache: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_cache.py --output benchmarks/cache.json
 	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_cache_runs.py --data $(SHARED)/data --models $(SHARED)/models \
 		--output benchmarks/cache.json
+
+benchmark-features: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_features.py \
+		--data $(SHARED)/data --models $(SHARED)/models --output benchmarks/features.json
+	$(BIN)/python scripts/benchmark_squad.py --data $(SHARED)/data --output benchmarks/squad.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.autodp.topology import broadcast_tree
+from hf_pipetransformer.batches import count_items, join_outputs, split_batch
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
-from hf_pipetransformer.pipeline.microbatch import count_items, join_outputs, split_batch
 from hf_pipetransformer.pipeline.schedules import build_table
 from hf_pipetransformer.pipeline.shared import reduce_shared
 from hf_pipetransformer.prefix import detach_prefix

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import datasets
 import psutil
 import torch
 from transformers.training_args import OptimizerNames, TrainingArguments
@@ -63,10 +64,6 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             args.auto_find_batch_size,
             "auto_find_batch_size=True: it restarts the run with a smaller batch on one rank, while the others wait. "
             "Set per_device_train_batch_size yourself; pipeline_checkpoint='always' saves memory.",
-        ),
-        (
-            args.torch_compile,
-            "torch_compile=True: a stage cannot be left in the middle of a compiled model. Remove it.",
         ),
         (
             any(name in optimizer for name in _LAYERWISE_OPTIMIZERS),
@@ -223,10 +220,7 @@ def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimize
             "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
         )
     if optimizers[0] is not None and num_stages != 1:
-        raise ValueError(
-            "optimizers=(...) was built for the whole model, a stage trains a part of it. Use `optim`/`optim_args` or "
-            "`optimizer_cls_and_kwargs`, or pipeline_parallel_size=1."
-        )
+        _check_divisible(optimizers[0], model)
     config = getattr(model, "config", None)
     layerdrop: float = getattr(config, "layerdrop", 0.0)
     if num_stages != 1 and layerdrop:
@@ -239,18 +233,41 @@ def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimize
             raise ValueError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
 
 
+def _check_divisible(optimizer: Any, model: Any) -> None:
+    """Refuse a user's optimizer that cannot train on several stages, each of which gets its parameters of it."""
+    known = {id(parameter) for parameter in model.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_foreign = sum(id(parameter) not in known for parameter in parameters)
+    if num_foreign:
+        raise ValueError(
+            f"optimizers=(...): the optimizer trains {num_foreign} parameters that are not the model's, which no "
+            "stage would own. Make them parameters of the model, or set pipeline_parallel_size=1."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizers=(...): LBFGS keeps one state for all parameters and asks for several forwards a step. Choose "
+            "an optimizer with one state per parameter."
+        )
+    num_with_state = sum(parameter in optimizer.state for parameter in parameters)
+    if num_with_state not in (0, len(parameters)):
+        raise ValueError(
+            f"optimizers=(...): the optimizer has state for {num_with_state} of {len(parameters)} parameters, as "
+            "after a training in a pipeline, where each stage keeps its own. Make a new one for another training."
+        )
+
+
 def check_dataset(dataset: Any, what: str) -> None:
-    """Refuse data sets whose samples cannot be assigned to steps by index.
+    """Refuse what is no data set.
 
     Raises:
-        ValueError: the data set is iterable only.
+        ValueError: it has neither a length and indices nor can it be iterated as those of torch and datasets.
     """
-    if dataset is None:
+    if dataset is None or isinstance(dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset)):
         return
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"The {what} data set is an {type(dataset).__name__} without indices; which samples form a step must be "
-            "known on every replica. Use a map-style data set (`datasets.load_dataset(..., streaming=False)`)."
+            f"The {what} data set is a {type(dataset).__name__} without a length and indices. Use a data set with "
+            "`__len__` and `__getitem__`, or a torch.utils.data.IterableDataset."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from torch import nn
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import CommonLength
 from hf_pipetransformer.autodp.padding import pad_batch
+from hf_pipetransformer.autodp.stream import is_stream
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, stage_bytes, unit_loads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
@@ -23,11 +25,12 @@ from hf_pipetransformer.autopipe.planner import (
     largest_stage_size,
     plan_layout,
 )
+from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
-from hf_pipetransformer.pipeline.microbatch import batch_size
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
+from hf_pipetransformer.splitters.packing import check_not_packed
 from hf_pipetransformer.splitters.padding_check import sees_padding
 from hf_pipetransformer.splitters.profile import profile_units, trainable
 
@@ -91,7 +94,7 @@ class StartUp:
             UnsupportedModelError: the split model gives other numbers.
             LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
         """
-        main_input = getattr(self.model, "main_input_name", "input_ids")
+        main_input = main_input_of(self.model)
         is_exact = self._probe_device().type == "cpu" and not (self.args.bf16 or self.args.fp16)
         tolerance = 1e-5 if is_exact else 3e-2
         device = self._probe_device()
@@ -288,16 +291,28 @@ def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> No
                 )
 
 
-def probe_samples(dataset: Any, collate: Any) -> dict[str, Any]:
-    """A tiny batch from all over the data set: sorted data would show one label only.
+def main_input_of(model: nn.Module) -> str:
+    """Name of the input that the embeddings read."""
+    name: str = getattr(model, "main_input_name", "input_ids")
+    return name
+
+
+def probe_samples(dataset: Any, collate: Any, main_input: str) -> dict[str, Any]:
+    """A tiny batch from all over the data set: sorted data would show one label only. Of a stream its beginning.
 
     Raises:
-        ValueError: the data set is empty.
+        ValueError: the data set is empty, or the batch is no batch of its samples.
     """
-    if len(dataset) == 0:
+    if is_stream(dataset):
+        samples = list(islice(dataset, NUM_PROBE_SAMPLES))
+    elif len(dataset):
+        samples = [dataset[i * len(dataset) // NUM_PROBE_SAMPLES] for i in range(NUM_PROBE_SAMPLES)]
+    else:
+        samples = []
+    if not samples:
         raise ValueError("The data set is empty: expected at least one sample.")
-    indices = [i * len(dataset) // NUM_PROBE_SAMPLES for i in range(NUM_PROBE_SAMPLES)]
-    batch: Mapping[str, Any] = collate([dataset[i] for i in indices])
+    batch: Mapping[str, Any] = collate(samples)
+    check_not_packed(batch, len(samples), main_input)
     return dict(batch)
 
 

@@ -39,7 +39,7 @@ from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names, stages_of_parameters
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.splitters.view import Compile, StageView
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class Settings:
         timeout: seconds that any rank may wait for another.
         recompute: the engine's activation recomputation mode.
         meter: where the time of steps is written down.
+        compiled: what makes layers faster, see `StageView`.
     """
 
     device: torch.device
     timeout: float
     recompute: str
     meter: StepMeter
+    compiled: Compile | None = None
 
 
 @dataclass
@@ -128,7 +130,7 @@ def apply_layout(
     the rest is freed.
     """
     send_model_from_first_rank(model, topology)
-    view = StageView(model, splitter, probe.structure)
+    view = StageView(model, splitter, probe.structure, settings.compiled)
     store = ParameterStore(model)
     stage = _make_stage(view, store, probe, topology, layout, settings)
     if is_training:
@@ -275,6 +277,29 @@ def whole_on_first_rank(stage: Stage) -> Iterator[None]:
         yield
     finally:
         stage.store.release(keep=held)
+
+
+@contextmanager
+def whole_on_every_rank(stage: Stage) -> Iterator[None]:
+    """Every rank has the whole model with its own forward inside, for code of the user's. A collective call.
+
+    What that code changes in this stage's part stays.
+    """
+    if stage.groups.num_stages == 1:
+        yield
+        return
+    store, held = stage.store, set(stage.store.held())
+    missing = collect_parameters(store.named(), stage.owners, stage.groups)
+    store.fill({name: value.to(stage.engine.device) for name, value in missing.items()})
+    _share_buffers(stage)
+    was_installed = stage.view.is_installed
+    stage.view.remove()
+    try:
+        yield
+    finally:
+        if was_installed:
+            stage.view.install(stage.layout.units_of(stage.groups.stage))
+        store.release(keep=held)
 
 
 def _share_buffers(stage: Stage) -> None:

@@ -37,15 +37,12 @@ from typing import Any
 
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
-import numpy as np
 import torch
 from benchmark_cache import Events, cache_epochs, merge, train
 from benchmark_pipeline import summary
-from benchmark_real_input import sst2
-from datasets import load_dataset
+from benchmark_real_input import cifar10_images, sst2
 from study_freezing import T_QUANTILES
 from transformers import (
-    AutoModelForImageClassification,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -91,28 +88,6 @@ class StepEnds(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def cifar10(data: str, models: str, num_images: int, num_test_images: int) -> tuple[Any, Any, Any]:
-    """The pretrained ViT, training and test images; an image is decoded each time it is read."""
-    set_seed(0)
-    model = AutoModelForImageClassification.from_pretrained(
-        Path(models) / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    files = {"train": f"{data}/cifar10_train_20000.parquet", "test": f"{data}/cifar10_test_4000.parquet"}
-    splits = load_dataset("parquet", data_files=files)
-    mean, std = np.array([0.48, 0.448, 0.398]), np.array([0.277, 0.269, 0.282])
-
-    def transform(rows: dict[str, Any]) -> dict[str, Any]:
-        pixels = [(np.asarray(image.convert("RGB")) / 255.0 - mean) / std for image in rows["image"]]
-        return {
-            "pixel_values": [torch.tensor(p, dtype=torch.float32).permute(2, 0, 1) for p in pixels],
-            "labels": rows["label"],
-        }
-
-    training, test = splits["train"].select(range(num_images)), splits["test"].select(range(num_test_images))
-    return model, training.with_transform(transform), test.with_transform(transform)
-
-
 def correct(prediction: Any) -> dict[str, int]:
     """How many were classified correctly."""
     return {"correct": int((prediction.predictions.argmax(-1) == prediction.label_ids).sum())}
@@ -121,7 +96,8 @@ def correct(prediction: Any) -> dict[str, int]:
 def work(job: dict[str, Any]) -> None:
     """One run of one contender, in a launched process."""
     torch.set_num_threads(1)
-    model, training, test = cifar10(job["data"], job["models"], job["images"], job["test_images"])
+    data, models = Path(job["data"]), Path(job["models"])
+    model, training, test = cifar10_images(data, models, job["images"], job["test_images"])
     folder = Path(job["folder"])
     common: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": GLOBAL_BATCH // NUM_PROCESSES,

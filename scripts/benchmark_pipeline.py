@@ -48,8 +48,8 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.planner import plan_layout
+from hf_pipetransformer.batches import split_batch
 from hf_pipetransformer.pipeline.engine import MicroBatch
-from hf_pipetransformer.pipeline.microbatch import split_batch
 from hf_pipetransformer.pipeline.schedules import build_table
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters import find_splitter

@@ -63,8 +63,8 @@ def sst2(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cifar10(options: argparse.Namespace) -> dict[str, Any]:
-    """The small ViT, 640 CIFAR-10 images, 20 steps."""
+def cifar10_images(data: Path, models: Path, num_images: int, num_test_images: int) -> tuple[Any, Any, Any]:
+    """The pretrained ViT, training and test images; an image is decoded each time it is read."""
     import numpy as np
     import torch
     from datasets import load_dataset
@@ -72,14 +72,11 @@ def cifar10(options: argparse.Namespace) -> dict[str, Any]:
 
     set_seed(0)
     model = AutoModelForImageClassification.from_pretrained(
-        options.models / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True,
+        models / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    files = {
-        "train": str(options.data / "cifar10_train_20000.parquet"),
-        "dev": str(options.data / "cifar10_test_4000.parquet"),
-    }
-    data = load_dataset("parquet", data_files=files)
+    files = {"train": f"{data}/cifar10_train_20000.parquet", "test": f"{data}/cifar10_test_4000.parquet"}
+    splits = load_dataset("parquet", data_files=files)
     mean, std = np.array([0.48, 0.448, 0.398]), np.array([0.277, 0.269, 0.282])
 
     def transform(rows: dict[str, Any]) -> dict[str, Any]:
@@ -89,10 +86,17 @@ def cifar10(options: argparse.Namespace) -> dict[str, Any]:
             "labels": rows["label"],
         }
 
+    training, test = splits["train"].select(range(num_images)), splits["test"].select(range(num_test_images))
+    return model, training.with_transform(transform), test.with_transform(transform)
+
+
+def cifar10(options: argparse.Namespace) -> dict[str, Any]:
+    """The small ViT, 640 CIFAR-10 images, 20 steps."""
+    model, training, test = cifar10_images(options.data, options.models, 20 * GLOBAL_BATCH, 500)
     return {
         "model": model,
-        "train_dataset": data["train"].select(range(20 * GLOBAL_BATCH)).with_transform(transform),
-        "eval_dataset": data["dev"].select(range(500)).with_transform(transform),
+        "train_dataset": training,
+        "eval_dataset": test,
         "arguments": {"max_steps": 20, "learning_rate": 3e-4, "warmup_steps": 5, "remove_unused_columns": False},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -9,12 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.autodp.loader import Samples
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
+from hf_pipetransformer.autodp.stream import StreamLoader
+from hf_pipetransformer.autodp.topology import PipelineGroups
+from hf_pipetransformer.batches import batch_size, count_items, join_outputs, split_batch
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
-from hf_pipetransformer.pipeline.microbatch import batch_size, count_items, join_outputs, split_batch
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -146,3 +151,50 @@ def test_a_placeholder_travels_as_one_element() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(TypeError, match="holds a set"):
         pack({"a": {1, 2}})
+
+
+# ---- streams ----
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for row in range(self.num_rows):
+            self.num_read += 1
+            yield row
+
+
+ALONE = PipelineGroups(1, 1, 0, 0, (0,), (0,), {}, None, None, None)
+
+
+def stream(num_rows: int, batch: int = 4) -> StreamLoader:
+    loader = DataLoader(Rows(num_rows), batch_size=batch, collate_fn=lambda rows: {"x": torch.tensor(rows)})
+    return StreamLoader(loader, ALONE, frozenset(), 5.0, batch, num_kept=2, repeat_small=False)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 10])
+def test_a_stream_is_read_once_to_its_end_and_its_last_batch_is_known(num_rows: int) -> None:
+    loader = stream(num_rows)
+    for _epoch in range(2):
+        loader.dataset.num_read = 0
+        seen = [(batch["x"].tolist(), loader.end_of_dataloader, loader.samples_of_replicas()) for batch in loader]
+        assert [row for rows, _, _ in seen for row in rows] == list(range(num_rows))
+        assert [is_last for _, is_last, _ in seen] == [i == len(seen) - 1 for i in range(len(seen))]
+        assert [count for _, _, count in seen] == [[len(rows)] for rows, _, _ in seen]
+        assert loader.dataset.num_read == loader.num_seen == num_rows
+    assert not has_length(loader)
+
+
+def test_a_stream_goes_on_where_a_run_was_saved_and_repeats_a_step() -> None:
+    loader = stream(10, batch=2).starting_at(2)
+    assert [batch["x"].tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
+    seen, repeated = [], False
+    for batch in loader:
+        seen.append(batch["x"].tolist())
+        if seen[-1] == [8, 9] and not repeated:
+            repeated = True
+            loader.repeat_step(2)
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [6, 7], [8, 9]]

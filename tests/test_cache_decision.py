@@ -44,8 +44,6 @@ def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
     assert decision.costs == pytest.approx(expected)
     cheapest = min(expected, key=expected.get)
     assert (decision.use, decision.write) == (cheapest != "compute", cheapest == "write")
-    second = min([cost for name, cost in expected.items() if name != cheapest], default=expected[cheapest])
-    assert decision.gain == pytest.approx(second - expected[cheapest])
     assert decision.level == (frozen if cheapest == "write" else level)
 
 
@@ -54,19 +52,19 @@ def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
     decision = decide_cache(costs, 2, 1, 1.0, 2.5, "auto")
     assert (decision.use, decision.write, decision.level) == (True, False, 1)
-    assert decision.gain == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
+    assert decision.costs["write"] - decision.costs["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
 
 
 def test_equal_choices_go_to_computing():
     costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
     decision = decide_cache(costs, 1, 1, 1.0, 2.0, "auto")
     assert decision.costs == {"compute": 2.0, "keep": 2.0, "write": 2.0}
-    assert not decision.use and decision.gain == 0
+    assert not decision.use
 
 
 def test_off_never_caches():
     decision = decide_cache(COSTS, 2, 1, 1.0, 10.0, "off")
-    assert (decision.use, decision.write, decision.level, decision.gain) == (False, False, 1, 0.0)
+    assert (decision.use, decision.write, decision.level) == (False, False, 1)
     assert "off" in decision.reason
 
 
@@ -75,7 +73,7 @@ def test_on_caches_wherever_rows_are_read_again():
     for level, share in ((0, 0.0), (1, 1.0)):
         assert not decide_cache(slow, 2, level, share, 3.0, "auto").use
         forced = decide_cache(slow, 2, level, share, 3.0, "on")
-        assert (forced.use, forced.write, forced.level, forced.gain) == (True, True, 2, 0.0)
+        assert (forced.use, forced.write, forced.level) == (True, True, 2)
     last = decide_cache(slow, 2, 1, 1.0, 1.0, "on")
     assert (last.use, last.write, last.level) == (True, False, 1)
     assert not decide_cache(slow, 2, 0, 0.0, 1.0, "on").use
@@ -121,7 +119,7 @@ def stores(draw):
 
 @given(measured(), stores(), st.floats(1, 20), st.floats(0, 20), shares)
 def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
-    # The gain is counted with a margin, for where two choices are equal but for rounding.
+    # With a margin, for where two choices are equal but for rounding.
     if decide_cache(costs, *store, epochs, "auto", fits).write:
         later = decide_cache(costs, *store, epochs + more, "auto", fits)
         assert later.costs["write"] <= min(later.costs.values()) + 1e-6
@@ -135,11 +133,10 @@ def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, ep
 
 
 @given(measured(), stores(), st.floats(0, 20), shares)
-def test_the_cheapest_is_taken_and_the_gain_is_never_negative(costs, store, epochs, fits):
+def test_the_cheapest_is_taken(costs, store, epochs, fits):
     decision = decide_cache(costs, *store, epochs, "auto", fits)
     taken = "write" if decision.write else "keep" if decision.use else "compute"
     assert decision.costs[taken] == min(decision.costs.values())
-    assert decision.gain >= 0
     assert epochs > 1 or not decision.write
 
 

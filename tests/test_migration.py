@@ -14,6 +14,7 @@ from hf_pipetransformer.autodp.migration import (
     OptimizerState,
     check_replicas,
     digest,
+    keep_parameters,
     plan_moves,
     stages_of_bundle,
 )
@@ -172,3 +173,18 @@ def test_ranks_whose_optimizers_have_other_groups_are_refused_if_layers_may_move
     with pytest.raises(ValueError, match=f"{len(other_options)} parameter groups on rank 1 and 2 on rank 0"):
         OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, True)
     OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, False)
+
+
+def test_a_users_optimizer_keeps_groups_and_state_of_what_a_stage_trains() -> None:
+    named = {name: torch.nn.Parameter(torch.ones(2)) for name in ("a", "b", "c")}
+    groups = [{"params": [named["a"], named["b"]], "lr": 0.1}, {"params": [named["c"]]}]
+    optimizer = torch.optim.Adagrad(groups, lr=0.5)  # It has state from the start.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    keep_parameters(optimizer, {id(p): name for name, p in named.items()}, {"b": named["b"]})
+    assert [group["params"] for group in optimizer.param_groups] == [[named["b"]], []]
+    assert set(optimizer.state) == {named["b"]}
+    named["b"].grad = torch.ones(2)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.25]
+    assert torch.equal(named["a"], torch.ones(2)) and not torch.equal(named["b"], torch.ones(2))

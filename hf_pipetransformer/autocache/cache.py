@@ -18,8 +18,8 @@ from hf_pipetransformer.autocache.samples import real_lengths
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import fill_value, pad_batch
+from hf_pipetransformer.batches import take_rows
 from hf_pipetransformer.pipeline.engine import MicroBatch
-from hf_pipetransformer.pipeline.microbatch import take_rows
 from hf_pipetransformer.prefix import Prefix
 from hf_pipetransformer.report.events import logger
 

@@ -33,8 +33,6 @@ class CacheDecision:
         use: read stored rows.
         write: bring rows to the new level and store them there.
         level: level that rows will have: `num_frozen` if they are written, else the level that they have now.
-        gain: seconds per sample over the rest of the run against the next best choice, 0 where the mode forces a
-            choice that is not the cheapest.
         costs: seconds per sample over the rest of the run of each possible choice: "compute", "keep", "write".
         reason: why, in a few words.
     """
@@ -42,7 +40,6 @@ class CacheDecision:
     use: bool
     write: bool
     level: int
-    gain: float
     costs: dict[str, float]
     reason: str
 
@@ -86,12 +83,10 @@ def decide_cache(
     share = stored_share if is_stored else 0.0
     found = _costs(costs, num_frozen, stored_level if is_stored else 0, share, max(epochs_left, 0.0), fits_share)
     choice, reason = _choose(found, num_frozen, epochs_left, mode)
-    others = [cost for name, cost in found.items() if name != choice]
     return CacheDecision(
         use=choice != "compute",
         write=choice == "write",
         level=num_frozen if choice == "write" else stored_level,
-        gain=max(min(others, default=found[choice]) - found[choice], 0.0),
         costs=found,
         reason=reason,
     )

@@ -13,7 +13,7 @@ import torch
 from hf_pipetransformer.autocache.inputs import InputReport
 from hf_pipetransformer.autocache.samples import real_lengths, row_digests
 from hf_pipetransformer.autodp.padding import pad_batch
-from hf_pipetransformer.pipeline.microbatch import take_rows
+from hf_pipetransformer.batches import take_rows
 
 
 Indices = npt.NDArray[np.int64]

@@ -52,30 +52,19 @@ def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.
     return np.zeros(count, dtype=np.int64)
 
 
-def row_digests(
-    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str] | None = None
-) -> np.ndarray:
+def row_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:
     """A digest of each sample, uint64 `(batch,)`, over all its tensors: independent of padding and of its partners.
 
     Args:
         batch: tensors with a sample dimension; anything else is left out.
         lengths: real tokens of each sample, `(batch,)`.
-        token_fields: names of the tensors `(batch, seq)`, which are cut to the real length. None takes every tensor
-            whose second dimension is as long as the attention mask's.
+        token_fields: names of the tensors `(batch, seq)`, which are cut to the real length.
     """
-    digests = field_digests(batch, lengths, _like_mask(batch) if token_fields is None else token_fields)
+    digests = field_digests(batch, lengths, token_fields)
     if not digests:
         return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
     rows = np.stack([digests[name] for name in sorted(digests)], axis=1)
     return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], dtype=np.uint64)
-
-
-def _like_mask(batch: Mapping[str, Any]) -> frozenset[str]:
-    mask = batch.get(MASK)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return frozenset()
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
-    return frozenset(name for name, value in tensors.items() if value.shape[1] == mask.shape[1])
 
 
 def field_digests(

@@ -19,8 +19,8 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
-from hf_pipetransformer.errors import guarded, wait_for
-from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.autodp.wire import Outbox, take
+from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.prefix import detach_prefix, without_hidden
 
 
@@ -88,7 +88,6 @@ class PipelineLoader(DataLoaderStateMixin):
         self.loader = loader
         self.groups = groups
         self.placeholders = placeholders
-        self.timeout = timeout
         self.total_batch_size = total_batch_size
         self.num_samples = num_samples
         self.common_length = common_length
@@ -102,7 +101,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self._batches: Iterator[Any] | None = None
         self._num_read = 0
         self._num_stale = 0
-        self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
         self.rows: RowSource | None = None
         """Where samples come from that need not be read from the data set."""
 
@@ -132,12 +131,15 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def samples_of_replicas(self) -> list[int]:
         """Samples of the current global batch that count for each replica; see `ReplicaBatchSampler.repeat_small`."""
-        num_replicas = self.groups.num_replicas
-        size = min(self.total_batch_size, self.num_samples - self._index * self.total_batch_size)
+        num_replicas, size = self.groups.num_replicas, self._batch_size()
         if size < num_replicas:
             return [size] + [0] * (num_replicas - 1)
         slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]
         return [part.stop - part.start for part in slices]
+
+    def _batch_size(self) -> int:
+        """Samples of the current global batch."""
+        return min(self.total_batch_size, self.num_samples - self._index * self.total_batch_size)
 
     def take_from(self, rows: RowSource) -> None:
         """From the next batch that is drawn on, samples come from `rows` where it has them."""
@@ -146,7 +148,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def follow(self, groups: PipelineGroups) -> None:
         """Go on, with the next global batch, as a stage of another layout. Workers that read ahead stay alive."""
-        self._finish_sending()
+        self._outbox.flush()
         self.groups = groups
         if self.rows is not None:
             self.take_from(self.rows)
@@ -197,7 +199,7 @@ class PipelineLoader(DataLoaderStateMixin):
                     # Nobody asks for more: this generator stays suspended here, and workers must not live as long.
                     self._batches = None
                 yield batch
-            self._finish_sending()
+            self._outbox.flush()
         finally:
             self._batches = None
             self.end()
@@ -211,7 +213,7 @@ class PipelineLoader(DataLoaderStateMixin):
             rule = self.common_length
             same = None if rule is None else sequence_length(batch, rule.main_input)
             batch = self.rows.complete(prefix.samples.tolist(), [], {}, lambda own: own if same is None else same)
-        self._finish_sending()
+        self._outbox.flush()
         self._send(batch)
         return batch
 
@@ -235,7 +237,7 @@ class PipelineLoader(DataLoaderStateMixin):
             self.rows.prefetch(self.batch_sampler.upcoming())
         elif self.common_length is not None:
             batch = self._padded(batch, self.common_length)
-        self._finish_sending()
+        self._outbox.flush()
         self._send(batch)
         return dict(batch)
 
@@ -262,35 +264,20 @@ class PipelineLoader(DataLoaderStateMixin):
         return int(longest)
 
     def _send(self, batch: Any) -> None:
-        if self.groups.num_stages == 1:
-            return
-        message = pack({key: self._as_sent(key, value) for key, value in without_hidden(batch).items()})
-        size = torch.tensor([message.numel()])
-        group = self.groups.pipeline_control
-        self._leaving = [
-            (dist.isend(tensor, dst=peer, group=group), tensor)
-            for peer in self.groups.pipeline_ranks[1:]
-            for tensor in (size, message)
-        ]
+        if self.groups.num_stages > 1:
+            sent = {key: self._as_sent(key, value) for key, value in without_hidden(batch).items()}
+            self._outbox.send(sent, self.groups.pipeline_ranks[1:], self.groups.pipeline_control)
 
     def _as_sent(self, key: str, value: Any) -> Any:
         if key in self.placeholders and isinstance(value, torch.Tensor):
             return value.new_zeros(1).expand(value.shape)
         return value
 
-    def _finish_sending(self) -> None:
-        for work, _tensor in self._leaving:
-            wait_for(work, self.timeout, "sending a batch to the later stages of this pipeline")
-        self._leaving = []
-
     def _receive(self) -> dict[str, Any]:
-        source, group = self.groups.pipeline_ranks[0], self.groups.pipeline_control
-        what = f"receiving a batch from stage 0 (rank {source})"
-        size = torch.zeros(1, dtype=torch.int64)
-        guarded(lambda: dist.recv(size, src=source, group=group), what)
-        message = torch.empty(int(size), dtype=torch.uint8)
-        guarded(lambda: dist.recv(message, src=source, group=group), what)
-        batch: dict[str, Any] = unpack(message)
+        source = self.groups.pipeline_ranks[0]
+        batch: dict[str, Any] = take(
+            source, self.groups.pipeline_control, f"receiving a batch from stage 0 (rank {source})"
+        )
         return batch
 
 

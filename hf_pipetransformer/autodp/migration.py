@@ -232,6 +232,26 @@ class OptimizerState:
                 }
 
 
+def keep_parameters(
+    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], kept: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Leave a rank what it trains of an optimizer that was built for the whole model.
+
+    Groups stay with their options, empty ones too, and so does a scheduler that knows them.
+
+    Args:
+        optimizer: the user's, changed in place.
+        name_of: id of each parameter that it trains to the parameter's name.
+        kept: what this rank trains, by name.
+    """
+    for group in optimizer.param_groups:
+        names = [name_of[id(parameter)] for parameter in group["params"]]
+        group["params"] = [kept[name] for name in names if name in kept]
+    ids = {id(parameter) for parameter in kept.values()}
+    for dropped in [parameter for parameter in optimizer.state if id(parameter) not in ids]:
+        del optimizer.state[dropped]
+
+
 def _to(value: Any, parameter: torch.nn.Parameter, are_scalars_beside: bool) -> Any:
     """Received state where torch's optimizers keep it: beside the parameter, but for scalars (step counts).
 

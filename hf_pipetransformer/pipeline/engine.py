@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from hf_pipetransformer.batches import take_rows
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.pipeline.links import Link, Pending, post_receive, post_send
-from hf_pipetransformer.pipeline.microbatch import take_rows
 from hf_pipetransformer.pipeline.schedules import Action, Op, Row
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.prefix import Prefix

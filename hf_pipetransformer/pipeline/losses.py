@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from hf_pipetransformer.pipeline.microbatch import batch_size, take_samples
+from hf_pipetransformer.batches import batch_size, take_samples
 
 
 class LossRule(Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Structure
+
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function to a faster one that does the same."""
 
 
 class StageExit(Exception):
@@ -31,12 +36,17 @@ class StageView:
         model: the whole model.
         splitter: how to run half a layer.
         structure: from `trace_structure`.
+        compiled: makes a faster function of a layer's forward, or of one half of it; None leaves them as they are.
     """
 
-    def __init__(self, model: nn.Module, splitter: Splitter, structure: Structure) -> None:
+    def __init__(
+        self, model: nn.Module, splitter: Splitter, structure: Structure, compiled: Compile | None = None
+    ) -> None:
         self.model = model
         self.splitter = splitter
         self.structure = structure
+        self._compiled = compiled
+        self._faster: dict[tuple[int, str], Callable[..., Any]] = {}
         self.received: torch.Tensor | None = None
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._units = range(0)
@@ -100,16 +110,18 @@ class StageView:
         last = units[-1]
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)
-        own_forward = layer.forward
         wraps = self.structure.returns_tuple
+        own_forward = self._fast(index, "layer", layer.forward)
+        run_attention = self._fast(index, "attention", partial(self.splitter.run_attention, layer))
+        run_mlp = self._fast(index, "mlp", partial(self.splitter.run_mlp, layer))
 
         def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if attention in units and mlp in units:
                 return own_forward(hidden, *args, **kwargs)
             if attention in units:
-                hidden = self.splitter.run_attention(layer, hidden, *args, **kwargs)
+                hidden = run_attention(hidden, *args, **kwargs)
             elif mlp in units:
-                hidden = self.splitter.run_mlp(layer, hidden)
+                hidden = run_mlp(hidden)
             return (hidden,) + (None,) * (wraps - 1) if wraps else hidden
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -121,6 +133,14 @@ class StageView:
                 raise StageExit(output[0] if wraps else output)
             return output
 
-        if attention in units and mlp in units and not exits_after:
+        if attention in units and mlp in units and not exits_after and self._compiled is None:
             return None
         return forward
+
+    def _fast(self, index: int, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled if that was asked for: once for each layer, whatever stages come and go."""
+        if self._compiled is None:
+            return function
+        if (index, part) not in self._faster:
+            self._faster[index, part] = self._compiled(function)
+        return self._faster[index, part]

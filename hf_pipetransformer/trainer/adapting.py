@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.adaptation import Adaptation, Change
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -18,6 +19,7 @@ from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import Fixed, FreezePolicy, NoFreezing, make_clock, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
+from hf_pipetransformer.startup import main_input_of
 from hf_pipetransformer.trainer.caching import CachingTrainer
 from hf_pipetransformer.transition import Stage, change_layout
 
@@ -35,7 +37,6 @@ class AdaptingTrainer(CachingTrainer):
         self._optimizer_state: OptimizerState | None = None
         self._train_loader: PipelineLoader | None = None
         self._num_transitions = 0
-        self._has_users_optimizer = self.optimizer is not None
         self._optimizer_hooks: list[Any] = []
         self._epoch_iterator: Any = None
         self._step_loss = torch.zeros(())
@@ -55,7 +56,14 @@ class AdaptingTrainer(CachingTrainer):
                 f"freeze_min_active_layers={args.freeze_min_active_layers} of {layout.num_layers} layers: nothing "
                 "will be frozen."
             )
-        steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+        steps_per_epoch = max_steps
+        if has_length(loader):
+            steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+        elif args.freeze_interval == "epoch":
+            self._warn(
+                "freeze_interval='epoch': the data set has no length, so no decision comes before the end. Set "
+                "freeze_interval to a number of steps or a share of the run."
+            )
         self._train_loader = loader if isinstance(loader, PipelineLoader) else None
         if layout.num_frozen_layers or not isinstance(self._policy, NoFreezing) or self._replayed_layouts is not None:
             self._begin_cache(loader, steps_per_epoch)
@@ -82,6 +90,8 @@ class AdaptingTrainer(CachingTrainer):
         # A cache for layers that are frozen from the start changes the cuts too.
         adapts = freezes or self._cache_planner is not None
         may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.num_stages > 1)
+        # A user's optimizer is put together again at the end.
+        may_move |= self._has_users_optimizer and layout.num_stages > 1
         self._optimizer_state = OptimizerState(optimizer, self._stage.store.held(), self.topology, may_move)
         part = ExitStack()
         self._optimizer_hooks = [
@@ -145,7 +155,7 @@ class AdaptingTrainer(CachingTrainer):
             self._adaptation.monitor.record(squares)
 
     def _count_tokens(self, inputs: Mapping[str, Any]) -> int:
-        value = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        value = inputs.get(main_input_of(self.model))
         return value.numel() if isinstance(value, torch.Tensor) else 0
 
     def _separate_random_streams(self, stage: Stage) -> None:

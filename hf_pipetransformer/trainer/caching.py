@@ -28,6 +28,7 @@ from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
 from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.report.events import logger
@@ -116,6 +117,11 @@ class CachingTrainer(EvaluatingTrainer):
             reason = (
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
                 "Build it with self._get_dataloader."
+            )
+        elif isinstance(loader, StreamLoader):
+            reason = (
+                f"the data set is an {type(loader.dataset).__name__}: without indices no sample is known again. Use a "
+                "data set with indices."
             )
         elif self.topology.world_size > self.topology.local_world_size:
             reason = "the run spans several nodes, and a sample may be drawn on another node than it was stored on."

@@ -12,7 +12,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from hf_pipetransformer.autodp.gathering import ReplicaGather
 from hf_pipetransformer.autodp.loader import PipelineLoader
-from hf_pipetransformer.pipeline.microbatch import batch_size
+from hf_pipetransformer.autodp.stream import StreamLoader
+from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.trainer.starting import StartingTrainer
 
 
@@ -44,9 +45,15 @@ class EvaluatingTrainer(StartingTrainer):
         self._eval_gather = ReplicaGather(self._stage.groups, dataloader)
         self.gather_function = self._eval_gather
         try:
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+            # Entered here too: an `evaluate` of a user's own calls this method itself.
+            with self._reporting_faults(), self._evaluating(dataloader.dataset):
+                output: EvalLoopOutput = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._eval_gather = outer
+        if isinstance(dataloader, StreamLoader):
+            # Trainer counts what this replica saw.
+            output = output._replace(num_samples=dataloader.num_seen)
+        return output
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -68,11 +75,9 @@ class EvaluatingTrainer(StartingTrainer):
     @contextmanager
     def _evaluating(self, dataset: Any) -> Iterator[None]:
         """The pipeline is up inside, for evaluation or prediction, in training or without."""
-        stage = self._stage
-        if stage is None or stage.view.model is not self.model:
-            dataset = self.eval_dataset if dataset is None else dataset
-            dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-            stage = self._start(next(iter(dataset.values())) if isinstance(dataset, dict) else dataset, False)
+        dataset = self.eval_dataset if dataset is None else dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        stage = self._started(next(iter(dataset.values())) if isinstance(dataset, dict) else dataset)
         if stage.view.is_installed:
             yield
             return

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import datasets
@@ -17,12 +18,13 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.faults import FaultBoard, is_second_hand
 from hf_pipetransformer.autodp.gathering import ReplicaGather
 from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
+from hf_pipetransformer.autodp.stream import is_stream, make_stream_loader
 from hf_pipetransformer.autodp.topology import get_topology
+from hf_pipetransformer.batches import count_items
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.losses import LossRule
-from hf_pipetransformer.pipeline.microbatch import count_items
 from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.refusals import (
@@ -35,7 +37,7 @@ from hf_pipetransformer.report.events import EventLog, logger, read_layouts
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.startup import StartUp, check_agreement, probe_samples
+from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of, probe_samples
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
 
@@ -63,6 +65,7 @@ class StartingTrainer(Trainer):
         for text in warn_about_options(args) if args.process_index == 0 else ():
             logger.warning(text)
         super().__init__(model, args, *positional, **named)
+        self._has_users_optimizer = self.optimizer is not None
         self.topology = get_topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
@@ -81,9 +84,11 @@ class StartingTrainer(Trainer):
         self._model_declares_loss_kwargs = self.model_accepts_loss_kwargs
         self._has_labels = False
         self._logged_layout: Layout | None = None
+        self._read_events: set[str] = set()
+        self._name_of: dict[int, str] = {}
         self._random_state: torch.Tensor | None = None
         self._loss_rule = LossRule.MEAN
-        self._settings = Settings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, StepMeter(args.device))
+        self._settings = self._make_settings()
         self._replayed_layouts: dict[int, Layout] | None = None
 
     # ---- layout and life of the pipeline ----
@@ -102,19 +107,23 @@ class StartingTrainer(Trainer):
 
     def _start(self, dataset: Any, is_training: bool) -> Stage:
         """The transition from nothing: probe the model, choose a layout, take this rank's stage."""
-        args, device = self.args, self.args.device
+        args = self.args
         what = "Training" if is_training else "Evaluation"
         if dataset is None:
             raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
         check_dataset(dataset, what.lower())
         self.model_accepts_loss_kwargs = self._model_declares_loss_kwargs
-        check_agreement(self.topology, "data set", {"number of samples": len(dataset)})
-        self._check_model(self.model, args, (None, None))
+        check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
+        self._check_model(self.model, args, (self.optimizer if self._has_users_optimizer else None, None))
         splitter = self._splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
-        start_up = StartUp(self.model, splitter, args, self.topology, device)
+        start_up = StartUp(self.model, splitter, args, self.topology, args.device)
         with undisturbed(self.model):
-            samples = self.topology.broadcast(probe_samples(*self._dataset_and_collator(dataset, what)))
+            # A stream is read by rank 0 alone.
+            reads = self.topology.rank == 0 or not is_stream(dataset)
+            samples = self.topology.broadcast(
+                probe_samples(*self._dataset_and_collator(dataset, what), main_input_of(self.model)) if reads else None
+            )
         self._has_labels = "labels" in samples
         needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
         rule = start_up.run(samples, self._probe_loss if needs_loss else self._probe_output, self._count_items)
@@ -122,13 +131,25 @@ class StartingTrainer(Trainer):
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).
             self.model_accepts_loss_kwargs = False
-        self._settings = Settings(device, args.pipeline_timeout, args.pipeline_checkpoint, StepMeter(device))
+        self._settings = self._make_settings()
         self._replayed_layouts = self._read_plan(start_up.probe.structure) if is_training else None
         layout = self._first_layout(start_up)
         self._start_up, self._loss_rule = start_up, rule.rule
         stage = apply_layout(self.model, splitter, start_up.probe, self.topology, layout, self._settings, is_training)
         self._take_stage(stage)
         return stage
+
+    def _make_settings(self) -> Settings:
+        args, compiled = self.args, None
+        if args.torch_compile:
+            compiled = partial(torch.compile, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        return Settings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, StepMeter(args.device), compiled)
+
+    def _started(self, dataset: Any) -> Stage:
+        """This rank's stage of the model as it is now; without one, the pipeline starts, to evaluate `dataset`."""
+        if self._stage is not None and self._stage.view.model is self.model:
+            return self._stage
+        return self._start(dataset, is_training=False)
 
     def _first_layout(self, start_up: StartUp) -> Layout:
         if self._replayed_layouts is not None:
@@ -244,27 +265,39 @@ class StartingTrainer(Trainer):
         dataloader_key: str | None = None,
     ) -> PipelineLoader:
         check_dataset(dataset, description.lower())
-        stage = self._stage if self._stage is not None else self._start(dataset, is_training=False)
+        stage = self._started(dataset)
         assert self._start_up is not None
         given = dataset
         dataset, collate = self._dataset_and_collator(given, description)
         shows_inputs = "inputs" in self.args.include_for_metrics
-        loader = make_pipeline_loader(
-            dataset=dataset,
-            collate=collate,
-            sampler=sampler_fn(dataset) if sampler_fn is not None else None,
-            global_batch_size=batch_size * self.topology.world_size,
-            args=self.args,
-            groups=stage.groups,
-            placeholders=frozenset() if shows_inputs else self._start_up.probe.placeholders,
-            is_training=is_training,
-            common_length=self._start_up.common_length,
-        )
-        if not is_training:
-            self._serve_evaluation(loader, given)
+        options: dict[str, Any] = {
+            "dataset": dataset,
+            "collate": collate,
+            "global_batch_size": batch_size * self.topology.world_size,
+            "args": self.args,
+            "groups": stage.groups,
+            "placeholders": frozenset() if shows_inputs else self._start_up.probe.placeholders,
+            "is_training": is_training,
+        }
+        loader: PipelineLoader
+        if is_stream(dataset):
+            loader = make_stream_loader(**options)
+        else:
+            sampler = sampler_fn(dataset) if sampler_fn is not None else None
+            loader = make_pipeline_loader(**options, sampler=sampler, common_length=self._start_up.common_length)
+            if not is_training:
+                self._serve_evaluation(loader, given)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
         return loader
+
+
+def _length(dataset: Any) -> int | None:
+    """Samples of a data set; None where it does not know."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def _comparable(args: PipeTransformerArguments) -> dict[str, Any]:

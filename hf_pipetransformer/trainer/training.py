@@ -13,13 +13,16 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers.trainer_utils import TrainOutput
 
 from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.migration import keep_parameters
 from hf_pipetransformer.autodp.topology import let_group_threads_finish
+from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
-from hf_pipetransformer.pipeline.microbatch import batch_size
 from hf_pipetransformer.pipeline.shared import share_values
-from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.report.events import announce, logger
+from hf_pipetransformer.startup import check_agreement
+from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks
 from hf_pipetransformer.trainer.resuming import ResumingTrainer
-from hf_pipetransformer.transition import make_whole, whole_on_first_rank
+from hf_pipetransformer.transition import Stage, make_whole, whole_on_every_rank, whole_on_first_rank
 
 
 class PipeTransformerTrainer(ResumingTrainer):
@@ -69,7 +72,9 @@ class PipeTransformerTrainer(ResumingTrainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self._forget_own_optimizer()
+        self._name_of = {id(parameter): name for name, parameter in self.model.named_parameters()}
         stage = self._start(self.train_dataset, is_training=True)
+        self._serve_callbacks(stage)
         self._announce_start()
         self._random_state = torch.get_rng_state()
         self._separate_random_streams(stage)
@@ -91,8 +96,15 @@ class PipeTransformerTrainer(ResumingTrainer):
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer over what this stage owns; a shared parameter's state is kept by its first user."""
+        """Trainer's optimizer over what this stage owns; a shared parameter's state is kept by its first user.
+
+        Of one that the user gave, each stage keeps its own parameters, in the groups that they were in.
+        """
         if self._stage is None or self.optimizer is not None:
+            if self._stage is not None and self._has_users_optimizer and self._stage.layout.num_stages > 1:
+                optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+                keep_parameters(optimizer, self._name_of, self._trained_here())
+                optimizer.register_step_post_hook(self._after_optimizer_step)
             return super().create_optimizer(model)
         secondary = self._stage.secondary()
         for parameter in secondary:
@@ -102,6 +114,30 @@ class PipeTransformerTrainer(ResumingTrainer):
             parameter.requires_grad_(True)
         optimizer.register_step_post_hook(self._after_optimizer_step)
         return optimizer
+
+    def _serve_callbacks(self, stage: Stage) -> None:
+        """From now on, callbacks that read the model find it whole. They must be the same on every rank."""
+        if stage.layout.num_stages == 1:
+            return
+        if not isinstance(self.callback_handler, WholeModelCallbacks):
+            self.callback_handler = WholeModelCallbacks(self.callback_handler, self._whole_for_callbacks)
+        check_agreement(self.topology, "callbacks that read the model", self.callback_handler.readers())
+
+    @contextmanager
+    def _whole_for_callbacks(self, event: str, readers: list[str]) -> Iterator[None]:
+        stage = self._stage
+        if stage is None or stage.reducer is None or stage.layout.num_stages == 1:
+            yield
+            return
+        if event not in self._read_events:
+            self._read_events.add(event)
+            if self.is_world_process_zero():
+                logger.warning(
+                    f"{', '.join(readers)}: {event} reads the model, so all of it is put together on every rank each "
+                    "time. Leave out the argument `model` where it is not needed."
+                )
+        with whole_on_every_rank(stage):
+            yield
 
     def _after_optimizer_step(self, *_args: Any) -> None:
         if self._stage is not None:

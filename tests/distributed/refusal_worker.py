@@ -46,12 +46,6 @@ class CountSteps(TrainerCallback):
         self.steps += 1
 
 
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        while True:
-            yield make_dataset("bert_sequence", 1)[0]
-
-
 class ContrastiveTrainer(PipeTransformerTrainer):
     """A loss that compares the samples of a batch with each other."""
 
@@ -132,9 +126,20 @@ def albert():
     )
 
 
-def user_optimizer(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+def undivided_optimizer(model):
+    return torch.optim.LBFGS(model.parameters()), None
+
+
+def foreign_optimizer(model):
+    return torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.zeros(3))], lr=1e-3), None
+
+
+def packed(rows):
+    """All samples in one row."""
+    words = [word for row in rows for word in row["input_ids"]]
+    positions = [position for row in rows for position in range(len(row["input_ids"]))]
+    values = {"input_ids": [words], "position_ids": [positions], "labels": [rows[0]["labels"]]}
+    return {name: torch.tensor(value) for name, value in values.items()}
 
 
 class LayerCuts(BertSplitter):
@@ -185,7 +190,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "deepspeed": {"options": {"deepspeed": {"zero_optimization": {"stage": 1}}}},
     "parallelism_config": {"options": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)}},
     "auto_find_batch_size": {"options": {"auto_find_batch_size": True}},
-    "torch_compile": {"options": {"torch_compile": True}},
     "lomo": {"options": {"optim": "lomo"}},
     "adalomo": {"options": {"optim": "adalomo"}},
     "galore": {"options": {"optim": "galore_adamw", "optim_target_modules": ["attention"]}},
@@ -197,10 +201,12 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "hyperparameter_search": {"act": search},
     "resume_from_last_checkpoint": {"act": resume(True)},
     "resume_from_a_checkpoint": {"act": resume("checkpoint-3")},
-    "iterable_dataset": {"train_dataset": Endless},
-    "streamed_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 20).to_iterable_dataset()},
+    "no_dataset": {"train_dataset": lambda: iter(make_dataset("bert_sequence", 20)), "options": {"max_steps": 2}},
+    "empty_stream": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([]).to_iterable_dataset()},
+    "packed_samples": {"collator": packed},
     "empty_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([])},
-    "user_optimizer": {"optimizers": user_optimizer},
+    "undivided_optimizer": {"optimizers": undivided_optimizer},
+    "foreign_optimizer": {"optimizers": foreign_optimizer},
     "loss_across_samples": {"trainer": ContrastiveTrainer},
     "plain_arguments": {"arguments": TrainingArguments},
     "no_divisor": {"options": {"pipeline_parallel_size": 3}},
@@ -274,7 +280,7 @@ def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
         model=model,
         args=args,
         train_dataset=change.get("train_dataset", lambda: make_dataset("bert_sequence", 20))(),
-        data_collator=collate,
+        data_collator=change.get("collator", collate),
         callbacks=[counter],
         **extra,
     )

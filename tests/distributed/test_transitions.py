@@ -153,3 +153,10 @@ def test_a_layout_that_does_not_fit_is_left_again_and_not_planned_any_more(moved
     assert back["to"]["num_frozen_layers"] == 3
     assert later
     assert all(event["to"]["num_stages"] != unfit for event in later)
+
+
+@pytest.mark.parametrize("case", selectable("compiled-layers", "adamw-vit"))
+def test_layers_are_compiled_where_that_is_asked_for(moved: Outcome, case: TransitionCase):
+    for rank in moved.ranks:
+        assert bool(rank["num_graphs"]) == (case.name == "compiled-layers")
+        assert rank["graph_breaks"] == []

@@ -200,6 +200,9 @@ BY_STEPS = {"freeze_interval": 4, "freeze_warmup": 0, "freeze_min_active_layers"
 BY_MEMORY = {**BY_STEPS, "pipeline_compression": "memory", "pipeline_parallel_num_microbatches": 4}
 
 WORKERS = {"dataloader_num_workers": 2}
+# A stream has no length: 35 steps are five times its 53 samples.
+STREAMED = {"max_steps": 35, "dataloader_num_workers": 1}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 NOT_ELASTIC = {**BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"}
 OWN_PLANS = {**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
 
@@ -217,6 +220,13 @@ CASES = [
     planned("all-at-once", "vit", AT_ONCE, epochs=1),
     planned("best-model", "bert_masked", options=BEST),
     planned("loader-workers", "bert_sequence", options=WORKERS, epochs=4),
+    planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
+    planned(
+        "stream-accumulation", "vit", options={"max_steps": 20}, accumulation=2, num_samples=64, changes=["stream"]
+    ),
+    planned("users-optimizer", "bert_masked", changes=["optimizer"]),
+    planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
+    planned("compiled-layers", "vit", MOVES_ONLY, epochs=2, pipeline_options=COMPILED),
     TransitionCase(
         "not-elastic",
         "bert_sequence",

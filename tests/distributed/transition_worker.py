@@ -17,13 +17,15 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -87,6 +89,39 @@ class EpochRows(LoggedRows):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class StreamedRows(IterableDataset):
+    """Rows one after the other, without length or index."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+class Average(TrainerCallback):
+    """A user's moving average of the weights, which it reads after every step."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for name, parameter in model.named_parameters():
+            value = parameter.detach()
+            self.average[name] = value.clone() if name not in self.average else self.average[name].lerp(value, 0.2)
+
+
+def users_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer and a schedule as users build them: over the whole model, biases without decay."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if not name.endswith("bias")], "weight_decay": 0.1},
+        {"params": [p for name, p in named if name.endswith("bias")], "lr": 2e-3},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
 
 
 def pad_to_longest(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -224,23 +259,27 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
 
 def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer) -> Trainer:
     kind_of_rows = LoggedRows if case.cached else EpochRows
-    train = kind_of_rows(make_rows(case.model, case.num_samples), output.with_name(f"{case.name}.drawn.rank{RANK}"))
+    rows, model = make_rows(case.model, case.num_samples), model_of(case)
+    train = kind_of_rows(rows, output.with_name(f"{case.name}.drawn.rank{RANK}"))
     parts: dict[str, Any] = {
-        "model": model_of(case),
+        "model": model,
         "args": arguments_of(case, output, kind),
-        "train_dataset": train,
+        "train_dataset": StreamedRows(rows) if "stream" in case.changes else train,
         "eval_dataset": make_rows(case.model, NUM_EVAL_SAMPLES, EVAL_SEED),
         "data_collator": pad_to_longest if "pad_to_longest" in case.changes else collate,
     }
+    if "optimizer" in case.changes:
+        parts["optimizers"] = users_optimizer(model)
+    callbacks: list[TrainerCallback] = [Average()] if "average" in case.changes else []
     if kind == "plain":
-        trainer: Trainer = NormTrainer(**parts, callbacks=[FreezeByHand(case.frozen_at)])
+        trainer: Trainer = NormTrainer(**parts, callbacks=[FreezeByHand(case.frozen_at), *callbacks])
         trainer.norms = []
         if not MODELS[case.model].loss_uses_num_items:
             # Else Trainer takes the loss for one that honours `num_items_in_batch` and counts accumulation twice.
             trainer.model_accepts_loss_kwargs = False
         return trainer
     policy = POLICIES[case.policy]() if case.policy and kind == "pipeline" else None
-    trainer = observe(PipeTransformerTrainer, observer)(**parts, policy=policy, callbacks=[observer])
+    trainer = observe(PipeTransformerTrainer, observer)(**parts, policy=policy, callbacks=[observer, *callbacks])
     if "out_of_memory" in case.changes and kind == "pipeline":
         run_out_of_memory_once(trainer)
     return trainer
@@ -263,6 +302,7 @@ def run_out_of_memory_once(trainer: PipeTransformerTrainer) -> None:
 
 def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     set_seed(0)
+    torch._dynamo.utils.counters.clear()
     migration.LARGE_BYTES = 2**10 if "small_messages" in case.changes else LARGE_BYTES
     warnings = RecordWarnings()
     logger = logging.getLogger("hf_pipetransformer")
@@ -273,6 +313,9 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
     trained = trainer.train()
     loader_workers = len(multiprocessing.active_children())
     weights = {f"weights.{name}": value.detach().clone() for name, value in trainer.model.named_parameters()}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, Average):
+            weights |= {f"weights.average of {name}": value for name, value in callback.average.items()}
     values = {
         "log_history": trainer.state.log_history,
         "global_step": trainer.state.global_step,
@@ -284,6 +327,8 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
         "norms": getattr(trainer, "norms", []),
         "warnings": warnings.texts,
         "loader_workers": loader_workers,
+        "num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "graph_breaks": list(torch._dynamo.utils.counters["graph_break"]),
         **dataclasses.asdict(observer.record),
     }
     if kind != "plain":

@@ -1,0 +1,190 @@
+"""A loader for data sets without indices: rank 0 reads, and gives every pipeline its part."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import datasets
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.loader import PipelineLoader, SkipEmpty
+from hf_pipetransformer.autodp.sampler import replica_slice
+from hf_pipetransformer.autodp.topology import PipelineGroups
+from hf_pipetransformer.autodp.wire import Outbox, take
+from hf_pipetransformer.batches import batch_size, take_samples
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples can only be had one after the other."""
+    return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
+
+
+class StreamLoader(PipelineLoader):
+    """Yields this replica's part of every global batch of a stream, on every stage of its pipeline.
+
+    Rank 0, which is stage 0 of replica 0 under every layout, reads and collates global batches as one process would,
+    one batch ahead so that the last one is known, and sends each replica its samples. So nothing is read twice,
+    whatever is random in the collator draws as it does in one process, and a transition needs no place in the stream.
+
+    Args:
+        loader: over global batches; only rank 0 iterates it.
+        groups: this rank's pipeline; a transition changes it (`follow`).
+        placeholders: see `PipelineLoader`.
+        timeout: seconds that a stage may wait for its batch.
+        total_batch_size: samples in a full global batch.
+        num_kept: global batches that `repeat_step` may ask for again.
+        repeat_small: for evaluation, see `ReplicaBatchSampler`.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        groups: PipelineGroups,
+        placeholders: frozenset[str],
+        timeout: float,
+        total_batch_size: int,
+        num_kept: int,
+        repeat_small: bool,
+    ) -> None:
+        super().__init__(loader, groups, placeholders, timeout, total_batch_size, num_samples=0, common_length=None)
+        self.repeat_small = repeat_small
+        self.num_seen = 0
+        """Samples of all replicas since the epoch began."""
+        self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
+        self._recent: deque[dict[str, Any]] = deque(maxlen=num_kept)
+        self._again: deque[dict[str, Any]] = deque()
+        self._ahead: Any = None
+        self._size = 0
+        self._last: int | None = None
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def follow(self, groups: PipelineGroups) -> None:
+        self._flush()
+        self.groups = groups
+
+    def order_state(self) -> torch.Tensor | None:
+        return None
+
+    def repeat_step(self, num_batches: int) -> None:
+        self._next -= num_batches
+        self._again.extend(list(self._recent)[-num_batches:])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.begin()
+        self._next, self._first, self._last, self.num_seen = self._first, 0, None, 0
+        self._recent.clear()
+        self._again.clear()
+        if self._reads:
+            self._batches = islice(iter(self.loader), self._next, None)
+            self._ahead = next(self._batches, None)
+        try:
+            while self._last is None or self._next <= self._last:
+                part = self._read_part() if self.groups.is_first else self._receive()
+                self._size = part["size"]
+                if not self._size:
+                    break  # The stream was empty.
+                if part["is_last"]:
+                    self._last, self._batches = self._next, None
+                self._next += 1
+                self.num_seen += self._size
+                self.end_of_dataloader = part["is_last"]
+                yield part["batch"]
+            self._flush()
+        finally:
+            self._batches = self._ahead = None
+            self.end()
+
+    @property
+    def _reads(self) -> bool:
+        return self.groups.is_first and self.groups.replica == 0
+
+    def _batch_size(self) -> int:
+        return self._size
+
+    def _flush(self) -> None:
+        self._outbox.flush()
+        self._to_replicas.flush()
+
+    def _read_part(self) -> dict[str, Any]:
+        """This replica's part, for stage 0; the later stages of its pipeline get theirs."""
+        groups = self.groups
+        if self._reads:
+            part = self._dispatch()
+        else:
+            # Replica 0's stage 0 is rank 0 under every layout.
+            part = take(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
+        self._outbox.flush()
+        if groups.num_stages > 1:
+            sent = {key: self._as_sent(key, value) for key, value in part["batch"].items()}
+            self._outbox.send({**part, "batch": sent}, groups.pipeline_ranks[1:], groups.pipeline_control)
+        return part
+
+    def _dispatch(self) -> dict[str, Any]:
+        whole, num_replicas = self._global_batch(), self.groups.num_replicas
+        size, batch = whole["size"], whole["batch"]
+
+        def part_of(replica: int) -> dict[str, Any]:
+            where = replica_slice(size, replica, num_replicas)
+            if self.repeat_small and size < num_replicas:
+                return whole
+            return {**whole, "batch": take_samples(batch, where) if where.start < where.stop else {}}
+
+        self._to_replicas.flush()
+        for replica in range(1, num_replicas):
+            self._to_replicas.send(part_of(replica), [self.groups.replica_ranks[replica]], self.groups.replica_control)
+        return part_of(0)
+
+    def _global_batch(self) -> dict[str, Any]:
+        """The next global batch, its size, and whether it is the last; the size is 0 if there is none."""
+        if self._again:
+            return self._again.popleft()
+        batch = {} if self._ahead is None else dict(self._ahead)
+        assert self._batches is not None
+        self._ahead = next(self._batches, None)
+        whole = {"batch": batch, "size": batch_size(batch), "is_last": self._ahead is None}
+        self._recent.append(whole)
+        return whole
+
+
+def make_stream_loader(
+    dataset: Any,
+    collate: Any,
+    global_batch_size: int,
+    args: PipeTransformerArguments,
+    groups: PipelineGroups,
+    placeholders: frozenset[str],
+    is_training: bool,
+) -> StreamLoader:
+    """The loader of a data set that can only be iterated; see `make_pipeline_loader` for the arguments."""
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=global_batch_size,
+        collate_fn=SkipEmpty(collate),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        in_order=args.dataloader_in_order,
+    )
+    return StreamLoader(
+        loader,
+        groups,
+        placeholders,
+        args.pipeline_timeout,
+        global_batch_size,
+        args.gradient_accumulation_steps,
+        not is_training,
+    )
