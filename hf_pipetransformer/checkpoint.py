@@ -32,7 +32,7 @@ from hf_pipetransformer.errors import guarded
 
 STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
-VERSION = 1
+VERSION = 2
 
 _TRAINER_STATE = "trainer_state.json"
 _WEIGHTS = "model.safetensors"

@@ -220,7 +220,7 @@ def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimize
             "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
         )
     if optimizers[0] is not None and num_stages != 1:
-        _check_divisible(optimizers[0], model)
+        _check_divisible(optimizers[0])
     config = getattr(model, "config", None)
     layerdrop: float = getattr(config, "layerdrop", 0.0)
     if num_stages != 1 and layerdrop:
@@ -233,16 +233,9 @@ def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimize
             raise ValueError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
 
 
-def _check_divisible(optimizer: Any, model: Any) -> None:
+def _check_divisible(optimizer: Any) -> None:
     """Refuse a user's optimizer that cannot train on several stages, each of which gets its parameters of it."""
-    known = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    num_foreign = sum(id(parameter) not in known for parameter in parameters)
-    if num_foreign:
-        raise ValueError(
-            f"optimizers=(...): the optimizer trains {num_foreign} parameters that are not the model's, which no "
-            "stage would own. Make them parameters of the model, or set pipeline_parallel_size=1."
-        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "optimizers=(...): LBFGS keeps one state for all parameters and asks for several forwards a step. Choose "

@@ -10,14 +10,18 @@ On a machine without GPUs add `--use_cpu true`. The options of transformers' `ru
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 from metrics import CLASSIFICATION, GLUE, REGRESSION, predictions_from_logits
 from script_utils import (
-    DataArguments,
+    HIDDEN_LABEL,
+    LabelledDataArguments,
     ModelArguments,
+    TextDataArguments,
+    TextModelArguments,
     class_names,
     finish,
     label_ids,
@@ -61,16 +65,7 @@ SENTENCE_COLUMNS = {
 
 
 @dataclass
-class GlueModelArguments(ModelArguments):
-    """Which model and tokenizer."""
-
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Hub name or folder of the tokenizer, if not the model's own."}
-    )
-
-
-@dataclass
-class GlueDataArguments(DataArguments):
+class GlueDataArguments(LabelledDataArguments, TextDataArguments):
     """Which task or data, and how sentences become tokens."""
 
     task_name: str | None = field(
@@ -84,8 +79,6 @@ class GlueDataArguments(DataArguments):
     pad_to_max_length: bool = field(
         default=False, metadata={"help": "Pad all samples to --max_seq_length, not each batch to its longest."}
     )
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize anew even if it was done before."})
 
     def __post_init__(self) -> None:
         if self.task_name is not None and self.task_name not in SENTENCE_COLUMNS:
@@ -119,6 +112,16 @@ def sentence_columns(data_args: GlueDataArguments, column_names: list[str]) -> t
     return candidates
 
 
+def label_names(data_args: GlueDataArguments, labelled: Dataset) -> list[str] | None:
+    """Names of the classes, or None for a regression. A file of STS-B may hold its similarities as whole numbers."""
+    return None if data_args.task_name == "stsb" else class_names(labelled, data_args.label_column_name)
+
+
+def target_values(labels: Iterable[Any]) -> list[float]:
+    """The targets of a regression; a hidden one (None) becomes -1."""
+    return [float(HIDDEN_LABEL if value is None else value) for value in labels]
+
+
 def tokenize(
     data: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args: GlueDataArguments, ids: dict[str, int]
 ) -> DatasetDict:
@@ -140,7 +143,7 @@ def tokenize(
     def encode_split(split: Dataset) -> Dataset:
         labels = None
         if label in split.column_names:
-            labels = label_ids(split, label, ids) if ids else split[label]
+            labels = label_ids(split, label, ids) if ids else target_values(split[label])
         encoded = split.map(
             encode,
             batched=True,
@@ -182,7 +185,7 @@ def predict_all(trainer: PipeTransformerTrainer, splits: dict[str, Dataset], nam
 def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
     model_args, data_args, args = parse_arguments(
-        GlueModelArguments, GlueDataArguments, PipeTransformerArguments, argv=argv
+        TextModelArguments, GlueDataArguments, PipeTransformerArguments, argv=argv
     )
     start_logging(args)
     set_seed(args.seed)
@@ -191,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
         data = load_data(data_args, model_args)
     labelled = data["train"] if "train" in data else next(iter(data.values()))
     require_column(labelled, data_args.label_column_name, "--label_column_name")
-    names = class_names(labelled, data_args.label_column_name)
+    names = label_names(data_args, labelled)
     config, ids = load_config(model_args, names)
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_options

@@ -4,14 +4,16 @@
         --model_name_or_path google/vit-base-patch16-224-in21k --train_dir images/train --validation_dir images/val \
         --do_train --do_eval --pipeline_parallel_size 2 --output_dir outputs/images
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_image_classification.py` mean the
-same here. Images need Pillow; torchvision is not needed.
+With folders that lie as ImageNet does (`train/CLASS/...`, `val/CLASS/...`), `--dataset_name` may name the folder above
+them. On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_image_classification.py` mean
+the same here. Images need Pillow; torchvision is not needed.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from datasets import Dataset, DatasetDict, Image, load_dataset
 from metrics import CLASSIFICATION, predictions_from_logits
 from PIL import Image as PillowImage
 from script_utils import (
-    DataArguments,
+    LabelledDataArguments,
     ModelArguments,
     class_names,
     finish,
@@ -46,6 +48,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 logger = logging.getLogger("run_image_classification")
 
 AUGMENTATIONS = ("none", "standard")
+SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
 
 @dataclass
@@ -63,7 +66,7 @@ class ImageModelArguments(ModelArguments):
 
 
 @dataclass
-class ImageDataArguments(DataArguments):
+class ImageDataArguments(LabelledDataArguments):
     """Which images, and how they are augmented."""
 
     train_dir: str | None = field(default=None, metadata={"help": "Training images, one folder per class."})
@@ -85,9 +88,18 @@ class ImageDataArguments(DataArguments):
 
     @property
     def folders(self) -> dict[str, str]:
-        """The folders of images that were named, by split."""
+        """The folders of images that were named, by split; those inside `dataset_name` if it is such a folder."""
         named = {"train": self.train_dir, "validation": self.validation_dir, "test": self.test_dir}
-        return {split: folder for split, folder in named.items() if folder}
+        named = {split: folder for split, folder in named.items() if folder}
+        return named or (split_folders(Path(self.dataset_name)) if self.dataset_name else {})
+
+
+def split_folders(root: Path) -> dict[str, str]:
+    """The splits of a folder laid out as ImageNet is, `train/CLASS/...` and `val/CLASS/...`; empty for others."""
+    if not any(entry.is_dir() for entry in root.glob("train/*")):
+        return {}
+    found = {split: root / name for split, names in SPLIT_FOLDERS.items() for name in names if (root / name).is_dir()}
+    return {split: str(folder) for split, folder in found.items()}
 
 
 class ImageTransform:
@@ -162,11 +174,22 @@ def image_size_of(config: PreTrainedConfig) -> dict[str, int]:
     return {"height": height, "width": width}
 
 
+def load_folder(folder: str, split: str, cache_dir: str | None) -> Dataset:
+    """The images of one split, each labelled with the name of its folder; those to predict may lie in one folder.
+
+    Split by split: read together, splits at different depths, or one without classes, would leave all without labels.
+    """
+    # Found by itself are two classes or more; an evaluation may have one.
+    drops_labels = False if split == "validation" else None
+    files = {split: f"{folder}/**"}
+    return load_dataset("imagefolder", data_files=files, split=split, drop_labels=drops_labels, cache_dir=cache_dir)
+
+
 def load_data(data_args: ImageDataArguments, model_args: ModelArguments) -> DatasetDict:
     """Folders or files if any are named, else the hub's data; a validation split is cut off if there is none."""
     if data_args.folders:
-        files = {split: f"{folder}/**" for split, folder in data_args.folders.items()}
-        data = load_dataset("imagefolder", data_files=files, cache_dir=model_args.cache_dir)
+        folders = data_args.folders.items()
+        data = DatasetDict({split: load_folder(folder, split, model_args.cache_dir) for split, folder in folders})
     elif data_args.files:
         data = load_files(data_args.files, model_args.cache_dir)
     else:

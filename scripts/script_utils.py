@@ -48,6 +48,15 @@ class ModelArguments:
 
 
 @dataclass
+class TextModelArguments(ModelArguments):
+    """Which model and tokenizer."""
+
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Hub name or folder of the tokenizer, if not the model's own."}
+    )
+
+
+@dataclass
 class DataArguments:
     """Where the data lies and how much of it is used."""
 
@@ -56,7 +65,6 @@ class DataArguments:
     train_file: str | None = field(default=None, metadata={"help": "Training data: csv, json, jsonl or parquet."})
     validation_file: str | None = field(default=None, metadata={"help": "Evaluation data, same formats."})
     test_file: str | None = field(default=None, metadata={"help": "Data to predict, same formats; labels optional."})
-    label_column_name: str = field(default="label", metadata={"help": "The column of labels."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many samples."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Use only the first so many samples."})
     max_predict_samples: int | None = field(default=None, metadata={"help": "Use only the first so many samples."})
@@ -69,6 +77,21 @@ class DataArguments:
         """The local files that were named, by split."""
         named = {"train": self.train_file, "validation": self.validation_file, "test": self.test_file}
         return {split: file for split, file in named.items() if file}
+
+
+@dataclass
+class LabelledDataArguments(DataArguments):
+    """Data whose samples have one label each."""
+
+    label_column_name: str = field(default="label", metadata={"help": "The column of labels."})
+
+
+@dataclass
+class TextDataArguments(DataArguments):
+    """Data that is tokenized before training."""
+
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize anew even if it was done before."})
 
 
 def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> tuple[Any, ...]:
@@ -159,12 +182,18 @@ def class_ids(names: list[str], config: PreTrainedConfig) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def load_config(model_args: ModelArguments, names: list[str] | None) -> tuple[PreTrainedConfig, dict[str, int]]:
-    """The model's configuration for these classes (None: a regression), and class name -> id."""
+def read_config(model_args: ModelArguments) -> PreTrainedConfig:
+    """The model's configuration with the changes that the options ask for."""
     source = model_args.config_name or model_args.model_name_or_path
     config = AutoConfig.from_pretrained(source, **model_args.hub_options)
     if model_args.config_overrides:
         config.update_from_string(model_args.config_overrides)
+    return config
+
+
+def load_config(model_args: ModelArguments, names: list[str] | None) -> tuple[PreTrainedConfig, dict[str, int]]:
+    """The model's configuration for these classes (None: a regression), and class name -> id."""
+    config = read_config(model_args)
     if names is None:
         config.num_labels = 1
         return config, {}

@@ -15,18 +15,40 @@ import torch
 from datasets import Dataset
 from torch import nn
 from transformers import (
+    ASTConfig,
+    ASTForAudioClassification,
+    BeitConfig,
+    BeitForImageClassification,
     BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     DeiTConfig,
     DeiTForImageClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersForImageClassification,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    ElectraConfig,
+    ElectraForTokenClassification,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    MPNetConfig,
+    MPNetForQuestionAnswering,
     PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
+    SiglipConfig,
+    SiglipForImageClassification,
     ViTConfig,
     ViTForImageClassification,
+    XLMRobertaConfig,
+    XLMRobertaForTokenClassification,
 )
 
 
@@ -34,6 +56,7 @@ __all__ = [
     "MODELS",
     "NUM_LAYERS",
     "TinyModel",
+    "attention_implementations",
     "build_model",
     "collate",
     "make_dataset",
@@ -58,6 +81,9 @@ IGNORED = -100
 IMAGE_SIZE = 16
 PATCH_SIZE = 8
 
+NUM_FRAMES = 24
+NUM_MEL_BINS = 16
+
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 
@@ -67,24 +93,37 @@ class TinyModel:
     """One row of `MODELS`.
 
     Args:
+        family: the name of the model family, as its authors write it.
         build: makes the model with random weights.
-        task: `sequence`, `question`, `token`, `masked` or `image`: which data it takes.
+        task: `sequence`, `question`, `token`, `masked`, `image` or `audio`: which data it takes.
         loss_uses_num_items: whether the model's loss honours `num_items_in_batch`. Where it does not, plain Trainer
             needs `model_accepts_loss_kwargs = False`, or it counts gradient accumulation twice.
     """
 
+    family: str
     build: Callable[[], PreTrainedModel]
     task: str
     loss_uses_num_items: bool = False
 
 
-def build_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """The model `name` of `MODELS`; the same seed gives the same weights."""
+def build_model(name: str, seed: int = 0, attention: str | None = None) -> PreTrainedModel:
+    """The model `name` of `MODELS`; the same seed gives the same weights.
+
+    Args:
+        attention: `sdpa` or `eager`; None leaves the choice to transformers.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODELS[name].build()
         _enlarge_weights(model)
+    if attention is not None:
+        model.set_attn_implementation(attention)
     return model
+
+
+def attention_implementations(model: PreTrainedModel) -> tuple[str, ...]:
+    """The attention implementations of torch that a model's family has."""
+    return ("sdpa", "eager") if model._supports_sdpa else ("eager",)
 
 
 def make_dataset(name: str, num_samples: int, seed: int = 0) -> Dataset:
@@ -123,8 +162,8 @@ def real_positions(name: str, num_samples: int, seed: int = 0) -> torch.Tensor |
     return collate(make_rows(name, num_samples, seed))["attention_mask"].bool()
 
 
-# A constant added to every key changes no attention weight.
-_KEY_BIAS = re.compile(r"(key|k_proj)\.bias$")
+# A constant added to every key changes no attention weight, unless positions depend on the keys (DeBERTa).
+_KEY_BIAS = re.compile(r"(key|k_proj|k_lin|attn\.k)\.bias$")
 # Question answering takes its softmax over positions, so a constant added to every position changes nothing either.
 _QA_CONSTANTS = re.compile(rf"(qa_outputs\.bias|layer\.{NUM_LAYERS - 1}\.output\.LayerNorm\.bias)$")
 
@@ -142,10 +181,10 @@ def has_zero_gradient(name: str, parameter: str) -> bool:
 def _enlarge_weights(model: nn.Module) -> None:
     """Let every part matter: with the usual 0.02 a tiny model's attention is uniform and its mask changes nothing."""
     for parameter in model.parameters():
-        # Biases, and the zeros that DeiT's position embeddings start from.
+        # Biases, and the zeros that position embeddings of images and position biases start from.
         if parameter.ndim == 1 or not parameter.any():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-        else:
+        elif parameter.std() < 0.1:
             parameter.data.mul_(6)
 
 
@@ -186,20 +225,156 @@ def vit_config(num_layers: int) -> ViTConfig:
     return ViTConfig(**{**_image_sizes(), "num_hidden_layers": num_layers})
 
 
+def _shifted_text_sizes() -> dict[str, Any]:
+    """For RoBERTa and its kin, whose positions start behind the padding index."""
+    return {**_text_sizes(), "max_position_embeddings": 40}
+
+
 def _roberta() -> PreTrainedModel:
-    # Positions of RoBERTa start behind the padding index.
-    sizes = {**_text_sizes(), "max_position_embeddings": 40}
-    return RobertaForSequenceClassification(RobertaConfig(**sizes, num_labels=NUM_LABELS, type_vocab_size=1))
+    config = RobertaConfig(**_shifted_text_sizes(), num_labels=NUM_LABELS, type_vocab_size=1)
+    return RobertaForSequenceClassification(config)
+
+
+def _xlm_roberta() -> PreTrainedModel:
+    config = XLMRobertaConfig(**_shifted_text_sizes(), num_labels=NUM_TOKEN_LABELS, type_vocab_size=1)
+    return XLMRobertaForTokenClassification(config)
+
+
+def _distilbert() -> PreTrainedModel:
+    config = DistilBertConfig(
+        vocab_size=VOCABULARY,
+        dim=32,
+        n_layers=NUM_LAYERS,
+        n_heads=4,
+        hidden_dim=64,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        pad_token_id=PAD,
+    )
+    return DistilBertForMaskedLM(config)
+
+
+def _electra() -> PreTrainedModel:
+    # As in the small ELECTRA, the embeddings are narrower than the layers.
+    return ElectraForTokenClassification(
+        ElectraConfig(**_text_sizes(), embedding_size=16, num_labels=NUM_TOKEN_LABELS)
+    )
+
+
+def _mpnet() -> PreTrainedModel:
+    return MPNetForQuestionAnswering(MPNetConfig(**_shifted_text_sizes()))
+
+
+def _deberta() -> PreTrainedModel:
+    # Attention as in DeBERTa-v3; with so few buckets, far positions share one.
+    config = DebertaV2Config(
+        **_text_sizes(),
+        num_labels=NUM_LABELS,
+        relative_attention=True,
+        position_buckets=4,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        type_vocab_size=0,
+    )
+    return DebertaV2ForSequenceClassification(config)
+
+
+def _modernbert() -> PreTrainedModel:
+    # The first and the last layer see the whole text, the two between them four words to either side.
+    config = ModernBertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        local_attention=8,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        cls_token_id=1,
+        eos_token_id=2,
+        sep_token_id=2,
+    )
+    return ModernBertForMaskedLM(config)
+
+
+def _dinov2_sizes() -> dict[str, Any]:
+    sizes = {**_image_sizes(), "mlp_ratio": 2}
+    del sizes["intermediate_size"]
+    return sizes
+
+
+def _dinov2() -> PreTrainedModel:
+    return Dinov2ForImageClassification(Dinov2Config(**_dinov2_sizes()))
+
+
+def _dinov2_with_registers() -> PreTrainedModel:
+    config = Dinov2WithRegistersConfig(**_dinov2_sizes(), num_register_tokens=2)
+    return Dinov2WithRegistersForImageClassification(config)
+
+
+def _beit() -> PreTrainedModel:
+    # Both position biases at once: one of each layer, one that all layers share.
+    config = BeitConfig(
+        **_image_sizes(),
+        use_relative_position_bias=True,
+        use_shared_relative_position_bias=True,
+        drop_path_rate=0.0,
+    )
+    return BeitForImageClassification(config)
+
+
+def _siglip() -> PreTrainedModel:
+    vision = {
+        "image_size": IMAGE_SIZE,
+        "patch_size": PATCH_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    return SiglipForImageClassification(SiglipConfig(vision_config=vision, num_labels=NUM_LABELS))
+
+
+def _ast() -> PreTrainedModel:
+    sizes = _image_sizes()
+    del sizes["image_size"]
+    config = ASTConfig(
+        **sizes,
+        max_length=NUM_FRAMES,
+        num_mel_bins=NUM_MEL_BINS,
+        frequency_stride=PATCH_SIZE,
+        time_stride=PATCH_SIZE,
+    )
+    return ASTForAudioClassification(config)
 
 
 MODELS: dict[str, TinyModel] = {
-    "bert_sequence": TinyModel(lambda: BertForSequenceClassification(_bert_config(num_labels=NUM_LABELS)), "sequence"),
-    "bert_question": TinyModel(lambda: BertForQuestionAnswering(_bert_config()), "question"),
-    "bert_token": TinyModel(lambda: BertForTokenClassification(_bert_config(num_labels=NUM_TOKEN_LABELS)), "token"),
-    "bert_masked": TinyModel(lambda: BertForMaskedLM(_bert_config(tie_word_embeddings=True)), "masked"),
-    "roberta_sequence": TinyModel(_roberta, "sequence"),
-    "vit": TinyModel(lambda: ViTForImageClassification(vit_config(NUM_LAYERS)), "image", True),
-    "deit": TinyModel(lambda: DeiTForImageClassification(DeiTConfig(**_image_sizes())), "image", True),
+    "bert_sequence": TinyModel(
+        "BERT", lambda: BertForSequenceClassification(_bert_config(num_labels=NUM_LABELS)), "sequence"
+    ),
+    "bert_question": TinyModel("BERT", lambda: BertForQuestionAnswering(_bert_config()), "question"),
+    "bert_token": TinyModel(
+        "BERT", lambda: BertForTokenClassification(_bert_config(num_labels=NUM_TOKEN_LABELS)), "token"
+    ),
+    "bert_masked": TinyModel("BERT", lambda: BertForMaskedLM(_bert_config(tie_word_embeddings=True)), "masked"),
+    "roberta_sequence": TinyModel("RoBERTa", _roberta, "sequence"),
+    "xlm_roberta_token": TinyModel("XLM-RoBERTa", _xlm_roberta, "token"),
+    "distilbert_masked": TinyModel("DistilBERT", _distilbert, "masked"),
+    "electra_token": TinyModel("ELECTRA", _electra, "token"),
+    "mpnet_question": TinyModel("MPNet", _mpnet, "question"),
+    "deberta_sequence": TinyModel("DeBERTa-v2, v3", _deberta, "sequence"),
+    "modernbert_masked": TinyModel("ModernBERT", _modernbert, "masked", True),
+    "vit": TinyModel("ViT", lambda: ViTForImageClassification(vit_config(NUM_LAYERS)), "image", True),
+    "deit": TinyModel("DeiT", lambda: DeiTForImageClassification(DeiTConfig(**_image_sizes())), "image", True),
+    "dinov2": TinyModel("DINOv2", _dinov2, "image", True),
+    "dinov2_with_registers": TinyModel("DINOv2 with registers", _dinov2_with_registers, "image", True),
+    "beit": TinyModel("BEiT", _beit, "image"),
+    "siglip": TinyModel("SigLIP (vision)", _siglip, "image"),
+    "ast": TinyModel("AST", _ast, "audio", True),
 }
 
 
@@ -254,10 +429,18 @@ def _image_row(index: int, generator: torch.Generator) -> Row:
     return {"pixel_values": pixels.tolist(), "labels": label}
 
 
+def _audio_row(index: int, generator: torch.Generator) -> Row:
+    label = _integer(0, NUM_LABELS, generator)
+    spectrogram = torch.randn(NUM_FRAMES, NUM_MEL_BINS, generator=generator)
+    spectrogram[:, label::NUM_LABELS] += 0.5
+    return {"input_values": spectrogram.tolist(), "labels": label}
+
+
 _ROW_MAKERS: dict[str, Callable[[int, torch.Generator], Row]] = {
     "sequence": _sequence_row,
     "question": _question_row,
     "token": _token_row,
     "masked": _masked_row,
     "image": _image_row,
+    "audio": _audio_row,
 }

@@ -172,7 +172,7 @@ ALONE = PipelineGroups(1, 1, 0, 0, (0,), (0,), {}, None, None, None)
 
 def stream(num_rows: int, batch: int = 4) -> StreamLoader:
     loader = DataLoader(Rows(num_rows), batch_size=batch, collate_fn=lambda rows: {"x": torch.tensor(rows)})
-    return StreamLoader(loader, ALONE, frozenset(), 5.0, batch, num_kept=2, repeat_small=False)
+    return StreamLoader(loader, ALONE, frozenset(), 5.0, batch, num_kept=2, repeat_small=False, shared=None)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 8, 10])

@@ -12,6 +12,7 @@ import run_image_classification
 import script_utils
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Image as ImageFeature
 from metrics import GLUE, accuracy, f1, matthews_correlation, pearson, predictions_from_logits, spearman
 from PIL import Image
 from scipy import stats
@@ -21,6 +22,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    BertModel,
+    DataCollatorWithPadding,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
@@ -29,10 +32,23 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from hf_pipetransformer import PipeTransformerArguments
 from tests.distributed.launcher import launch
+from tests.tiny_bert import save_tiny_bert
 
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 NAMES = ("negative", "positive")
+GLUE_CLASSES = {
+    "cola": ["unacceptable", "acceptable"],
+    "mnli": ["entailment", "neutral", "contradiction"],
+    "mrpc": ["not_equivalent", "equivalent"],
+    "qnli": ["entailment", "not_entailment"],
+    "qqp": ["not_duplicate", "duplicate"],
+    "rte": ["entailment", "not_entailment"],
+    "sst2": ["negative", "positive"],
+    "stsb": None,
+    "wnli": ["not_entailment", "entailment"],
+}
+WORDS = ("good", "bad", "film", "fine", "dull", "long", "short", "story")
 
 
 @pytest.fixture
@@ -59,7 +75,7 @@ def pictures(tmp_path: Path) -> Path:
 
 def glue_options(*options: str) -> tuple:
     return script_utils.parse_arguments(
-        run_glue.GlueModelArguments, run_glue.GlueDataArguments, PipeTransformerArguments, argv=list(options)
+        script_utils.TextModelArguments, run_glue.GlueDataArguments, PipeTransformerArguments, argv=list(options)
     )
 
 
@@ -261,6 +277,79 @@ def test_only_the_splits_of_wanted_phases_are_kept_and_cut(tmp_path: Path, sente
     assert list(run_glue.evaluation_splits(selected, "validation")) == ["", "_mm"]
 
 
+def glue_split(task: str, count: int, hides_labels: bool = False) -> Dataset:
+    """Made-up rows with the columns and the type of labels that the hub's data of this task have."""
+    names = GLUE_CLASSES[task]
+    columns = run_glue.SENTENCE_COLUMNS[task]
+    rows: dict[str, list] = {
+        column: [f"{WORDS[(row + place) % 8]} {WORDS[row * 3 % 8]}" for row in range(count)]
+        for place, column in enumerate(columns)
+    }
+    known = [row % len(names) if names else 0.5 * (row % 7) for row in range(count)]
+    rows |= {"label": [-1] * count if hides_labels else known, "idx": list(range(count))}
+    label = ClassLabel(names=names) if names else Value("float32")
+    texts = {column: Value("string") for column in columns}
+    return Dataset.from_dict(rows, features=Features({**texts, "label": label, "idx": Value("int32")}))
+
+
+def glue_data(task: str) -> DatasetDict:
+    """All splits of a task: MNLI has two sets for evaluation, and test sets hide their labels."""
+    suffixes = ("_matched", "_mismatched") if task == "mnli" else ("",)
+    splits = {"train": glue_split(task, 12)}
+    splits |= {f"validation{suffix}": glue_split(task, 6 + place) for place, suffix in enumerate(suffixes)}
+    splits |= {f"test{suffix}": glue_split(task, 4 + place, True) for place, suffix in enumerate(suffixes)}
+    return DatasetDict(splits)
+
+
+@pytest.mark.parametrize("task", sorted(run_glue.SENTENCE_COLUMNS))
+def test_every_glue_task_goes_from_the_hubs_columns_to_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    asked_for = []
+
+    def load_dataset(*names: str, **options: str | None) -> DatasetDict:
+        asked_for.append(names)
+        return glue_data(task)
+
+    monkeypatch.setattr(run_glue, "load_dataset", load_dataset)
+    tokenizer = save_tiny_bert(tmp_path / "model", BertModel, WORDS)
+    model_args = script_utils.TextModelArguments(model_name_or_path=str(tmp_path / "model"))
+    data_args = run_glue.GlueDataArguments(task_name=task)
+    data = run_glue.load_data(data_args, model_args)
+    assert asked_for == [("nyu-mll/glue", task)]
+    names = run_glue.label_names(data_args, data["train"])
+    assert names == GLUE_CLASSES[task]
+    config, ids = script_utils.load_config(model_args, names)
+    assert config.num_labels == (len(names) if names else 1)
+    encoded = run_glue.tokenize(data, tokenizer, data_args, ids)
+    is_pair = len(run_glue.SENTENCE_COLUMNS[task]) == 2
+    assert all((1 in kinds) is is_pair for kinds in encoded["train"]["token_type_ids"])
+
+    evaluated = run_glue.evaluation_splits(encoded, "validation")
+    assert {suffix: len(split) for suffix, split in evaluated.items()} == (
+        {"": 6, "_mm": 7} if task == "mnli" else {"": 6}
+    )
+    compute = script_utils.metric_function(GLUE[task], names is None, None, rank=0)
+    for split in evaluated.values():
+        batch = DataCollatorWithPadding(tokenizer)([split[row] for row in range(len(split))])
+        assert batch["labels"].dtype == (torch.int64 if names else torch.float32)
+        labels = batch["labels"].numpy()
+        right = np.eye(len(names))[labels] if names else labels[:, None]
+        metrics = compute(script_utils.EvalPrediction(predictions=right, label_ids=labels))
+        assert metrics == pytest.approx(dict.fromkeys(GLUE[task], 1.0))
+    for split in run_glue.evaluation_splits(encoded, "test").values():
+        assert "label" not in script_utils.without_hidden_labels(split, "label").column_names
+
+
+def test_similarities_in_whole_numbers_are_targets_of_a_regression(tmp_path: Path) -> None:
+    tokenizer = save_tiny_bert(tmp_path / "model", BertModel, WORDS)
+    rows = {"sentence1": ["good", "bad"], "sentence2": ["fine", "dull"], "label": [5, None]}
+    data_args = run_glue.GlueDataArguments(task_name="stsb", train_file="a.csv")
+    assert run_glue.label_names(data_args, Dataset.from_dict(rows)) is None
+    encoded = run_glue.tokenize(DatasetDict({"train": Dataset.from_dict(rows)}), tokenizer, data_args, {})
+    assert encoded["train"]["label"][:] == [5.0, -1.0]
+
+
 # --- images
 
 
@@ -314,6 +403,84 @@ def test_folders_of_images_become_pixels_and_class_ids(tmp_path: Path, pictures:
     assert torch.equal(2 - brightest_channel, batch["labels"])
 
 
+def paint(folder: Path, names: dict[str, int], suffix: str) -> Path:
+    """Folders of images, by class: how many."""
+    for number, (name, count) in enumerate(names.items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for copy in range(count):
+            Image.new("RGB", (8, 8), (80 * number, copy, 0)).save(folder / name / f"{copy}.{suffix}")
+    return folder
+
+
+def labels_of(split: Dataset) -> list[str]:
+    return [split.features["label"].int2str(label) for label in split["label"]]
+
+
+@pytest.mark.parametrize("validation", ["val", "validation"])
+def test_a_folder_laid_out_as_imagenet_is_read_by_its_splits(tmp_path: Path, validation: str) -> None:
+    root = tmp_path / "imagenet"
+    paint(root / "train", {"n01440764": 3, "n01443537": 2}, "JPEG")
+    paint(root / validation, {"n01440764": 1, "n01443537": 1}, "JPEG")
+    paint(root / "test", {"": 4}, "JPEG")
+    model_args = script_utils.ModelArguments(model_name_or_path="", cache_dir=str(tmp_path / "cache"))
+    by_root = run_image_classification.ImageDataArguments(dataset_name=str(root))
+    by_folder = run_image_classification.ImageDataArguments(
+        train_dir=str(root / "train"), validation_dir=str(root / validation), test_dir=str(root / "test")
+    )
+    assert by_root.folders == by_folder.folders
+    data = run_image_classification.load_data(by_root, model_args)
+    assert labels_of(data["train"]) == ["n01440764"] * 3 + ["n01443537"] * 2
+    assert labels_of(data["validation"]) == ["n01440764", "n01443537"]
+    assert data["test"].column_names == ["image"]
+    assert len(data["test"]) == 4
+
+
+def test_folders_at_other_depths_or_with_fewer_classes_keep_their_labels(tmp_path: Path) -> None:
+    train = paint(tmp_path / "train", {"cat": 2, "dog": 2}, "png")
+    validation = paint(tmp_path / "far" / "away", {"dog": 3}, "png")
+    data_args = run_image_classification.ImageDataArguments(train_dir=str(train), validation_dir=str(validation))
+    model_args = script_utils.ModelArguments(model_name_or_path="", cache_dir=str(tmp_path / "cache"))
+    data = run_image_classification.load_data(data_args, model_args)
+    ids = script_utils.class_ids(script_utils.class_names(data["train"], "label"), ViTConfig())
+    prepared = run_image_classification.prepare(
+        data, data_args, ids, ViTImageProcessorPil(size={"height": 4, "width": 4})
+    )
+    assert [row["label"] for row in prepared["validation"]] == [ids["dog"]] * 3
+
+
+def test_other_data_sets_of_the_hub_or_of_a_folder_are_no_folders_of_images(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "0.parquet").touch()
+    for name in (str(tmp_path), "uoft-cs/cifar10"):
+        assert run_image_classification.ImageDataArguments(dataset_name=name).folders == {}
+
+
+@pytest.mark.parametrize("label", ["label", "fine_label"])
+def test_parquet_files_with_the_columns_of_cifar_become_pixels_and_class_ids(tmp_path: Path, label: str) -> None:
+    colours = [(255, 0, 0), (0, 255, 0), (0, 255, 0), (255, 0, 0)]
+    features = Features({"img": ImageFeature(), label: ClassLabel(names=["red", "green"]), "coarse": Value("int64")})
+    rows = {"img": [Image.new("RGB", (32, 32), colour) for colour in colours], label: [0, 1, 1, 0], "coarse": [7] * 4}
+    Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "images.parquet"))
+    data_args = run_image_classification.ImageDataArguments(
+        train_file=str(tmp_path / "images.parquet"),
+        validation_file=str(tmp_path / "images.parquet"),
+        image_column_name="img",
+        label_column_name=label,
+    )
+    model_args = script_utils.ModelArguments(model_name_or_path="", cache_dir=str(tmp_path / "cache"))
+    data = run_image_classification.load_data(data_args, model_args)
+    names = script_utils.class_names(data["train"], label)
+    ids = script_utils.class_ids(names, ViTConfig())
+    processor = ViTImageProcessorPil(size={"height": 4, "width": 4})
+    prepared = run_image_classification.prepare(data, data_args, ids, processor)
+    batch = run_image_classification.collate([prepared["validation"][row] for row in range(4)])
+    assert batch["labels"].tolist() == [ids[name] for name in ("red", "green", "green", "red")]
+    assert torch.equal(batch["pixel_values"].mean(dim=(2, 3)).argmax(dim=1), torch.tensor([0, 1, 1, 0]))
+    unnamed = run_image_classification.ImageDataArguments(train_file="x", label_column_name=label)
+    with pytest.raises(ValueError, match="expected `image`. Name yours with --image_column_name"):
+        run_image_classification.prepare(data, unnamed, ids, processor)
+
+
 def test_samples_without_labels_are_collated_for_prediction() -> None:
     assert list(run_image_classification.collate([{"pixel_values": torch.zeros(3, 2, 2)}])) == ["pixel_values"]
 
@@ -354,6 +521,68 @@ def test_run_glue_trains_evaluates_and_predicts_with_two_stages(
         batch = tokenizer(data[:13]["sentence"], return_tensors="pt", padding=True, truncation=True, max_length=48)
         predicted = saved(**batch).logits.argmax(dim=-1).tolist()
     assert [line.split("\t")[1] for line in lines[1:]] == [saved.config.id2label[number] for number in predicted]
+
+
+@pytest.mark.distributed
+def test_run_glue_evaluates_and_predicts_both_sets_of_mnli_with_two_stages(tmp_path: Path) -> None:
+    save_tiny_bert(tmp_path / "model", BertModel, WORDS)
+    (tmp_path / "mnli" / "data").mkdir(parents=True)
+    for name, split in glue_data("mnli").items():
+        split.to_parquet(str(tmp_path / "mnli" / "data" / f"{name}-00000-of-00001.parquet"))
+    output = tmp_path / "output"
+    launch(
+        SCRIPTS / "run_glue.py",
+        [
+            *("--model_name_or_path", str(tmp_path / "model"), "--task_name", "mnli"),
+            *("--dataset_name", str(tmp_path / "mnli"), "--do_train", "--do_eval", "--do_predict"),
+            *("--pipeline_parallel_size", "2", "--num_train_epochs", "1", "--save_strategy", "no"),
+            *("--use_cpu", "true", "--output_dir", str(output), "--cache_dir", str(tmp_path / "cache")),
+        ],
+        num_processes=2,
+        timeout=240,
+    )
+    results = json.loads((output / "all_results.json").read_text())
+    assert (results["eval_samples"], results["eval_samples_mm"]) == (6, 7)
+    for name, count in (("eval_accuracy", 6), ("eval_accuracy_mm", 7)):
+        assert results[name] * count == pytest.approx(round(results[name] * count))
+    for suffix, count in (("", 4), ("_mm", 5)):
+        lines = (output / f"predict_results{suffix}.txt").read_text().splitlines()[1:]
+        assert len(lines) == count
+        assert {line.split("\t")[1] for line in lines} <= set(GLUE_CLASSES["mnli"])
+
+
+@pytest.mark.distributed
+def test_run_glue_learns_similarities_from_csv_files_with_two_stages(tmp_path: Path) -> None:
+    save_tiny_bert(tmp_path / "model", BertModel, WORDS)
+    for name, count in (("train", 12), ("validation", 6), ("test", 5)):
+        split = glue_split("stsb", count).remove_columns("idx")
+        split = split.remove_columns("label") if name == "test" else split
+        split.to_csv(str(tmp_path / f"{name}.csv"))
+    output = tmp_path / "output"
+    launch(
+        SCRIPTS / "run_glue.py",
+        [
+            *("--model_name_or_path", str(tmp_path / "model"), "--task_name", "stsb"),
+            *(f"--{name}_file={tmp_path / name}.csv" for name in ("train", "validation", "test")),
+            *("--do_train", "--do_eval", "--do_predict", "--pipeline_parallel_size", "2", "--num_train_epochs", "1"),
+            *("--learning_rate", "1e-3", "--save_strategy", "no", "--use_cpu", "true"),
+            *("--output_dir", str(output), "--cache_dir", str(tmp_path / "cache")),
+        ],
+        num_processes=2,
+        timeout=240,
+    )
+    results = json.loads((output / "all_results.json").read_text())
+    assert {"eval_pearson", "eval_spearmanr", "eval_loss"} <= results.keys()
+    saved = AutoModelForSequenceClassification.from_pretrained(output).eval()
+    assert saved.config.num_labels == 1
+    rows = glue_split("stsb", 5)
+    with torch.no_grad():
+        batch = AutoTokenizer.from_pretrained(output)(
+            rows["sentence1"][:], rows["sentence2"][:], return_tensors="pt", padding=True
+        )
+        expected = saved(**batch).logits[:, 0].tolist()
+    lines = (output / "predict_results.txt").read_text().splitlines()[1:]
+    assert [float(line.split("\t")[1]) for line in lines] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.distributed

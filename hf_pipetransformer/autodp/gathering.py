@@ -24,6 +24,8 @@ class ReplicaGather:
     def __init__(self, groups: PipelineGroups, loader: PipelineLoader) -> None:
         self.groups = groups
         self.loader = loader
+        self.losses: list[torch.Tensor] = []
+        """The loss of each global batch so far, `(1,)` each."""
 
     def __call__(self, values: Any) -> Any:
         """Tensors of shape `(own samples, ...)` become `(samples of the global batch, ...)`."""
@@ -31,9 +33,13 @@ class ReplicaGather:
 
     def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         """The loss of the global batch from this replica's mean loss over `num_items`; shape `(1,)`."""
+        self.losses.append(self._mean(loss, num_items))
+        return self.losses[-1]
+
+    def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         group = self.groups.replica_control
         if group is None:
-            return loss.reshape(1)
+            return loss.detach().reshape(1)
         share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
         sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
         guarded(

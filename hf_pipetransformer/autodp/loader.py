@@ -73,6 +73,8 @@ class PipelineLoader(DataLoaderStateMixin):
         total_batch_size: samples in a full global batch.
         num_samples: samples of an epoch over all replicas.
         common_length: makes the replicas pad to one length; None where the loss does not see padding.
+        shared: in place of torch's global generator, which differs from rank to rank in training: it draws what
+            torch's loader draws in one process, so that orders that come from it are those of one process.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class PipelineLoader(DataLoaderStateMixin):
         total_batch_size: int,
         num_samples: int,
         common_length: CommonLength | None,
+        shared: torch.Generator | None,
     ) -> None:
         self.loader = loader
         self.groups = groups
@@ -91,6 +94,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self.total_batch_size = total_batch_size
         self.num_samples = num_samples
         self.common_length = common_length
+        self.shared = shared
         self.gradient_state = GradientState()
         self._drop_last = False
         self._index = 0
@@ -101,6 +105,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self._batches: Iterator[Any] | None = None
         self._num_read = 0
         self._num_stale = 0
+        self._num_epochs = 0
         self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
         self.rows: RowSource | None = None
         """Where samples come from that need not be read from the data set."""
@@ -182,6 +187,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
+        self._draw_seed()
         self.batch_sampler.begin_epoch()
         if self._order_state is not None:
             self.batch_sampler.draw_as_from(self._order_state)
@@ -203,6 +209,16 @@ class PipelineLoader(DataLoaderStateMixin):
         finally:
             self._batches = None
             self.end()
+
+    def _draw_seed(self) -> None:
+        """What torch's loader draws for its workers when it is iterated: once, if they persist.
+
+        A run that goes on in the middle of an epoch had drawn it.
+        """
+        drawn = self._first or (self.loader.persistent_workers and self._num_epochs)
+        if self.shared is not None and not drawn:
+            torch.empty((), dtype=torch.int64).random_(generator=self.shared)
+        self._num_epochs += 1
 
     def read_again(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The samples of `batch`, which was handed out, as `rows` has them now. All stages of a pipeline call it."""
@@ -291,6 +307,7 @@ def make_pipeline_loader(
     placeholders: frozenset[str],
     is_training: bool,
     common_length: CommonLength | None = None,
+    shared: torch.Generator | None = None,
 ) -> PipelineLoader:
     """The loader of one replica for a map-style data set.
 
@@ -304,10 +321,11 @@ def make_pipeline_loader(
         placeholders: see `PipelineLoader`.
         is_training: whether a replica may be left without samples, and workers are seeded.
         common_length: see `PipelineLoader`.
+        shared: see `PipelineLoader`.
     """
-    order = _same_on_every_rank(sampler or SequentialSampler(dataset), args)
+    order = _same_on_every_rank(sampler or SequentialSampler(dataset), args, shared)
     global_batches = BatchSampler(order, global_batch_size, args.dataloader_drop_last)
-    own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
+    own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training, shared)
     worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     loader: DataLoader[Any] = DataLoader(
         Samples(dataset),
@@ -322,12 +340,12 @@ def make_pipeline_loader(
         worker_init_fn=worker_init if is_training else None,
     )
     return PipelineLoader(
-        loader, groups, placeholders, args.pipeline_timeout, global_batch_size, len(order), common_length
+        loader, groups, placeholders, args.pipeline_timeout, global_batch_size, len(order), common_length, shared
     )
 
 
-def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Any:
-    """Trainer's order for this seed, drawn from a generator of its own: ranks differ in their global ones."""
+def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: torch.Generator | None) -> Any:
+    """Trainer's order for this seed, not drawn from the global generators, in which ranks differ."""
     seed = args.data_seed if args.data_seed is not None else args.seed
     if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
         return SeedableRandomSampler(
@@ -343,7 +361,7 @@ def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments) -> Any:
         # It sorts within some batches; those are global ones here.
         sampler.batch_size *= args.world_size
     if getattr(sampler, "generator", "none needed") is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
+        sampler.generator = torch.Generator().manual_seed(seed) if shared is None else shared
     return sampler
 
 

@@ -240,10 +240,19 @@ def keep_parameters(
     Groups stay with their options, empty ones too, and so does a scheduler that knows them.
 
     Args:
-        optimizer: the user's, changed in place.
-        name_of: id of each parameter that it trains to the parameter's name.
+        optimizer: changed in place.
+        name_of: id of each parameter of the model to the parameter's name.
         kept: what this rank trains, by name.
+
+    Raises:
+        ValueError: the optimizer trains parameters that are not the model's.
     """
+    num_foreign = sum(id(p) not in name_of for group in optimizer.param_groups for p in group["params"])
+    if num_foreign:
+        raise ValueError(
+            f"The optimizer trains {num_foreign} parameters that are not the model's, which no stage would own. Make "
+            "them parameters of the model, or set pipeline_parallel_size=1."
+        )
     for group in optimizer.param_groups:
         names = [name_of[id(parameter)] for parameter in group["params"]]
         group["params"] = [kept[name] for name in names if name in kept]

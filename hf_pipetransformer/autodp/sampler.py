@@ -51,15 +51,22 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         repeat_small: for evaluation. A global batch smaller than R goes whole to every replica, so that each has
             something of the right shape to gather (only replica 0's copy is counted). For training False: a replica
             may then get an empty list.
+        shared: a generator that stands for torch's global one, the same on every rank: see `PipelineLoader`.
     """
 
     def __init__(
-        self, global_batches: Iterable[list[int]], replica: int, num_replicas: int, repeat_small: bool = False
+        self,
+        global_batches: Iterable[list[int]],
+        replica: int,
+        num_replicas: int,
+        repeat_small: bool = False,
+        shared: torch.Generator | None = None,
     ) -> None:
         self.global_batches = global_batches
         self.replica = replica
         self.num_replicas = num_replicas
         self.repeat_small = repeat_small
+        self.shared = shared
         self.num_drawn = 0
         """Batches handed out since the sampler was made."""
         self.drawn: deque[Drawn] = deque()
@@ -91,24 +98,27 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         own: torch.Generator | None = getattr(getattr(self.global_batches, "sampler", None), "generator", None)
         return torch.default_generator if own is None else own
 
+    def _is_saved_elsewhere(self, stream: torch.Generator) -> bool:
+        return stream is torch.default_generator or stream is self.shared
+
     def order_state(self, is_mid_epoch: bool) -> torch.Tensor | None:
         """What `draw_as_from` needs to draw this epoch again, or the next one if this one is at its end.
 
-        None if the next epoch's order comes from torch's global generator, which the run itself saves.
+        None if the next epoch's order comes from a generator that the run itself saves.
         """
         if is_mid_epoch:
             return self._drawn_from
         stream = self._stream()
-        return None if stream is torch.default_generator else stream.get_state()
+        return None if self._is_saved_elsewhere(stream) else stream.get_state()
 
     def draw_as_from(self, order_state: torch.Tensor) -> None:
-        """Draw the order of this epoch as an earlier run did; torch's global generator stays where it is."""
+        """Draw the order of this epoch as an earlier run did; a generator that the run saves stays where it is."""
         stream = self._stream()
         before = stream.get_state()
         stream.set_state(order_state)
         self.begin_epoch()
         self.draw()
-        if stream is torch.default_generator:
+        if self._is_saved_elsewhere(stream):
             stream.set_state(before)
 
     def seek(self, position: int, replica: int, num_replicas: int) -> None:

@@ -39,6 +39,7 @@ class StreamLoader(PipelineLoader):
         total_batch_size: samples in a full global batch.
         num_kept: global batches that `repeat_step` may ask for again.
         repeat_small: for evaluation, see `ReplicaBatchSampler`.
+        shared: see `PipelineLoader`.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class StreamLoader(PipelineLoader):
         total_batch_size: int,
         num_kept: int,
         repeat_small: bool,
+        shared: torch.Generator | None,
     ) -> None:
-        super().__init__(loader, groups, placeholders, timeout, total_batch_size, num_samples=0, common_length=None)
+        super().__init__(loader, groups, placeholders, timeout, total_batch_size, 0, None, shared)
         self.repeat_small = repeat_small
         self.num_seen = 0
         """Samples of all replicas since the epoch began."""
@@ -83,6 +85,7 @@ class StreamLoader(PipelineLoader):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
+        self._draw_seed()
         self._next, self._first, self._last, self.num_seen = self._first, 0, None, 0
         self._recent.clear()
         self._again.clear()
@@ -166,6 +169,7 @@ def make_stream_loader(
     groups: PipelineGroups,
     placeholders: frozenset[str],
     is_training: bool,
+    shared: torch.Generator | None = None,
 ) -> StreamLoader:
     """The loader of a data set that can only be iterated; see `make_pipeline_loader` for the arguments."""
     loader: DataLoader[Any] = DataLoader(
@@ -187,4 +191,5 @@ def make_stream_loader(
         global_batch_size,
         args.gradient_accumulation_steps,
         not is_training,
+        shared,
     )

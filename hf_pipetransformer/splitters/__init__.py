@@ -5,14 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.beit import BeitSplitter
 from hf_pipetransformer.splitters.bert import BertSplitter
+from hf_pipetransformer.splitters.deberta_v2 import DebertaV2Splitter
+from hf_pipetransformer.splitters.dinov2 import Dinov2Splitter
+from hf_pipetransformer.splitters.distilbert import DistilBertSplitter
 from hf_pipetransformer.splitters.generic import GenericSplitter
+from hf_pipetransformer.splitters.modernbert import ModernBertSplitter
+from hf_pipetransformer.splitters.mpnet import MPNetSplitter
+from hf_pipetransformer.splitters.siglip import SiglipSplitter
 from hf_pipetransformer.splitters.vit import ViTSplitter
 
 
 __all__ = ["BertSplitter", "GenericSplitter", "Splitter", "UnsupportedModelError", "ViTSplitter", "find_splitter"]
 
-_SPLITTERS = {model_type: splitter for splitter in (BertSplitter, ViTSplitter) for model_type in splitter.model_types}
+_FAMILIES = (
+    BertSplitter,
+    DistilBertSplitter,
+    MPNetSplitter,
+    DebertaV2Splitter,
+    ModernBertSplitter,
+    ViTSplitter,
+    BeitSplitter,
+    Dinov2Splitter,
+    SiglipSplitter,
+)
+_SPLITTERS = {model_type: splitter for splitter in _FAMILIES for model_type in splitter.model_types}
 
 
 def find_splitter(model: Any) -> Splitter:

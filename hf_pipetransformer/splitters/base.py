@@ -21,6 +21,9 @@ class Splitter(ABC):
     before the first layer, what after the last, which parameters belong where) is traced on a real batch.
     """
 
+    model_types: tuple[str, ...] = ()
+    """The `config.model_type` of the families that it cuts; none for a splitter that is always passed by hand."""
+
     cuts_inside_layers: bool
     """True if a stage boundary may fall between the attention and the MLP of one layer."""
 
@@ -33,8 +36,8 @@ class Splitter(ABC):
         """
 
     @abstractmethod
-    def mlp_modules(self, layer: nn.Module) -> Iterable[nn.Module]:
-        """The children of `layer` whose parameters belong to its MLP sublayer; the others belong to the attention."""
+    def mlp_parts(self, layer: nn.Module) -> Iterable[nn.Module | nn.Parameter]:
+        """The children of `layer`, modules or bare parameters, of its MLP sublayer; the rest is the attention's."""
 
     @abstractmethod
     def run_attention(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -14,19 +14,22 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
 class BertSplitter(Splitter):
     """Cuts BERT-like encoders between attention and MLP."""
 
-    model_types = ("bert", "roberta", "xlm-roberta")
+    model_types: tuple[str, ...] = ("bert", "roberta", "xlm-roberta", "electra")
     cuts_inside_layers = True
 
     def layers(self, model: Any) -> list[nn.Module]:
-        if model.config.is_decoder or model.config.add_cross_attention:
+        # Families that are encoders only have neither option.
+        is_decoder = getattr(model.config, "is_decoder", False)
+        add_cross_attention = getattr(model.config, "add_cross_attention", False)
+        if is_decoder or add_cross_attention:
             raise UnsupportedModelError(
-                f"{type(model).__name__} is configured as a decoder (is_decoder={model.config.is_decoder}, "
-                f"add_cross_attention={model.config.add_cross_attention}); the pipeline trains encoders. "
+                f"{type(model).__name__} is configured as a decoder (is_decoder={is_decoder}, "
+                f"add_cross_attention={add_cross_attention}); the pipeline trains encoders. "
                 "Load it with is_decoder=False and add_cross_attention=False."
             )
         return list(model.base_model.encoder.layer)
 
-    def mlp_modules(self, layer: Any) -> Iterable[nn.Module]:
+    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
         return (layer.intermediate, layer.output)
 
     def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,4 +39,4 @@ class BertSplitter(Splitter):
         return cast(torch.Tensor, layer.attention(hidden, attention_mask, **kwargs)[0])
 
     def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, layer.feed_forward_chunk(hidden))
+        return cast(torch.Tensor, layer.output(layer.intermediate(hidden), hidden))

@@ -35,7 +35,7 @@ class GenericSplitter(Splitter):
             "Only uniform encoders can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
         )
 
-    def mlp_modules(self, layer: nn.Module) -> Iterable[nn.Module]:
+    def mlp_parts(self, layer: nn.Module) -> Iterable[nn.Module | nn.Parameter]:
         return ()
 
     def run_attention(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ class Structure:
     Args:
         layers: the encoder layers.
         cuts_inside_layers: whether a boundary may fall inside a layer.
-        entries: the modules that run before the first layer and are not part of another such module; a stage without
-            the embeddings replaces their output by the activation that it received.
+        entries: the modules, none part of another, that run until the activation which enters the first layer is
+            made; a stage without the embeddings replaces their output by the activation that it received. What runs
+            between them and the first layer (position biases, rotary embeddings) runs on every stage.
         returns_tuple: whether a layer returns a tuple, and its length; 0 for a bare tensor.
         units_of_parameter: name of each parameter to the units that use it, in increasing order; more than one for
             tied weights and relative position biases.
@@ -82,19 +83,21 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
             f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
         )
     outer = [module for module, parent in trace.before if parent in trace.spanning]
-    if not any(trace.outputs.get(id(module)) is trace.entered_input for module in outer):
+    makers = [i for i, module in enumerate(outer) if trace.outputs.get(id(module)) is trace.entered_input]
+    if not makers:
         raise UnsupportedModelError(
             f"No module of {name} returns the tensor that enters its first layer, so a later stage cannot take over "
             "there. Pass `splitter=` with a Splitter for this model family."
         )
+    entries, beside = outer[: makers[-1] + 1], outer[makers[-1] + 1 :]
     first_output = trace.layer_outputs[0]
-    users = _users(model, splitter, layers, outer, trace)
+    users = _users(splitter, layers, entries, beside, trace)
     # What never ran (an unused pooler, say) is kept with the head so that it is saved.
     head = (2 * len(layers) + 1,)
     return Structure(
         layers=layers,
         cuts_inside_layers=splitter.cuts_inside_layers,
-        entries=outer,
+        entries=entries,
         returns_tuple=len(first_output) if isinstance(first_output, tuple) else 0,
         units_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
         units_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
@@ -138,25 +141,47 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
 
 
 def _users(
-    model: nn.Module, splitter: Splitter, layers: list[nn.Module], entries: list[nn.Module], trace: _Trace
+    splitter: Splitter,
+    layers: list[nn.Module],
+    entries: list[nn.Module],
+    beside: list[nn.Module],
+    trace: _Trace,
 ) -> dict[int, tuple[int, ...]]:
-    """Id of every parameter and buffer to the units that use it."""
+    """Id of every parameter and buffer to the units that use it; what never ran is left out.
+
+    Args:
+        beside: modules that run on every stage, between the entries and the first layer.
+    """
     head = 2 * len(layers) + 1
+    everywhere = range(head + 1)
     units: dict[int, set[int]] = {}
 
-    def add(module: nn.Module, *where: int, recurse: bool = True) -> None:
+    def add(module: nn.Module, where: Iterable[int], recurse: bool = True) -> None:
         for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
             units.setdefault(id(tensor), set()).update(where)
 
     for entry in entries:
-        add(entry, 0)
+        add(entry, [0])
     for index, layer in enumerate(layers):
-        mlp = {id(module) for part in splitter.mlp_modules(layer) for module in part.modules()}
-        for module in layer.modules():
-            add(module, 2 * index + 2 if id(module) in mlp else 2 * index + 1, recurse=False)
+        attention, mlp = 2 * index + 1, 2 * index + 2
+        of_mlp = {id(tensor) for part in splitter.mlp_parts(layer) for tensor in _tensors(part)}
+        for tensor in _tensors(layer):
+            units.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
     for module in trace.after:
-        add(module, head, recurse=False)
+        add(module, [head], recurse=False)
+    for module in beside:
+        add(module, everywhere)
     for module in trace.spanning:
         # A parameter that hangs directly on a module around the stack may be used by any unit.
-        add(module, *range(head + 1), recurse=False)
+        add(module, everywhere, recurse=False)
+    # So may that of a module beside the layers which never ran: its weight is read without calling it (DeBERTa).
+    ran = {id(part) for module in [*layers, *entries, *beside, *trace.after] for part in module.modules()}
+    for module in trace.spanning[-1].modules():
+        if id(module) not in ran:
+            add(module, everywhere, recurse=False)
     return {key: tuple(sorted(where)) for key, where in units.items()}
+
+
+def _tensors(part: nn.Module | nn.Parameter) -> list[torch.Tensor]:
+    """The parameters and buffers of a module, or a parameter itself."""
+    return [part] if isinstance(part, nn.Parameter) else [*part.parameters(), *part.buffers()]

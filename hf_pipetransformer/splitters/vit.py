@@ -12,15 +12,15 @@ from hf_pipetransformer.splitters.base import Splitter
 
 
 class ViTSplitter(Splitter):
-    """Cuts ViT-like encoders between attention and MLP."""
+    """Cuts ViT-like encoders, of images or of audio spectrograms, between attention and MLP."""
 
-    model_types = ("vit", "deit")
+    model_types: tuple[str, ...] = ("vit", "deit", "audio-spectrogram-transformer")
     cuts_inside_layers = True
 
     def layers(self, model: Any) -> list[nn.Module]:
         return list(model.base_model.layers)
 
-    def mlp_modules(self, layer: Any) -> Iterable[nn.Module]:
+    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
         return (layer.layernorm_after, layer.mlp)
 
     def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

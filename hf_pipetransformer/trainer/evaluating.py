@@ -34,26 +34,40 @@ class EvaluatingTrainer(StartingTrainer):
         with self._reporting_faults(), self._evaluating(test_dataset):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Trainer's loop; one that is given another loader than this trainer makes is refused."""
         assert self._stage is not None
         if not isinstance(dataloader, PipelineLoader):
             raise ValueError(
                 f"get_eval_dataloader or get_test_dataloader returned a {type(dataloader).__name__}, which knows "
                 "nothing of stages. Build it with self._get_dataloader, or override _get_eval_sampler instead."
             )
-        outer = self._eval_gather
-        self._eval_gather = ReplicaGather(self._stage.groups, dataloader)
-        self.gather_function = self._eval_gather
+        outer, gather = self._eval_gather, ReplicaGather(self._stage.groups, dataloader)
+        self._eval_gather = self.gather_function = gather
         try:
             # Entered here too: an `evaluate` of a user's own calls this method itself.
             with self._reporting_faults(), self._evaluating(dataloader.dataset):
-                output: EvalLoopOutput = super().evaluation_loop(dataloader, *args, **kwargs)
+                output: EvalLoopOutput = super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
         finally:
             self._eval_gather = outer
-        if isinstance(dataloader, StreamLoader):
-            # Trainer counts what this replica saw.
-            output = output._replace(num_samples=dataloader.num_seen)
-        return output
+        if not isinstance(dataloader, StreamLoader):
+            return output
+        # Trainer counts what this replica saw, and all batches of a stream alike in the loss, small ones too.
+        metrics = dict(output.metrics or {})
+        if gather.losses:
+            losses = torch.cat(gather.losses).double().cpu()
+            finite = losses[losses.isfinite()] if self.args.logging_nan_inf_filter else losses
+            metrics[f"{metric_key_prefix}_loss"] = float((finite if len(finite) else losses).mean())
+        return output._replace(num_samples=dataloader.num_seen, metrics=metrics)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -27,6 +27,9 @@ T = TypeVar("T")
 _ORDER = "order"
 """Key of the state that the order of the samples was drawn from."""
 
+_SHARED = "shared generator"
+"""Key of the state of the generator that stands for the global one of one process."""
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -297,6 +300,8 @@ class ResumingTrainer(AdaptingTrainer):
         """Restore this rank's random number generators, once: Trainer asks for it at two places."""
         if self._saved_here is not None:
             checkpoint.set_random_state(*self._saved_here, self.args.device)
+            if self._shared_generator is not None:
+                self._shared_generator.set_state(self._saved_here[0][_SHARED])
             self._saved_here = None
 
     def _take_up_unlogged_loss(self) -> None:
@@ -335,6 +340,8 @@ class ResumingTrainer(AdaptingTrainer):
         order = None if self._train_loader is None else self._train_loader.order_state()
         if order is not None:
             tensors[_ORDER] = order
+        if self._shared_generator is not None:
+            tensors[_SHARED] = self._shared_generator.get_state()
         values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
         checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
         self.topology.barrier()

@@ -86,7 +86,7 @@ class StartingTrainer(Trainer):
         self._logged_layout: Layout | None = None
         self._read_events: set[str] = set()
         self._name_of: dict[int, str] = {}
-        self._random_state: torch.Tensor | None = None
+        self._shared_generator: torch.Generator | None = None
         self._loss_rule = LossRule.MEAN
         self._settings = self._make_settings()
         self._replayed_layouts: dict[int, Layout] | None = None
@@ -278,6 +278,7 @@ class StartingTrainer(Trainer):
             "groups": stage.groups,
             "placeholders": frozenset() if shows_inputs else self._start_up.probe.placeholders,
             "is_training": is_training,
+            "shared": self._shared_generator,
         }
         loader: PipelineLoader
         if is_stream(dataset):

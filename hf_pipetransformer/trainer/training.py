@@ -76,7 +76,10 @@ class PipeTransformerTrainer(ResumingTrainer):
         stage = self._start(self.train_dataset, is_training=True)
         self._serve_callbacks(stage)
         self._announce_start()
-        self._random_state = torch.get_rng_state()
+        if self.topology.world_size > 1:
+            # The ranks' own generators part now; what one process draws from its one goes on here.
+            self._shared_generator = torch.Generator()
+            self._shared_generator.set_state(self.topology.broadcast(torch.get_rng_state()).clone())
         self._separate_random_streams(stage)
         self._num_starts += 1
         with stage.active():
@@ -95,25 +98,16 @@ class PipeTransformerTrainer(ResumingTrainer):
         if self.is_world_process_zero():
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer over what this stage owns; a shared parameter's state is kept by its first user.
+    def _divide_optimizer(self, stage: Stage) -> None:
+        """Leave this stage its parameters of the optimizer, whoever made it, in the groups that they are in.
 
-        Of one that the user gave, each stage keeps its own parameters, in the groups that they were in.
+        A parameter that stages share is stepped by its first user, the others get the value.
         """
-        if self._stage is None or self.optimizer is not None:
-            if self._stage is not None and self._has_users_optimizer and self._stage.layout.num_stages > 1:
-                optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-                keep_parameters(optimizer, self._name_of, self._trained_here())
-                optimizer.register_step_post_hook(self._after_optimizer_step)
-            return super().create_optimizer(model)
-        secondary = self._stage.secondary()
-        for parameter in secondary:
-            parameter.requires_grad_(False)
-        optimizer = super().create_optimizer(model)
-        for parameter in secondary:
-            parameter.requires_grad_(True)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if stage.layout.num_stages > 1:
+            now = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            keep_parameters(optimizer, {**self._name_of, **now}, self._trained_here())
         optimizer.register_step_post_hook(self._after_optimizer_step)
-        return optimizer
 
     def _serve_callbacks(self, stage: Stage) -> None:
         """From now on, callbacks that read the model find it whole. They must be the same on every rank."""
@@ -151,6 +145,7 @@ class PipeTransformerTrainer(ResumingTrainer):
                 "Build it with self._get_dataloader, or override _get_train_sampler or the data collator instead."
             )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._divide_optimizer(self._stage)
         self._begin_adapting(train_dataloader, max_steps)
         return prepared
 
@@ -290,8 +285,9 @@ class PipeTransformerTrainer(ResumingTrainer):
         make_whole(self._stage)
         self._end_adapting()
         self._stage.view.remove()
-        if self.topology.world_size > 1 and self._random_state is not None:
-            torch.set_rng_state(self._random_state)
+        if self._shared_generator is not None:
+            torch.set_rng_state(self._shared_generator.get_state())
+            self._shared_generator = None
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         self.events.write("end", self.state.global_step, self.state.epoch, train_loss=output.training_loss)
         return output

@@ -10,7 +10,7 @@ from typing import Any
 from tests.models import MODELS
 
 
-__all__ = ["CI_CASES", "GLOBAL_BATCH", "GLOBAL_EVAL_BATCH", "LAYOUTS", "PRODUCT", "Case"]
+__all__ = ["CI_CASES", "GLOBAL_BATCH", "GLOBAL_EVAL_BATCH", "LAYOUTS", "SLOW_CASES", "Case"]
 
 # K stages x R replicas.
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
@@ -46,6 +46,8 @@ class Case:
         evaluate_first: predict before training too.
         change: `nan` (one sample whose pixels are not a number), `ignored_labels` (some samples with label -100),
             `ignored_answers` (some questions whose answer lies outside), or None.
+        attention: the attention implementation, `sdpa` or `eager`; None leaves the choice to transformers.
+        num_frozen_layers: layers frozen from the start on, and the embeddings with them; 0 freezes nothing.
         tolerance: largest relative difference of losses, gradient norms, weights and predictions.
     """
 
@@ -63,6 +65,8 @@ class Case:
     stop_early: bool = False
     evaluate_first: bool = False
     change: str | None = None
+    attention: str | None = None
+    num_frozen_layers: int = 0
     tolerance: float = 1e-5
 
     @property
@@ -76,13 +80,31 @@ class Case:
         return asdict(self)
 
 
-# Both schedules, both accumulations, all models: the whole of Law 1, for `make test-all`.
+# One model of each family, in the order of the table in README.
+FAMILY_MODELS = list({tiny.family: name for name, tiny in reversed(MODELS.items())}.values())[::-1]
+# The two shapes of layers, with every task of theirs: both schedules with both accumulations. The other families share
+# what is not in their splitter, and get each schedule and each accumulation once.
+THOROUGH_FAMILIES = ("BERT", "RoBERTa", "ViT", "DeiT")
+
+# Law 1 for `make test-all`, on every layout.
 PRODUCT = [
     Case(f"{model}-{schedule}-accumulation{accumulation}", model, schedule, 4, accumulation, epochs=epochs)
-    for model in MODELS
+    for model, tiny in MODELS.items()
     for schedule in ("gpipe", "1f1b")
     for accumulation, epochs in ((1, 3), (2, 5))
+    if tiny.family in THOROUGH_FAMILIES or (schedule == "gpipe") == (accumulation == 2)
 ]
+# Elsewhere transformers chooses: sdpa, but for the families that have eager attention only.
+WITHOUT_SDPA = ("mpnet_question", "deberta_sequence")
+EAGER = {
+    model: Case(f"{model}-eager", model, attention="eager") for model in FAMILY_MODELS if model not in WITHOUT_SDPA
+}
+# Else the two stages would become two replicas.
+FIXED_STAGES = {"activation_cache": "off", "elastic": False}
+FROZEN = {
+    model: Case(f"{model}-frozen", model, num_frozen_layers=2, pipeline_options=FIXED_STAGES)
+    for model in FAMILY_MODELS
+}
 
 
 def _product(model: str, schedule: str, accumulation: int) -> Case:
@@ -180,6 +202,19 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         _product("roberta_sequence", "1f1b", 1),
         _product("vit", "1f1b", 2),
         _product("deit", "gpipe", 1),
+        _product("xlm_roberta_token", "1f1b", 1),
+        _product("distilbert_masked", "gpipe", 2),
+        _product("electra_token", "1f1b", 1),
+        _product("mpnet_question", "1f1b", 1),
+        _product("deberta_sequence", "gpipe", 2),
+        _product("modernbert_masked", "gpipe", 2),
+        _product("dinov2", "1f1b", 1),
+        _product("dinov2_with_registers", "1f1b", 1),
+        _product("beit", "gpipe", 2),
+        _product("siglip", "1f1b", 1),
+        _product("ast", "gpipe", 2),
+        EAGER["bert_sequence"],
+        EAGER["vit"],
         UNEVEN_MICROBATCHES,
         MANY_MICROBATCHES,
         FEW_MICROBATCHES,
@@ -210,6 +245,10 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
     (2, 2): [
         _product("bert_masked", "1f1b", 2),
         _product("vit", "1f1b", 1),
+        _product("mpnet_question", "1f1b", 1),
+        _product("modernbert_masked", "gpipe", 2),
+        _product("electra_token", "1f1b", 1),
+        _product("dinov2", "1f1b", 1),
         LONELY_SAMPLE,
         UNLABELLED_BATCH,
         SMOOTHED_TOKENS,
@@ -220,7 +259,21 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
     (4, 1): [
         _product("bert_masked", "1f1b", 1),
         _product("deit", "1f1b", 2),
+        _product("distilbert_masked", "gpipe", 2),
+        _product("deberta_sequence", "gpipe", 2),
+        _product("beit", "gpipe", 2),
+        _product("siglip", "1f1b", 1),
         FEW_MICROBATCHES,
         RECOMPUTED,
     ],
+}
+
+# What `make test-all` adds on a layout.
+SLOW_CASES: dict[tuple[int, int], list[Case]] = {
+    layout: [
+        case
+        for case in [*PRODUCT, *([*EAGER.values(), *FROZEN.values()] if layout == (2, 1) else [])]
+        if case not in CI_CASES[layout]
+    ]
+    for layout in LAYOUTS
 }

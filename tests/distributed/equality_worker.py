@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import time
 import traceback
 from collections import Counter
@@ -25,7 +26,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, Case
 from tests.models import IGNORED, MODELS, QA_LENGTH, build_model, collate, make_dataset, make_rows
@@ -147,9 +148,24 @@ def arguments_of(case: Case, output: str, num_stages: int | None) -> TrainingArg
         pipeline_parallel_num_microbatches=case.num_microbatches,
         pipeline_schedule=case.schedule,
         pipeline_timeout=60,
-        freeze_policy="none",
+        freeze_policy="fixed" if case.num_frozen_layers else "none",
+        freeze_at=f"0:{case.num_frozen_layers}" if case.num_frozen_layers else None,
         **case.pipeline_options,
     )
+
+
+_LAYER = re.compile(r"\.layers?\.(\d+)\.")
+# What the first layers take in: embeddings, and position biases that other layers use too.
+_BELOW_THE_LAYERS = re.compile(r"embed|encoder\.LayerNorm|relative_attention_bias|shared_position_bias")
+
+
+def freeze_by_hand(model: PreTrainedModel, num_layers: int) -> None:
+    """What a user of Trainer would write to freeze the first layers and all that is below them."""
+    for name, parameter in model.named_parameters():
+        layer = _LAYER.search(name)
+        is_below = int(layer[1]) < num_layers if layer else bool(_BELOW_THE_LAYERS.search(name))
+        if num_layers and is_below:
+            parameter.requires_grad_(False)
 
 
 def trainer_of(case: Case, args: TrainingArguments, counter: CountEvents, num_stages: int | None) -> Trainer:
@@ -160,9 +176,12 @@ def trainer_of(case: Case, args: TrainingArguments, counter: CountEvents, num_st
         base = PipeTransformerTrainer
     if case.loss == "override":
         base = type(f"Focal{base.__name__}", (FocalLoss, base), {})
+    model = build_model(case.model, MODEL_SEED, case.attention)
+    if num_stages is None:
+        freeze_by_hand(model, case.num_frozen_layers)
     train, evaluation = datasets_of(case)
     trainer = base(
-        model=build_model(case.model, MODEL_SEED),
+        model=model,
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, PRODUCT, Case
+from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED
 from tests.distributed.launcher import launch
 from tests.models import MODELS, has_zero_gradient, real_positions
@@ -47,9 +47,8 @@ def _selectable_runs() -> Iterator[Any]:
         name = f"{layout[0]}x{layout[1]}"
         for case in CI_CASES[layout]:
             yield pytest.param((layout, case), id=f"{name}-{case.name}")
-        for case in PRODUCT:
-            if case not in CI_CASES[layout]:
-                yield pytest.param((layout, case), id=f"{name}-{case.name}", marks=pytest.mark.slow)
+        for case in SLOW_CASES[layout]:
+            yield pytest.param((layout, case), id=f"{name}-{case.name}", marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ def test_every_rank_ends_with_the_same_whole_model(ours: Outcome, layout: Layout
 
 def test_the_layout_is_the_one_asked_for(ours: Outcome, layout: Layout, case: Case):
     for rank in ours.ranks:
-        assert rank["layout"] == [*layout, 0]
+        assert rank["layout"] == [*layout, case.num_frozen_layers]
         if case.num_microbatches != "auto":
             assert rank["num_microbatches"] == case.num_microbatches
         else:

@@ -191,7 +191,7 @@ NAMED = {
     "packed_samples": "pack",
     "empty_dataset": "empty|at least one sample|num_samples",
     "undivided_optimizer": "LBFGS",
-    "foreign_optimizer": "optimizers.*1 parameters that are not the model's",
+    "foreign_optimizer": "optimizer.*1 parameters that are not the model's",
     "loss_across_samples": "loss",
     "plain_arguments": "PipeTransformerArguments",
     "no_divisor": r"pipeline_parallel_size.*3|3.*pipeline_parallel_size",

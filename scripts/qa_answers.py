@@ -1,0 +1,246 @@
+"""Answers from start and end logits, over all windows of a question; and a Trainer that evaluates by them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from qa_utils import OUTSIDE
+from transformers import EvalPrediction
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Which of the possible answers is given.
+
+    Args:
+        n_best_size: starts, ends, and candidates that are looked at.
+        max_answer_length: in tokens.
+        allows_no_answer: a question may have no answer (SQuAD v2).
+        null_threshold: no answer is given where its score exceeds the best answer's by more than that.
+    """
+
+    n_best_size: int = 20
+    max_answer_length: int = 30
+    allows_no_answer: bool = False
+    null_threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found for one question.
+
+    Args:
+        name: id of the question.
+        text: the answer given; empty for none.
+        best_text: the best one that is not empty, if there is any.
+        null_score_difference: score of no answer minus that of `best_text`, in logits; None where an answer is certain
+            to exist.
+        candidates: `text`, `score` (sum of two logits) and `probability` (among them), the best first.
+    """
+
+    name: str
+    text: str
+    best_text: str
+    null_score_difference: float | None
+    candidates: list[dict[str, Any]]
+
+
+def find_answers(
+    questions: Dataset, windows: Dataset, logits: tuple[np.ndarray, np.ndarray], options: AnswerOptions
+) -> list[Answer]:
+    """The best answer to each question over all its windows.
+
+    Args:
+        questions: `id` and `context`.
+        windows: of these questions, as `WindowMaker` makes them for evaluation.
+        logits: of start and end, each `(windows, positions)`; positions beyond a window's tokens are not looked at.
+
+    Raises:
+        ValueError: there are not as many logits as windows.
+    """
+    start_logits, end_logits = (np.asarray(part, dtype=np.float64) for part in logits)
+    if not len(start_logits) == len(end_logits) == len(windows):
+        raise ValueError(
+            f"Found logits for {len(start_logits)} starts and {len(end_logits)} ends of answers; expected one for "
+            f"each of {len(windows)} windows."
+        )
+    # By question: the score of each span of characters, in the order of the windows; and the score of no answer.
+    scores: dict[str, dict[tuple[int, int], float]] = {name: {} for name in questions["id"]}
+    null_scores = dict.fromkeys(scores, math.inf)
+    columns = windows.select_columns(["example_id", "null_position", "token_starts", "token_ends"])
+    for row, window in enumerate(columns):
+        name, null = window["example_id"], window["null_position"]
+        null_scores[name] = min(null_scores[name], start_logits[row, null] + end_logits[row, null])
+        for span, score in _window_spans(start_logits[row], end_logits[row], window, options):
+            scores[name][span] = max(score, scores[name].get(span, -math.inf))
+    return [
+        _choose(question["id"], question["context"], scores[question["id"]], null_scores[question["id"]], options)
+        for question in questions.select_columns(["id", "context"])
+    ]
+
+
+def _window_spans(
+    start_logits: np.ndarray, end_logits: np.ndarray, window: dict[str, Any], options: AnswerOptions
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Characters of the context and score of the best spans of a window between a good start and a good end."""
+    starts, ends = np.asarray(window["token_starts"]), np.asarray(window["token_ends"])
+    context = np.flatnonzero(starts != OUTSIDE)
+
+    def best(logits: np.ndarray) -> np.ndarray:
+        # A stable order: of equal logits the earlier position, on every machine.
+        return context[np.argsort(-logits[context], kind="stable")[: options.n_best_size]]
+
+    first, last = best(start_logits)[:, None], best(end_logits)[None, :]
+    num_tokens = last - first + 1
+    is_span = (num_tokens >= 1) & (num_tokens <= options.max_answer_length) & (ends[last] > starts[first])
+    firsts, lasts = (np.broadcast_to(tokens, is_span.shape)[is_span] for tokens in (first, last))
+    scores = start_logits[firsts] + end_logits[lasts]
+    for index in np.argsort(-scores, kind="stable")[: options.n_best_size]:
+        yield (int(starts[firsts[index]]), int(ends[lasts[index]])), float(scores[index])
+
+
+def _choose(
+    name: str, context: str, scores: dict[tuple[int, int], float], null_score: float, options: AnswerOptions
+) -> Answer:
+    # Of equal scores the answer that stands first.
+    best = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: options.n_best_size]
+    candidates = [(context[start:end], score) for (start, end), score in best]
+    best_text = candidates[0][0] if candidates else ""
+    text, difference = best_text, None
+    if options.allows_no_answer:
+        difference = null_score - candidates[0][1] if candidates else math.inf
+        text = "" if difference > options.null_threshold else best_text
+        candidates = sorted([*candidates, ("", null_score)], key=lambda candidate: -candidate[1])
+    return Answer(name, text, best_text, difference, _with_probabilities(candidates))
+
+
+def _with_probabilities(candidates: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    if not candidates:
+        return []
+    weights = np.exp([score - candidates[0][1] for _, score in candidates])
+    return [
+        {"text": text, "score": score, "probability": float(weight / weights.sum())}
+        for (text, score), weight in zip(candidates, weights, strict=True)
+    ]
+
+
+def write_answers(answers: list[Answer], folder: Path, prefix: str) -> None:
+    """Write `<prefix>_predictions.json` and `_nbest_predictions.json`; for SQuAD v2 `_null_odds.json` too."""
+    contents: dict[str, dict[str, Any]] = {
+        "predictions": {answer.name: answer.text for answer in answers},
+        "nbest_predictions": {answer.name: answer.candidates for answer in answers},
+    }
+    odds = {answer.name: answer.null_score_difference for answer in answers}
+    if any(difference is not None for difference in odds.values()):
+        # JSON has no infinity, which stands for a context without a word.
+        contents["null_odds"] = {
+            name: odd if odd is None or math.isfinite(odd) else None for name, odd in odds.items()
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        (folder / f"{prefix}_{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+PostProcess = Callable[[Dataset, Dataset, tuple[np.ndarray, np.ndarray], str], EvalPrediction]
+
+
+class QuestionAnsweringMixin:
+    """Lets a Trainer evaluate and predict by the answers that its model's logits give, not by the logits.
+
+    Stands before the Trainer: `class MyTrainer(QuestionAnsweringMixin, PipeTransformerTrainer)`. All that `evaluate`
+    and `predict` do around the loop over batches (logging, callbacks, speed) stays the Trainer's own.
+
+    Args:
+        eval_examples: the questions that `eval_dataset` holds the windows of.
+        post_process_function: from questions, windows, `(start_logits, end_logits)` and the prefix of the metrics to
+            what `compute_metrics` takes; without `label_ids` there are no metrics. Called on every rank, with the same
+            values.
+        args, kwargs: the Trainer's.
+    """
+
+    def __init__(
+        self, *args: Any, eval_examples: Dataset | None = None, post_process_function: PostProcess, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.eval_examples = eval_examples
+        self.post_process_function = post_process_function
+        self._asked: tuple[Dataset, Dataset] | None = None
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | None = None,
+        eval_examples: Dataset | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate the answers to `eval_examples` by their windows, `eval_dataset`; every rank gets the same metrics.
+
+        Raises:
+            ValueError: questions or windows are missing, or there are several data sets.
+        """
+        questions = self.eval_examples if eval_examples is None else eval_examples
+        with self._asking(questions, self.eval_dataset if eval_dataset is None else eval_dataset):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Dataset,
+        test_examples: Dataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """The answers to `test_examples` from their windows: what `post_process_function` gives, with its metrics."""
+        with self._asking(test_examples, test_dataset):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The Trainer's loop without metrics of logits; then the answers and their metrics."""
+        if self._asked is None:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        compute_metrics, self.compute_metrics = self.compute_metrics, None
+        try:
+            output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
+        finally:
+            self.compute_metrics = compute_metrics
+        found = self.post_process_function(*self._asked, output.predictions, metric_key_prefix)
+        has_metrics = compute_metrics is not None and found.label_ids is not None
+        metrics = (
+            {f"{metric_key_prefix}_{name}": value for name, value in compute_metrics(found).items()}
+            if has_metrics
+            else {}
+        )
+        return output._replace(
+            predictions=found.predictions, label_ids=found.label_ids, metrics=output.metrics | metrics
+        )
+
+    @contextmanager
+    def _asking(self, questions: Any, windows: Any) -> Iterator[None]:
+        if questions is None or not isinstance(windows, Dataset):
+            raise ValueError(
+                f"Found {type(questions).__name__} as questions and {type(windows).__name__} as their windows; "
+                "expected one Dataset each. Pass eval_examples with eval_dataset, and several data sets one by one."
+            )
+        outer, self._asked = self._asked, (questions, windows)
+        try:
+            yield
+        finally:
+            self._asked = outer

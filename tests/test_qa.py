@@ -1,0 +1,614 @@
+"""Question answering: windows, answers from logits, SQuAD's metrics; and whole runs on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import qa_answers
+import qa_metrics
+import qa_utils
+import run_qa
+import script_utils
+from datasets import Dataset, load_dataset
+from qa_answers import AnswerOptions, find_answers
+from qa_utils import WindowMaker, WindowOptions
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    BertForQuestionAnswering,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_pipetransformer import PipeTransformerArguments
+from tests.distributed.launcher import REPOSITORY, launch
+from tests.distributed.qa_worker import NUM_EVALUATION, WORDS, make_questions
+from tests.tiny_bert import make_bert, make_tokenizer, save_tiny_bert
+
+
+SCRIPTS = REPOSITORY / "scripts"
+CONTEXT = " ".join(WORDS[:20])
+# Two tokens of a question and three special ones leave eight words for the context; each next window is five further.
+MAX_LENGTH, STRIDE, ROOM, STEP = 13, 3, 8, 5
+WINDOW_STARTS = (0, 5, 10, 15)
+FIRST = 4
+"""Position of a window's first word: [CLS] after w1 [SEP] come before it."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer(["after", "1990s", *WORDS])
+
+
+def question(context: str = CONTEXT, text: str | None = None, start: int | None = None, name: str = "q") -> Dataset:
+    """One question; its answer is where `text` first stands in the context, or at `start`."""
+    answers = {"text": [], "answer_start": []}
+    if text is not None:
+        answers = {"text": [text], "answer_start": [context.index(text) if start is None else start]}
+    row = {"id": name, "title": "", "context": context, "question": "  after w1", "answers": answers}
+    return Dataset.from_list([row], features=qa_utils.SQUAD_COLUMNS)
+
+
+def windows_of(
+    questions: Dataset, tokenizer: Any, is_training: bool = False, pads: bool = False, max_length: int = MAX_LENGTH
+) -> Dataset:
+    maker = WindowMaker(tokenizer, WindowOptions(max_length, STRIDE, pads), is_training)
+    return questions.map(maker, batched=True, remove_columns=questions.column_names)
+
+
+# --- windows
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_windows_cover_the_context_and_overlap_by_the_stride(tokenizer: Any, pads: bool) -> None:
+    windows = windows_of(question(), tokenizer, pads=pads)
+    seen = []
+    for window in windows:
+        is_context = np.array(window["token_starts"]) >= 0
+        spans = zip(
+            np.array(window["token_starts"])[is_context], np.array(window["token_ends"])[is_context], strict=True
+        )
+        seen.append([CONTEXT[start:end] for start, end in spans])
+        assert list(np.flatnonzero(is_context)) == list(range(FIRST, FIRST + len(seen[-1])))
+    assert seen == [WORDS[start : min(start + ROOM, 20)] for start in WINDOW_STARTS]
+    assert [len(ids) for ids in windows["input_ids"]] == [13, 13, 13, 13 if pads else 10]
+    assert set(windows["example_id"]) == {"q"}
+    assert set(windows["null_position"]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (WORDS[0:1], {0: (0, 0)}),
+        (WORDS[4:6], {0: (4, 5)}),  # begins before the second window
+        (WORDS[7:8], {0: (7, 7), 1: (2, 2)}),  # last word of the first, inside the second
+        (WORDS[7:9], {1: (2, 3)}),  # goes over the end of the first
+        (WORDS[5:8], {0: (5, 7), 1: (0, 2)}),  # just what two windows share
+        (WORDS[4:8], {0: (4, 7)}),
+        (WORDS[19:20], {3: (4, 4)}),
+        (WORDS[2:12], {}),  # longer than any window
+        (WORDS[0:8], {0: (0, 7)}),  # as long as a window
+    ],
+)
+def test_labels_are_the_answers_tokens_where_all_of_it_is_in_the_window_else_cls(
+    tokenizer: Any, words: list[str], expected: dict[int, tuple[int, int]]
+) -> None:
+    windows = windows_of(question(text=" ".join(words)), tokenizer, is_training=True)
+    found = list(zip(windows["start_positions"], windows["end_positions"], strict=True))
+    assert found == [
+        (FIRST + expected[i][0], FIRST + expected[i][1]) if i in expected else (0, 0)
+        for i in range(len(WINDOW_STARTS))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("context", "text", "start", "covered"),
+    [
+        ("w1 in the 1990s .", "1990", 10, "1990s"),  # one token that is longer than the answer
+        ("w1 (w3) w4", " (w3", 2, "(w3"),  # blanks around an answer are none of it
+        ("w1 abc w4", "bc", 4, "bc"),  # begins inside a word, at a token of its own
+        ("w3 w3 w3", "w3", 3, "w3"),  # the second of three
+    ],
+)
+def test_labels_follow_characters_not_words(tokenizer: Any, context: str, text: str, start: int, covered: str) -> None:
+    asked = question(context, text, start)
+    training = windows_of(asked, tokenizer, is_training=True, max_length=40)[0]
+    spans = windows_of(asked, tokenizer, max_length=40)[0]
+    first, last = training["start_positions"], training["end_positions"]
+    assert context[spans["token_starts"][first] : spans["token_ends"][last]] == covered
+    assert abs(spans["token_starts"][first] - start) <= 1
+
+
+@pytest.mark.parametrize("text", [None, " ", ""])
+def test_a_question_without_answer_points_at_cls_in_every_window(tokenizer: Any, text: str | None) -> None:
+    windows = windows_of(question(text=text), tokenizer, is_training=True)
+    assert windows["start_positions"][:] == windows["end_positions"][:] == [0] * len(WINDOW_STARTS)
+
+
+def test_a_question_that_leaves_no_room_is_named(tokenizer: Any) -> None:
+    assert len(windows_of(question("w1 w2"), tokenizer, max_length=7)) == 1  # fits, however small the room
+    with pytest.raises(ValueError, match="Question 'q' has 2 tokens, which leaves 3 of --max_seq_length 8"):
+        windows_of(question(), tokenizer, max_length=8)
+
+
+# --- answers from logits
+
+
+def logits_of(windows: Dataset, *peaks: tuple[int, int, int, float], width: int | None = None) -> Any:
+    """Zeros `(windows, positions)` but for `(window, start, end, height)`; positions are words of the window."""
+    width = width or max(len(ids) for ids in windows["input_ids"])
+    start_logits, end_logits = np.zeros((2, len(windows), width), dtype=np.float32)
+    for window, start, end, height in peaks:
+        start_logits[window, start] += height
+        end_logits[window, end] += height
+    return start_logits, end_logits
+
+
+def test_the_best_answer_comes_from_any_window(tokenizer: Any) -> None:
+    asked = question()
+    windows = windows_of(asked, tokenizer)
+    logits = logits_of(windows, (0, FIRST, FIRST, 3.0), (2, FIRST + 1, FIRST + 2, 5.0))
+    (answer,) = find_answers(asked, windows, logits, AnswerOptions())
+    assert (answer.name, answer.text, answer.null_score_difference) == ("q", "w11 w12", None)
+    scores = [candidate["score"] for candidate in answer.candidates]
+    assert scores[0] == 10.0
+    assert scores == sorted(scores, reverse=True)
+    assert sum(candidate["probability"] for candidate in answer.candidates) == pytest.approx(1)
+    assert len({candidate["text"] for candidate in answer.candidates}) == len(scores) == AnswerOptions().n_best_size
+
+
+def test_each_question_gets_its_own_answer_and_the_order_stays(tokenizer: Any) -> None:
+    rows = [question(name="b")[0], question("w9 w8 w7", name="a")[0]]
+    asked = Dataset.from_list(rows, features=qa_utils.SQUAD_COLUMNS)
+    windows = windows_of(asked, tokenizer)
+    logits = logits_of(windows, (1, FIRST, FIRST, 2.0), (4, FIRST + 1, FIRST + 1, 1.0))
+    assert [(a.name, a.text) for a in find_answers(asked, windows, logits, AnswerOptions())] == [
+        ("b", "w5"),
+        ("a", "w8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "peak",
+    [
+        (0, 1, 2, 9.0),  # in the question
+        (0, FIRST + 5, FIRST + 2, 9.0),  # ends before it starts
+        (0, FIRST, FIRST + 4, 9.0),  # five tokens
+        (3, 10, 11, 9.0),  # padding
+    ],
+)
+def test_what_can_be_no_answer_is_not_chosen(tokenizer: Any, peak: tuple[int, int, int, float]) -> None:
+    asked = question()
+    windows = windows_of(asked, tokenizer, pads=True)
+    good = (1, FIRST + 3, FIRST + 4, 5.0)
+    # The other half of a bad pair may still make a span with a good one, but less than the good pair's ten.
+    start_logits, end_logits = logits_of(windows, good)
+    bad_start, bad_end = logits_of(windows, peak)
+    options = AnswerOptions(max_answer_length=4)
+    (answer,) = find_answers(asked, windows, (start_logits + bad_start, end_logits + bad_end), options)
+    assert answer.text == "w8 w9"
+
+
+def test_of_equal_scores_the_first_in_the_text_is_chosen(tokenizer: Any) -> None:
+    asked = question()
+    windows = windows_of(asked, tokenizer)
+    (answer,) = find_answers(asked, windows, logits_of(windows), AnswerOptions())
+    assert answer.text == "w0"
+    both = logits_of(windows, (3, FIRST, FIRST, 4.0), (1, FIRST, FIRST, 4.0))
+    (answer,) = find_answers(asked, windows, both, AnswerOptions())
+    assert answer.text == "w5"
+
+
+@pytest.mark.parametrize(("threshold", "text"), [(0.0, ""), (1.9, ""), (2.0, "w7"), (3.0, "w7")])
+def test_no_answer_wins_by_more_than_the_threshold(tokenizer: Any, threshold: float, text: str) -> None:
+    asked = question()
+    windows = windows_of(asked, tokenizer)
+    # The score of no answer is the least over the windows: 6, not 20. The answer's is 4.
+    logits = logits_of(
+        windows, *((row, 0, 0, 10.0) for row in (0, 1, 3)), (2, 0, 0, 3.0), (0, FIRST + 7, FIRST + 7, 2.0)
+    )
+    options = AnswerOptions(allows_no_answer=True, null_threshold=threshold)
+    (answer,) = find_answers(asked, windows, logits, options)
+    assert (answer.text, answer.best_text, answer.null_score_difference) == (text, "w7", 2.0)
+    assert answer.candidates[0] == {"text": "", "score": 6.0, "probability": answer.candidates[0]["probability"]}
+    (answer,) = find_answers(asked, windows, logits, AnswerOptions(null_threshold=threshold))
+    assert answer.text == "w7"  # v1 gives an answer always
+
+
+def test_positions_beyond_a_windows_tokens_do_not_count(tokenizer: Any) -> None:
+    asked = question("w1 w2 w3")
+    windows = windows_of(asked, tokenizer)
+    logits = logits_of(windows, (0, FIRST + 1, FIRST + 1, 1.0), (0, 12, 12, 50.0), width=16)
+    (answer,) = find_answers(asked, windows, logits, AnswerOptions())
+    assert answer.text == "w2"
+
+
+def test_a_context_without_words_has_no_answer(tokenizer: Any) -> None:
+    asked = question(" ")
+    windows = windows_of(asked, tokenizer)
+    for allows_no_answer in (False, True):
+        (answer,) = find_answers(asked, windows, logits_of(windows), AnswerOptions(allows_no_answer=allows_no_answer))
+        assert answer.text == ""
+
+
+def test_logits_of_other_windows_are_refused(tokenizer: Any) -> None:
+    asked = question()
+    windows = windows_of(asked, tokenizer)
+    with pytest.raises(ValueError, match="Found logits for 3 starts and 3 ends .* for each of 4 windows"):
+        find_answers(asked, windows, logits_of(windows.select(range(3))), AnswerOptions())
+
+
+def test_answers_are_written_as_json(tmp_path: Path, tokenizer: Any) -> None:
+    asked = question()
+    windows = windows_of(asked, tokenizer)
+    for allows_no_answer, files in ((False, 2), (True, 3)):
+        options = AnswerOptions(allows_no_answer=allows_no_answer, null_threshold=-1.0)
+        answers = find_answers(asked, windows, logits_of(windows), options)
+        folder = tmp_path / str(allows_no_answer)
+        qa_answers.write_answers(answers, folder, "eval")
+        assert len(list(folder.iterdir())) == files
+        read = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+        assert read["eval_predictions.json"] == {"q": "" if allows_no_answer else "w0"}
+        assert read["eval_nbest_predictions.json"]["q"][0]["score"] == 0.0
+        assert read.get("eval_null_odds.json", {"q": 0.0}) == {"q": 0.0}
+
+
+# --- metrics
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The Denver Broncos!", "denver broncos"),
+        ("a an the", ""),
+        ("  U.S.  dollars\n", "us dollars"),
+        ("another theory", "another theory"),  # articles inside words stay
+        ("co-operate", "cooperate"),
+        ("the-end", "theend"),  # punctuation goes first
+        ("$5", "5"),
+        ("“quoted”", "“quoted”"),  # ASCII punctuation only
+    ],
+)
+def test_normalisation(text: str, expected: str) -> None:
+    assert qa_metrics.normalise(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "exact", "f1"),
+    [
+        ("the cat", "Cat.", 1, 1),
+        ("black cat", "cat", 0, 2 / 3),
+        ("cat cat dog", "cat dog dog", 0, 2 / 3),  # cat once, dog once; three words each
+        ("bird", "cat", 0, 0),
+        ("", "cat", 0, 0),
+        ("in 1990", "1990 in", 0, 1),
+    ],
+)
+def test_scores_of_one_answer(prediction: str, truth: str, exact: float, f1: float) -> None:
+    assert qa_metrics.exact_match(prediction, truth) == exact
+    assert qa_metrics.word_f1(prediction, truth) == pytest.approx(f1)
+    assert qa_metrics.word_f1_or_none(prediction, truth) == pytest.approx(f1)
+
+
+def test_squad_takes_the_best_truth_and_a_missing_answer_scores_zero() -> None:
+    truths = {"a": ["black cat", "the cat"], "b": ["dog"], "c": ["w"], "d": ["x y z"]}
+    metrics = qa_metrics.squad_metrics({"a": "cat", "b": "big dog", "d": "x"}, truths)
+    # F1: 1, 2/3, 0, 1/2.
+    assert metrics == pytest.approx({"exact_match": 25.0, "f1": 100 * (1 + 2 / 3 + 0.5) / 4})
+
+
+def test_squad_v2_counts_questions_without_answer_apart() -> None:
+    truths = {"a": ["cat"], "b": ["big dog"], "c": [], "d": []}
+    given = {"a": "cat", "b": "", "c": "", "d": "bird"}
+    assert qa_metrics.squad_v2_metrics(given, truths) == pytest.approx(
+        {
+            **{"exact": 50.0, "f1": 50.0, "total": 4},
+            **{"HasAns_exact": 50.0, "HasAns_f1": 50.0, "HasAns_total": 2},
+            **{"NoAns_exact": 50.0, "NoAns_f1": 50.0, "NoAns_total": 2},
+        }
+    )
+
+
+def test_an_article_alone_is_no_answer_in_v2_and_shares_no_word_in_v1() -> None:
+    assert qa_metrics.question_scores({"a": "the"}, {"a": []}, allows_no_answer=True) == {"a": (1.0, 1.0)}
+    assert qa_metrics.question_scores({"a": "the"}, {"a": ["a"]}, allows_no_answer=False) == {"a": (1.0, 0.0)}
+    # A truth without words is none beside one with words.
+    assert qa_metrics.question_scores({"a": ""}, {"a": ["the", "cat"]}, allows_no_answer=True) == {"a": (0.0, 0.0)}
+
+
+def test_the_best_threshold_of_v2() -> None:
+    truths = {"a": ["cat"], "b": ["big dog"], "c": [], "d": []}
+    texts = {"a": "cat", "b": "dog", "c": "bird", "d": "fish"}
+    differences = {"a": -5.0, "b": 1.0, "c": 0.5, "d": 7.0}
+    given = {name: "" if differences[name] > 0 else text for name, text in texts.items()}
+    metrics = qa_metrics.squad_v2_metrics(given, truths, texts, differences)
+    # No answer at all: 2 right. With a: 3. With c, which is wrong: 2. With b: 2 exact, 2 + 2/3 by F1. With d less.
+    assert (metrics["exact"], metrics["f1"]) == (75.0, 75.0)
+    assert (metrics["best_exact"], metrics["best_exact_thresh"]) == (75.0, -5.0)
+    assert (metrics["best_f1"], metrics["best_f1_thresh"]) == (75.0, -5.0)
+    better = qa_metrics.squad_v2_metrics(given, truths, texts, {**differences, "c": 2.0})
+    assert (better["best_f1"], better["best_f1_thresh"]) == (pytest.approx(100 * (3 + 2 / 3) / 4), 1.0)
+
+
+# --- options and data
+
+
+def qa_options(*options: str) -> tuple:
+    return script_utils.parse_arguments(
+        script_utils.TextModelArguments, run_qa.QuestionDataArguments, PipeTransformerArguments, argv=list(options)
+    )
+
+
+def test_the_example_options_file_parses(tmp_path: Path) -> None:
+    path = str(SCRIPTS / "configs" / "run_qa_squad.yaml")
+    model_args, data_args, args = qa_options(path, "--output_dir", str(tmp_path), "--use_cpu", "true")
+    assert model_args.model_name_or_path
+    assert (data_args.max_seq_length, data_args.pad_to_max_length, args.do_train) == (384, True, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "No data: pass --dataset_name"),
+        ({"train_file": "x", "n_best_size": 0}, "Found --n_best_size 0; expected at least 1"),
+        ({"train_file": "x", "doc_stride": -1}, "Found --doc_stride -1; expected at least 0"),
+    ],
+)
+def test_wrong_data_options_say_what_to_change(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_qa.QuestionDataArguments(**fields)
+
+
+def official(questions: Dataset, unanswered: tuple[str, ...] = ()) -> str:
+    """The questions as an official file of SQuAD v2; those `unanswered` have plausible answers only."""
+    paragraphs = []
+    for row in questions:
+        found = [{"text": text, "answer_start": start} for text, start in zip(*row["answers"].values(), strict=True)]
+        is_impossible = row["id"] in unanswered
+        asked = {"id": row["id"], "question": row["question"], "is_impossible": is_impossible}
+        asked |= {"answers": [], "plausible_answers": found} if is_impossible else {"answers": found}
+        paragraphs.append({"context": row["context"], "qas": [asked]})
+    return json.dumps({"version": "v2.0", "data": [{"title": "w", "paragraphs": paragraphs}]})
+
+
+def test_files_of_every_layout_hold_the_same_questions(tmp_path: Path) -> None:
+    asked = make_questions(5, 0)
+    (tmp_path / "official.json").write_text(official(asked))
+    asked.to_json(str(tmp_path / "lines.json"))
+    asked.to_parquet(str(tmp_path / "table.parquet"))
+    as_text = [json.dumps(answers) for answers in asked["answers"]]
+    asked.remove_columns("answers").add_column("answers", as_text).to_csv(str(tmp_path / "table.csv"))
+    for name in ("official.json", "lines.json", "table.parquet", "table.csv"):
+        data = qa_utils.load_questions({"train": str(tmp_path / name)}, str(tmp_path / "cache"))
+        found = qa_utils.check_questions(data["train"], needs_answers=True, allows_no_answer=False)
+        columns = ["id", "context", "question", "answers"]
+        assert found.select_columns(columns).to_list() == asked.select_columns(columns).to_list(), name
+
+
+def test_splits_of_both_layouts_are_read_together(tmp_path: Path) -> None:
+    asked = make_questions(4, 0)
+    (tmp_path / "dev.json").write_text(official(asked, unanswered=("q1",)))
+    asked.to_parquet(str(tmp_path / "train.parquet"))
+    files = {"train": str(tmp_path / "train.parquet"), "validation": str(tmp_path / "dev.json")}
+    data = qa_utils.load_questions(files, str(tmp_path / "cache"))
+    assert list(data) == ["train", "validation"]
+    assert [len(answers["text"]) for answers in data["validation"]["answers"]] == [1, 0, 1, 1]
+    qa_utils.check_questions(data["validation"], needs_answers=True, allows_no_answer=True)
+    with pytest.raises(ValueError, match="1 questions without an answer, 'q1' first.*--version_2_with_negative"):
+        qa_utils.check_questions(data["validation"], needs_answers=True, allows_no_answer=False)
+    qa_utils.check_questions(data["validation"], needs_answers=False, allows_no_answer=False)
+
+
+def test_wrong_questions_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    asked = make_questions(3, 0)
+
+    def check(questions: Dataset) -> None:
+        qa_utils.check_questions(questions, needs_answers=True, allows_no_answer=False)
+
+    with pytest.raises(ValueError, match="expected `context`. Name the columns as SQuAD does"):
+        check(asked.rename_column("context", "text"))
+    with pytest.raises(ValueError, match="Found 3 questions with 1 ids"):
+        check(asked.remove_columns("id").add_column("id", ["q"] * 3))
+    with pytest.raises(ValueError, match="Found answers 'w1'; expected JSON like"):
+        check(asked.remove_columns("answers").add_column("answers", ["w1"] * 3))
+    assert not caplog.records
+    check(asked.map(lambda row: {"context": f"w {row['context']}"}))
+    assert "The answers of 3 questions ('q0' first) do not stand at their answer_start" in caplog.text
+
+
+def test_a_local_metric_script_replaces_the_built_in_metrics(tmp_path: Path, tokenizer: Any) -> None:
+    script = tmp_path / "share_of_words.py"
+    script.write_text(
+        "import datasets\n"
+        "import evaluate\n"
+        "class ShareOfWords(evaluate.Metric):\n"
+        "    def _info(self):\n"
+        "        text = datasets.Value('string')\n"
+        "        answers = {'text': datasets.List(text), 'answer_start': datasets.List(datasets.Value('int32'))}\n"
+        "        columns = {'predictions': {'id': text, 'prediction_text': text},\n"
+        "                   'references': {'id': text, 'answers': answers}}\n"
+        "        return evaluate.MetricInfo(description='', citation='', features=datasets.Features(columns))\n"
+        "    def _compute(self, predictions, references):\n"
+        "        pairs = zip(predictions, references)\n"
+        "        return {'share': sum(p['prediction_text'] in r['answers']['text'] for p, r in pairs) / 1}\n"
+    )
+    asked = question(text="w0")
+    windows = windows_of(asked, tokenizer)
+    data_args = run_qa.QuestionDataArguments(train_file="x")
+    found = run_qa.answers_of(data_args, None)(asked, windows, logits_of(windows), "eval")
+    assert isinstance(found, EvalPrediction)
+    assert run_qa.metric_function(False, str(script), rank=0)(found) == {"share": 1.0}
+    assert run_qa.metric_function(False, None, rank=0)(found) == {"exact_match": 100.0, "f1": 100.0}
+
+
+def test_hidden_answers_are_not_scored(tokenizer: Any) -> None:
+    windows = windows_of(question(), tokenizer)
+    for version_2, is_scored in ((False, False), (True, True)):
+        data_args = run_qa.QuestionDataArguments(train_file="x", version_2_with_negative=version_2)
+        found = run_qa.answers_of(data_args, None)(question(), windows, logits_of(windows), "predict")
+        assert (found.label_ids is not None) is is_scored
+
+
+def test_the_mixin_refuses_what_it_cannot_evaluate(tmp_path: Path, tokenizer: Any) -> None:
+    class AnsweringTrainer(qa_answers.QuestionAnsweringMixin, Trainer):
+        pass
+
+    trainer = AnsweringTrainer(
+        model=make_bert(BertForQuestionAnswering, len(tokenizer)),
+        args=TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True),
+        eval_dataset=windows_of(question(), tokenizer),
+        post_process_function=run_qa.answers_of(run_qa.QuestionDataArguments(train_file="x"), None),
+    )
+    with pytest.raises(ValueError, match="Found NoneType as questions and Dataset as their windows"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match="Found Dataset as questions and dict as their windows"):
+        trainer.evaluate({"a": trainer.eval_dataset}, question())
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of plain Trainer in one process and of two stages found; `own` has an `evaluate` of its own."""
+    found = {}
+    for name, num_stages, extra in (("plain", 0, []), ("pipeline", 2, []), ("own", 2, ["--own_evaluate"])):
+        output, count = tmp_path_factory.mktemp(name), max(1, num_stages)
+        launch(
+            Path(__file__).parent / "distributed" / "qa_worker.py",
+            [str(output), "--num_stages", str(num_stages), *extra],
+            num_processes=count,
+            timeout=150,
+            env={"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(SCRIPTS)))},
+        )
+        found[name] = [json.loads((output / f"found.rank{rank}.json").read_text()) for rank in range(count)]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("way", "when"),
+    [("pipeline", "before"), ("pipeline", "after"), ("pipeline", "predicted"), ("own", "before"), ("own", "after")],
+)
+def test_two_stages_give_the_metrics_of_plain_trainer(
+    runs: dict[str, list[dict[str, Any]]], way: str, when: str
+) -> None:
+    def measured(found: dict[str, Any]) -> dict[str, float]:
+        return {name: value for name, value in found[when].items() if name.endswith(("_f1", "_exact_match"))}
+
+    (plain,) = runs["plain"]
+    assert len(measured(plain)) == 2
+    for rank in runs[way]:
+        assert measured(rank) == measured(plain)
+
+
+@pytest.mark.distributed
+def test_two_stages_give_the_answers_of_plain_trainer(runs: dict[str, list[dict[str, Any]]]) -> None:
+    (plain,) = runs["plain"]
+    assert len(plain["answers"]) == NUM_EVALUATION
+    for rank in runs["pipeline"]:
+        assert {name: text for name, (text, _) in rank["answers"].items()} == {
+            name: text for name, (text, _) in plain["answers"].items()
+        }
+        for name, (_, candidates) in plain["answers"].items():
+            # Not the scores: the bias of the logits, whose gradient is zero but for rounding, moves all of them alike.
+            expected = [candidate["probability"] for candidate in candidates]
+            found = [candidate["probability"] for candidate in rank["answers"][name][1]]
+            assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["pipeline", "own"])
+def test_two_stages_log_losses_and_evaluations_in_training_like_plain_trainer(
+    runs: dict[str, list[dict[str, Any]]], way: str
+) -> None:
+    def logged(found: dict[str, Any], key: str) -> list[float]:
+        return [entry[key] for entry in found["log"] if key in entry]
+
+    (plain,), first = runs["plain"], runs[way][0]
+    assert len(logged(plain, "loss")) > 2
+    assert logged(first, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    assert len(logged(plain, "eval_f1")) >= 2
+    assert logged(first, "eval_f1") == logged(plain, "eval_f1")
+
+
+@pytest.mark.distributed
+def test_run_qa_trains_evaluates_and_predicts_with_two_stages(tmp_path: Path) -> None:
+    model, output = tmp_path / "model", tmp_path / "output"
+    save_tiny_bert(model, BertForQuestionAnswering, ["after", *WORDS])
+    make_questions(12, 0).to_parquet(str(tmp_path / "train.parquet"))
+    asked = make_questions(7, 1)
+    (tmp_path / "dev.json").write_text(official(asked, unanswered=("q2", "q3")))
+    launch(
+        SCRIPTS / "run_qa.py",
+        [
+            *("--model_name_or_path", str(model), "--version_2_with_negative", "true"),
+            *("--train_file", str(tmp_path / "train.parquet"), "--validation_file", str(tmp_path / "dev.json")),
+            *("--test_file", str(tmp_path / "dev.json"), "--max_predict_samples", "5"),
+            *("--max_seq_length", "24", "--doc_stride", "8", "--n_best_size", "3"),
+            *("--do_train", "--do_eval", "--do_predict", "--pipeline_parallel_size", "2", "--num_train_epochs", "1"),
+            *("--learning_rate", "1e-3", "--save_strategy", "no", "--use_cpu", "true"),
+            *("--output_dir", str(output), "--cache_dir", str(tmp_path / "cache")),
+        ],
+        num_processes=2,
+        timeout=240,
+    )
+    results = json.loads((output / "all_results.json").read_text())
+    assert (results["eval_samples"], results["eval_total"], results["eval_NoAns_total"]) == (7, 7, 2)
+    assert results["train_samples"] > 12  # windows
+    assert results["predict_samples"] == 5
+    read = {
+        name: json.loads((output / f"{name}.json").read_text()) for name in ("eval_predictions", "predict_predictions")
+    }
+    assert list(read["eval_predictions"]) == asked["id"][:]
+    # Three spans at most, and no answer.
+    assert {len(best) for best in json.loads((output / "eval_nbest_predictions.json").read_text()).values()} <= {
+        2,
+        3,
+        4,
+    }
+    assert list(json.loads((output / "eval_null_odds.json").read_text())) == asked["id"][:]
+
+    saved = AutoModelForQuestionAnswering.from_pretrained(output).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    data_args = run_qa.QuestionDataArguments(
+        train_file="x", max_seq_length=24, doc_stride=8, n_best_size=3, version_2_with_negative=True
+    )
+    tested = asked.select(range(5))
+    windows = run_qa.make_windows(tested, tokenizer, data_args, is_training=False)
+    inputs = windows.select_columns(["input_ids", "token_type_ids", "attention_mask"])
+    outputs = saved(**DataCollatorWithPadding(tokenizer)(inputs.to_list()))
+    logits = (outputs.start_logits.detach().numpy(), outputs.end_logits.detach().numpy())
+    answers = find_answers(tested, windows, logits, data_args.answer_options)
+    assert read["predict_predictions"] == {answer.name: answer.text for answer in answers}
+
+
+# --- real questions
+
+
+@pytest.mark.shared_data
+def test_gold_answers_survive_windows_and_answers_from_logits(shared_data: Path, minilm: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    data = load_dataset("parquet", data_files=str(shared_data / "squad_v1_dev.parquet"), split="train")
+    # From all over the file: of the first 200 questions eight have an answer like "8", found in "20–18", which no part
+    # of a tokenized text is.
+    asked = data.select(range(0, 53 * 200, 53))
+    data_args = run_qa.QuestionDataArguments(validation_file="x", max_seq_length=128, doc_stride=48)
+    windows = run_qa.make_windows(asked, tokenizer, data_args, is_training=False)
+    labels = run_qa.make_windows(asked, tokenizer, data_args, is_training=True)
+    assert len(labels) == len(windows) > 2 * len(asked)
+    start_logits, end_logits = np.zeros((2, len(windows), data_args.max_seq_length), dtype=np.float32)
+    start_logits[np.arange(len(windows)), labels["start_positions"][:]] = 1
+    end_logits[np.arange(len(windows)), labels["end_positions"][:]] = 1
+    answers = find_answers(asked, windows, (start_logits, end_logits), data_args.answer_options)
+    truths = {row["id"]: row["answers"]["text"][:1] for row in asked}
+    texts = {answer.name: answer.text for answer in answers}
+    lost = {name: (texts[name], *truths[name]) for name in truths if texts[name] != truths[name][0]}
+    assert qa_metrics.squad_metrics(texts, truths)["exact_match"] >= 99, lost
