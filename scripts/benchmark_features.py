@@ -19,7 +19,6 @@ import argparse
 import os
 import statistics
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from accelerate import PartialState
 from benchmark_cache import merge
 from benchmark_pipeline import MODELS, summary
 from benchmark_real_input import cifar10_images
-from torch.autograd.graph import saved_tensors_hooks
+from saved_bytes import SavedBytes
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -102,37 +101,6 @@ def difference(found: list[float], expected: list[float]) -> float:
 # ---- 1. memory ----
 
 
-class SavedBytes:
-    """Counts the bytes that autograd keeps for the backward, each storage once, those of `ignored` tensors not."""
-
-    def __init__(self, ignored: Any) -> None:
-        self.now = self.most = 0
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
-        self._uses: Counter[int] = Counter()
-
-    def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
-
-    def change(self, tensor: torch.Tensor, uses: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        if key in self._ignored:
-            return
-        before = self._uses[key]
-        self._uses[key] += uses
-        self.now += storage.nbytes() * ((self._uses[key] > 0) - (before > 0))
-        self.most = max(self.most, self.now)
-
-
-class _Saved:
-    def __init__(self, tensor: torch.Tensor, count: SavedBytes) -> None:
-        self.tensor, self.count = tensor, count
-        count.change(tensor, 1)
-
-    def __del__(self) -> None:
-        self.count.change(self.tensor, -1)
-
-
 def benchmark_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Peaks of both stages by schedule and mode."""
     table: dict[str, Any] = {}
@@ -144,7 +112,7 @@ def benchmark_memory(options: argparse.Namespace) -> dict[str, Any]:
                     name, options.folder, max_steps=3, pipeline_parallel_size="2",
                     pipeline_parallel_num_microbatches="8", pipeline_schedule=schedule, pipeline_checkpoint=mode,
                 )  # fmt: skip
-                count = SavedBytes(trainer.model.parameters())
+                count = SavedBytes(trainer)
                 with count.hooks():
                     trainer.train()
                 losses = losses or trainer.losses

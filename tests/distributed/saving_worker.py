@@ -3,6 +3,7 @@
 saving_worker.py train FOLDER --num_stages K     on K * R processes
 saving_worker.py load FOLDER                     on one process
 saving_worker.py memory FOLDER --num_stages K    on K processes
+saving_worker.py recomputation FOLDER --num_stages K    on K processes
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, ViTForImageClassification
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.arguments import RECOMPUTE_MODES
+from scripts.saved_bytes import SavedBytes
 from tests.models import build_model, collate, make_dataset, vit_config
 
 
@@ -192,9 +195,26 @@ def memory(folder: Path, num_stages: int) -> None:
         del trainer, weigh
 
 
+def recomputation(folder: Path, num_stages: int) -> None:
+    """What a stage keeps for the backward under each mode, with four micro-batches."""
+    for schedule in ("gpipe", "1f1b"):
+        for mode in RECOMPUTE_MODES:
+            changes = {"pipeline_schedule": schedule, "pipeline_checkpoint": mode, "logging_steps": 1}
+            args = arguments(
+                folder / "output", num_stages, max_steps=2, pipeline_parallel_num_microbatches=4, **changes
+            )
+            trainer = trainer_of(build_model("vit"), "vit", args)
+            count = SavedBytes(trainer)
+            with count.hooks():
+                trainer.train()
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            record = {"peak": count.most, "left": count.now, "losses": losses}
+            (folder / f"{schedule}-{mode}.rank{RANK}.json").write_text(json.dumps(record))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["train", "load", "memory"])
+    parser.add_argument("what", choices=["train", "load", "memory", "recomputation"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num_stages", type=int, default=1)
     options = parser.parse_args()
@@ -202,7 +222,8 @@ def main() -> None:
     if options.what == "load":
         load(options.folder)
     else:
-        {"train": train, "memory": memory}[options.what](options.folder, options.num_stages)
+        act = {"train": train, "memory": memory, "recomputation": recomputation}[options.what]
+        act(options.folder, options.num_stages)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -155,3 +155,35 @@ def test_the_model_is_whole_again_after_training(weighed: dict[str, list[Any]]):
     for records in weighed.values():
         for record in records:
             assert record["whole_again"] == record["whole"]
+
+
+# Micro-batches whose activations a stage keeps at most, of four, by schedule, mode and stage. The one that is recomputed
+# counts, and 1F1B has two in flight on its first stage, of which "except_last" keeps the last one of the batch.
+IN_FLIGHT = {
+    ("gpipe", "never"): [4, 4],
+    ("gpipe", "except_last"): [1, 1],
+    ("gpipe", "always"): [1, 1],
+    ("1f1b", "never"): [2, 1],
+    ("1f1b", "except_last"): [2, 1],
+    ("1f1b", "always"): [1, 1],
+}
+
+
+@pytest.mark.parametrize(("schedule", "mode"), IN_FLIGHT)
+def test_recomputation_keeps_less_and_changes_no_number(recomputed: Path, schedule: str, mode: str):
+    for rank in range(2):
+        found, one, never = (
+            json.loads((recomputed / f"{name}.rank{rank}.json").read_text())
+            for name in (f"{schedule}-{mode}", "1f1b-always", f"{schedule}-never")
+        )
+        assert found["peak"] == pytest.approx(IN_FLIGHT[schedule, mode][rank] * one["peak"], rel=1e-3)
+        assert found["left"] == 0
+        assert found["losses"] == pytest.approx(never["losses"], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def recomputed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each stage of two keeps, by schedule and mode."""
+    folder = tmp_path_factory.mktemp("recomputation")
+    launch(WORKER, ["recomputation", folder, "--num_stages", "2"], num_processes=2, timeout=150)
+    return folder
