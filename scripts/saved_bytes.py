@@ -21,38 +21,46 @@ class SavedBytes(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self.now = self.most = 0
+        self._trainer = trainer
         self._ignored: set[int] = set()
         self._uses: Counter[int] = Counter()
-        self._trainer = trainer
+        self._is_counting = False
         trainer.add_callback(self)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What was kept before, to look at the model, does not count."""
-        held = [parameter for parameter in self._trainer.model.parameters() if not parameter.is_meta]
-        self._ignored = {parameter.untyped_storage().data_ptr() for parameter in held}
-        if state.global_step == 0:
-            self.most = self.now
-
     def hooks(self) -> saved_tensors_hooks:
-        """Inside this context it counts."""
+        """The run takes place inside this context."""
         return saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
 
-    def change(self, tensor: torch.Tensor, uses: int) -> None:
-        """A tensor has more or fewer uses."""
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """From the first step on it counts: what a start-up keeps to look at the model does not."""
+        held = [parameter for parameter in self._trainer.model.parameters() if not parameter.is_meta]
+        self._ignored = {parameter.untyped_storage().data_ptr() for parameter in held}
+        self._is_counting = True
+
+    def keep(self, tensor: torch.Tensor) -> int | None:
+        """Count a tensor; what `release` needs, None if it does not count."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
-        if key in self._ignored:
-            return
-        before = self._uses[key]
-        self._uses[key] += uses
-        self.now += storage.nbytes() * ((self._uses[key] > 0) - (before > 0))
-        self.most = max(self.most, self.now)
+        if not self._is_counting or key in self._ignored:
+            return None
+        self._uses[key] += 1
+        if self._uses[key] == 1:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+        return key
+
+    def release(self, key: int, num_bytes: int) -> None:
+        """The tensor behind `key` has one use less."""
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            self.now -= num_bytes
 
 
 class _Saved:
     def __init__(self, tensor: torch.Tensor, count: SavedBytes) -> None:
         self.tensor, self.count = tensor, count
-        count.change(tensor, 1)
+        self.key = count.keep(tensor)
 
     def __del__(self) -> None:
-        self.count.change(self.tensor, -1)
+        if self.key is not None:
+            self.count.release(self.key, self.tensor.untyped_storage().nbytes())

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.arguments import RECOMPUTE_MODES
 from scripts.saved_bytes import SavedBytes
+from tests.distributed.transition_cases import TransitionCase
 from tests.models import build_model, collate, make_dataset, vit_config
 
 
@@ -199,10 +200,13 @@ def recomputation(folder: Path, num_stages: int) -> None:
     """What a stage keeps for the backward under each mode, with four micro-batches."""
     for schedule in ("gpipe", "1f1b"):
         for mode in RECOMPUTE_MODES:
-            changes = {"pipeline_schedule": schedule, "pipeline_checkpoint": mode, "logging_steps": 1}
-            args = arguments(
-                folder / "output", num_stages, max_steps=2, pipeline_parallel_num_microbatches=4, **changes
-            )
+            # Where the stages are cut must not hang on the clock.
+            case = TransitionCase("", plan=[(0, 0, [0, 5, 10], 4)], schedule=schedule)
+            plan = folder / f"plan{RANK}-{schedule}.jsonl"
+            plan.write_text(case.plan_lines(WORLD_SIZE))
+            shared_plan = plan.rename(folder / f"plan-{schedule}.jsonl")
+            changes = {"layout_plan": str(shared_plan), "pipeline_checkpoint": mode, "logging_steps": 1}
+            args = arguments(folder / "output", num_stages, max_steps=2, **changes)
             trainer = trainer_of(build_model("vit"), "vit", args)
             count = SavedBytes(trainer)
             with count.hooks():

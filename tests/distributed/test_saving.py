@@ -157,8 +157,8 @@ def test_the_model_is_whole_again_after_training(weighed: dict[str, list[Any]]):
             assert record["whole_again"] == record["whole"]
 
 
-# Micro-batches whose activations a stage keeps at most, of four, by schedule, mode and stage. The one that is recomputed
-# counts, and 1F1B has two in flight on its first stage, of which "except_last" keeps the last one of the batch.
+# Micro-batches, of four, whose activations a stage keeps at most. The one that is recomputed
+# counts; 1F1B has two in flight on its first stage, of which "except_last" keeps the last one of the batch.
 IN_FLIGHT = {
     ("gpipe", "never"): [4, 4],
     ("gpipe", "except_last"): [1, 1],
