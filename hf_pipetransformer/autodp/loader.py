@@ -331,17 +331,24 @@ def make_pipeline_loader(
         Samples(dataset),
         batch_sampler=own_batches,
         collate_fn=SkipEmpty(collate),
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        in_order=args.dataloader_in_order,
+        **worker_options(args),
         worker_init_fn=worker_init if is_training else None,
     )
     return PipelineLoader(
         loader, groups, placeholders, args.pipeline_timeout, global_batch_size, len(order), common_length, shared
     )
+
+
+def worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
+    """What torch's loader is told of workers and memory."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "in_order": args.dataloader_in_order,
+    }
 
 
 def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: torch.Generator | None) -> Any:

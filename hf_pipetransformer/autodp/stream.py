@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autodp.loader import PipelineLoader, SkipEmpty
+from hf_pipetransformer.autodp.loader import PipelineLoader, SkipEmpty, worker_options
 from hf_pipetransformer.autodp.sampler import replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
@@ -173,15 +173,7 @@ def make_stream_loader(
 ) -> StreamLoader:
     """The loader of a data set that can only be iterated; see `make_pipeline_loader` for the arguments."""
     loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_size=global_batch_size,
-        collate_fn=SkipEmpty(collate),
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        in_order=args.dataloader_in_order,
+        dataset, batch_size=global_batch_size, collate_fn=SkipEmpty(collate), **worker_options(args)
     )
     return StreamLoader(
         loader,
