@@ -124,19 +124,6 @@ class ResumingTrainer(AdaptingTrainer):
             },
         }
 
-    def _from_first_rank(self, call: Callable[[], Any]) -> Any:
-        """What a call gives on rank 0, or its refusal, on every rank."""
-        answer: dict[str, Any] = {}
-        if self.topology.rank == 0:
-            try:
-                answer = {"value": call()}
-            except ValueError as error:
-                answer = {"refusal": str(error)}
-        answer = self.topology.broadcast(answer)
-        if "refusal" in answer:
-            raise ValueError(answer["refusal"])
-        return answer["value"]
-
     def _refused_alike(self, call: Callable[[], T]) -> T:
         """Run a call on every rank; what one rank refuses is refused on all, in the same words."""
         value, refusal = None, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -119,11 +119,12 @@ class StartingTrainer(Trainer):
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
         start_up = StartUp(self.model, splitter, args, self.topology, args.device)
         with undisturbed(self.model):
-            # A stream is read by rank 0 alone.
-            reads = self.topology.rank == 0 or not is_stream(dataset)
-            samples = self.topology.broadcast(
-                probe_samples(*self._dataset_and_collator(dataset, what), main_input_of(self.model)) if reads else None
-            )
+            parts = (*self._dataset_and_collator(dataset, what), main_input_of(self.model))
+            if is_stream(dataset):
+                # It is read by rank 0 alone.
+                samples = self._from_first_rank(lambda: probe_samples(*parts))
+            else:
+                samples = self.topology.broadcast(probe_samples(*parts))
         self._has_labels = "labels" in samples
         needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
         rule = start_up.run(samples, self._probe_loss if needs_loss else self._probe_output, self._count_items)
@@ -138,6 +139,19 @@ class StartingTrainer(Trainer):
         stage = apply_layout(self.model, splitter, start_up.probe, self.topology, layout, self._settings, is_training)
         self._take_stage(stage)
         return stage
+
+    def _from_first_rank(self, call: Callable[[], Any]) -> Any:
+        """What a call gives on rank 0, or its refusal, on every rank."""
+        answer: dict[str, Any] = {}
+        if self.topology.rank == 0:
+            try:
+                answer = {"value": call()}
+            except ValueError as error:
+                answer = {"refusal": str(error)}
+        answer = self.topology.broadcast(answer)
+        if "refusal" in answer:
+            raise ValueError(answer["refusal"])
+        return answer["value"]
 
     def _make_settings(self) -> Settings:
         args, compiled = self.args, None

@@ -46,6 +46,11 @@ class CountSteps(TrainerCallback):
         self.steps += 1
 
 
+class Nothing(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
 class ContrastiveTrainer(PipeTransformerTrainer):
     """A loss that compares the samples of a batch with each other."""
 
@@ -202,7 +207,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "resume_from_last_checkpoint": {"act": resume(True)},
     "resume_from_a_checkpoint": {"act": resume("checkpoint-3")},
     "no_dataset": {"train_dataset": lambda: iter(make_dataset("bert_sequence", 20)), "options": {"max_steps": 2}},
-    "empty_stream": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([]).to_iterable_dataset()},
+    "empty_stream": {"train_dataset": Nothing},
     "packed_samples": {"collator": packed},
     "empty_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([])},
     "undivided_optimizer": {"optimizers": undivided_optimizer},

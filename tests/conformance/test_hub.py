@@ -1,0 +1,47 @@
+"""`push_to_hub` uploads what plain Trainer uploads, from one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.runs import TOLERANCE, Launches, Run
+from tests.distributed.test_equality import tensor_difference
+from tests.models import has_zero_gradient
+
+
+WORKER = Path(__file__).with_name("hub_worker.py")
+RUNS = [Run(strategy, {"strategy": strategy}, (2, 1)) for strategy in ("every_save", "checkpoint", "end")]
+
+# What the pipeline writes of its own, beside the files of Trainer.
+OWN_FILES = {"pipetransformer_events.jsonl"}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(WORKER, tmp_path_factory.mktemp("hub"), [*RUNS, *(run.reference for run in RUNS)])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_uploads_are_trainers(launches: Launches, run: Run):
+    ours, plain = launches.outcome(run), launches.outcome(run.reference)
+    expected = plain.ranks[0]["uploads"]
+    assert len(expected) == {"every_save": 4, "checkpoint": 7, "end": 1}[run.name]
+    found = [
+        {**upload, "files": [name for name in upload["files"] if name not in OWN_FILES]}
+        for upload in ours.ranks[0]["uploads"]
+    ]
+    assert found == expected
+    assert ours.ranks[1]["uploads"] == []
+    assert ours.ranks[0]["pushes"] == plain.ranks[0]["pushes"]
+    assert ours.tensors.keys() == plain.tensors.keys()
+    far = {
+        name: difference
+        for name, theirs in plain.tensors.items()
+        if not has_zero_gradient("vit", name)
+        and (difference := tensor_difference(ours.tensors[name], theirs)) > TOLERANCE
+    }
+    assert far == {}
