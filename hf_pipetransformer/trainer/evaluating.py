@@ -61,13 +61,24 @@ class EvaluatingTrainer(StartingTrainer):
             self._eval_gather = outer
         if not isinstance(dataloader, StreamLoader):
             return output
-        # Trainer counts what this replica saw, and all batches of a stream alike in the loss, small ones too.
+        # Trainer counts what this replica saw.
         metrics = dict(output.metrics or {})
         if gather.losses:
-            losses = torch.cat(gather.losses).double().cpu()
-            finite = losses[losses.isfinite()] if self.args.logging_nan_inf_filter else losses
-            metrics[f"{metric_key_prefix}_loss"] = float((finite if len(finite) else losses).mean())
+            metrics[f"{metric_key_prefix}_loss"] = self._loss_of_stream(gather.losses, dataloader)
         return output._replace(num_samples=dataloader.num_seen, metrics=metrics)
+
+    def _loss_of_stream(self, batch_losses: list[torch.Tensor], loader: StreamLoader) -> float:
+        """The mean of the batches' losses, `(1,)` each, as Trainer takes it in one process.
+
+        It does not know how many samples a stream has, so each batch but the last counts as a full one.
+        """
+        losses = torch.cat(batch_losses).double().cpu()
+        weights = torch.full_like(losses, loader.total_batch_size)
+        weights[-1] = sum(loader.samples_of_replicas())
+        is_counted = losses.isfinite()
+        if not self.args.logging_nan_inf_filter or not is_counted.any():
+            is_counted[:] = True
+        return float((losses * weights)[is_counted].sum() / weights[is_counted].sum())
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -24,7 +24,6 @@ from transformers import (
     default_data_collator,
 )
 
-from tests.distributed.cases import GLOBAL_EVAL_BATCH
 from tests.distributed.equality_worker import summed_loss, to_classes
 from tests.models import IGNORED, MASK, MODELS, NUM_LAYERS, PAD, VOCABULARY, Row, collate
 

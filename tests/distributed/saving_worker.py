@@ -24,8 +24,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.arguments import RECOMPUTE_MODES
 from scripts.saved_bytes import SavedBytes
-from tests.distributed.transition_cases import TransitionCase
-from tests.models import build_model, collate, make_dataset, vit_config
+from tests.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
 
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -170,6 +169,24 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
+def even_plan(folder: Path, num_layers: int, num_stages: int, num_microbatches: int, schedule: str) -> str:
+    """A plan of one layout, its stages equally long: where they are cut must not hang on the clock."""
+    num_units = 2 * num_layers + 2
+    layout = {
+        "num_layers": num_layers,
+        "num_frozen_layers": 0,
+        "num_stages": num_stages,
+        "num_replicas": 1,
+        "boundaries": [round(stage * num_units / num_stages) for stage in range(num_stages + 1)],
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+    }
+    path = folder / f"plan-{num_layers}-{schedule}.jsonl"
+    unfinished = path.with_suffix(f".rank{RANK}")
+    unfinished.write_text(json.dumps({"event": "run", "step": 0, "layout": layout}) + "\n")
+    return str(unfinished.rename(path))
+
+
 def memory(folder: Path, num_stages: int) -> None:
     # One after the other, so that no model is in memory while another is weighed.
     builders: dict[str, Callable[[], PreTrainedModel]] = {
@@ -180,7 +197,8 @@ def memory(folder: Path, num_stages: int) -> None:
         model = build()
         whole = {key: num_bytes([value]) for key, value in model.named_parameters()}
         weigh = Weigh()
-        args = arguments(folder / f"{name}-output", num_stages, max_steps=2)
+        plan = even_plan(folder, model.config.num_hidden_layers, num_stages, 2, "1f1b")
+        args = arguments(folder / f"{name}-output", num_stages, max_steps=2, layout_plan=plan)
         trainer = trainer_of(model, name, args, callbacks=[weigh])
         weigh.trainer = trainer
         del model
@@ -200,13 +218,10 @@ def recomputation(folder: Path, num_stages: int) -> None:
     """What a stage keeps for the backward under each mode, with four micro-batches."""
     for schedule in ("gpipe", "1f1b"):
         for mode in RECOMPUTE_MODES:
-            # Where the stages are cut must not hang on the clock.
-            case = TransitionCase("", plan=[(0, 0, [0, 5, 10], 4)], schedule=schedule)
-            plan = folder / f"plan{RANK}-{schedule}.jsonl"
-            plan.write_text(case.plan_lines(WORLD_SIZE))
-            shared_plan = plan.rename(folder / f"plan-{schedule}.jsonl")
-            changes = {"layout_plan": str(shared_plan), "pipeline_checkpoint": mode, "logging_steps": 1}
-            args = arguments(folder / "output", num_stages, max_steps=2, **changes)
+            plan = even_plan(folder, NUM_LAYERS, num_stages, 4, schedule)
+            args = arguments(
+                folder / "output", num_stages, max_steps=2, layout_plan=plan, pipeline_checkpoint=mode, logging_steps=1
+            )
             trainer = trainer_of(build_model("vit"), "vit", args)
             count = SavedBytes(trainer)
             with count.hooks():

@@ -198,7 +198,7 @@ SAID = {
     "no_weights": r"neither model\.safetensors nor",
     "cut_trainer_state": r"incomplete.*trainer_state\.json",
     "cut_optimizer": r"optimizer-stage-1\.safetensors cannot be read",
-    "other_version": r"version 99.*expected version 1",
+    "other_version": r"version 99.*expected version 2",
     "differs_between_ranks": r"resume_from_checkpoint is \S+checkpoint-1 on rank 1 and \S+checkpoint-0 on rank 0",
     "unsavable_scheduler": r"StubbornScheduler.*'memory'.*object.*save_only_model=True",
 }
