@@ -22,6 +22,8 @@ LAUNCH_HINT = (
 FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
 """Environment variable that lets fp16 through, for the check on GPUs."""
 
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
 _LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
 
 
@@ -116,6 +118,14 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             may_have_stages and (args.bf16_full_eval or args.fp16_full_eval),
             "bf16_full_eval and fp16_full_eval cast a whole model, a stage holds a part of it. Use bf16=True, or "
             "pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages
+            and args.torch_compile
+            and (args.torch_compile_mode in _GRAPH_MODES or args.torch_compile_backend == "cudagraphs"),
+            f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
+            "CUDA graphs use the memory of a layer's output again, while micro-batches in flight need it. Use another "
+            "mode, or pipeline_parallel_size=1.",
         ),
         (
             may_have_stages and args.save_on_each_node,

@@ -304,6 +304,11 @@ def probe_samples(dataset: Any, collate: Any, main_input: str) -> dict[str, Any]
         ValueError: the data set is empty, or the batch is no batch of its samples.
     """
     if is_stream(dataset):
+        if iter(dataset) is iter(dataset):
+            raise ValueError(
+                f"The {type(dataset).__name__} can be iterated once only, and a run looks at its first samples before "
+                "it starts. Let `__iter__` begin anew each time."
+            )
         samples = list(islice(dataset, NUM_PROBE_SAMPLES))
     elif len(dataset):
         samples = [dataset[i * len(dataset) // NUM_PROBE_SAMPLES] for i in range(NUM_PROBE_SAMPLES)]

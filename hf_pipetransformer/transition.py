@@ -288,9 +288,12 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
     if stage.groups.num_stages == 1:
         yield
         return
-    store, held = stage.store, set(stage.store.held())
+    store, held, device = stage.store, set(stage.store.held()), stage.engine.device
+    own = stage.own_names()
     missing = collect_parameters(store.named(), stage.owners, stage.groups)
-    store.fill({name: value.to(stage.engine.device) for name, value in missing.items()})
+    store.fill({name: value.to(device) for name, value in missing.items()})
+    # Outside training every rank holds all, its own part on the device.
+    store.move(held, device)
     _share_buffers(stage)
     was_installed = stage.view.is_installed
     stage.view.remove()
@@ -300,6 +303,9 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
         if was_installed:
             stage.view.install(stage.layout.units_of(stage.groups.stage))
         store.release(keep=held)
+        if held - own:
+            store.move(held - own, torch.device("cpu"))
+            store.move(own, device)
 
 
 def _share_buffers(stage: Stage) -> None:

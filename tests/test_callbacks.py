@@ -33,12 +33,19 @@ class Got(TrainerCallback):
         self.seen = kwargs.get("model")
 
 
+class Inherited(Named):
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+
+
 class Blind(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.seen = kwargs["optimizer"]
 
 
-@pytest.mark.parametrize(("kind", "reads"), [(Named, True), (Looked, True), (Got, True), (Blind, False)])
+@pytest.mark.parametrize(
+    ("kind", "reads"), [(Named, True), (Looked, True), (Got, True), (Inherited, True), (Blind, False)]
+)
 def test_a_callback_that_names_the_model_reads_it(kind: type[TrainerCallback], reads: bool) -> None:
     assert reads_model(kind(), "on_step_end") == reads
     assert not reads_model(kind(), "on_step_begin")

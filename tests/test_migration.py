@@ -155,7 +155,7 @@ def optimizer_of(*parameters: torch.nn.Parameter) -> torch.optim.Optimizer:
 def test_an_optimizer_lets_go_and_takes_in_by_name() -> None:
     decayed, plain, gone = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = optimizer_of(decayed, plain, gone)
-    holder = OptimizerState(optimizer, {"decayed": decayed, "plain": plain, "gone": gone}, ALONE, True)
+    holder = OptimizerState(optimizer, {"decayed": decayed, "plain": plain, "gone": gone}, ALONE, True, {})
     state = holder.state_of(plain)
     arrived = torch.nn.Parameter(torch.ones(3))
     holder.hold({"decayed": decayed, "plain": arrived, "unknown": torch.nn.Parameter(torch.ones(1))}, {"plain": state})
@@ -171,8 +171,8 @@ def test_ranks_whose_optimizers_have_other_groups_are_refused_if_layers_may_move
     parameter = torch.nn.Parameter(torch.ones(1))
     others = SimpleNamespace(gather=lambda value: [value, {"options": other_options, "group_of": {}}])
     with pytest.raises(ValueError, match=f"{len(other_options)} parameter groups on rank 1 and 2 on rank 0"):
-        OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, True)
-    OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, False)
+        OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, True, {})
+    OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, False, {})
 
 
 def test_a_users_optimizer_keeps_groups_and_state_of_what_a_stage_trains() -> None:
@@ -180,7 +180,8 @@ def test_a_users_optimizer_keeps_groups_and_state_of_what_a_stage_trains() -> No
     groups = [{"params": [named["a"], named["b"]], "lr": 0.1}, {"params": [named["c"]]}]
     optimizer = torch.optim.Adagrad(groups, lr=0.5)  # It has state from the start.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    keep_parameters(optimizer, {id(p): name for name, p in named.items()}, {"b": named["b"]})
+    group_of = keep_parameters(optimizer, {id(p): name for name, p in named.items()}, {"b": named["b"]})
+    assert group_of == {"a": 0, "b": 0, "c": 1}
     assert [group["params"] for group in optimizer.param_groups] == [[named["b"]], []]
     assert set(optimizer.state) == {named["b"]}
     named["b"].grad = torch.ones(2)

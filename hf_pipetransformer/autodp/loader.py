@@ -165,6 +165,16 @@ class PipelineLoader(DataLoaderStateMixin):
             self._batches = None
             self._was_open = self._was_open and groups.is_first
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether a stream has nothing more to give in this epoch, of which Trainer does not know the length."""
+        return False
+
+    @property
+    def position(self) -> int:
+        """Global batches of this epoch that were handed out."""
+        return self._next
+
     def order_state(self) -> torch.Tensor | None:
         """What `starting_at` needs beside the position, between two batches: see `ReplicaBatchSampler.order_state`."""
         state: torch.Tensor | None = self.batch_sampler.order_state(0 < self._next < len(self))
@@ -178,7 +188,9 @@ class PipelineLoader(DataLoaderStateMixin):
             order_state: its `order_state` then; None draws the order anew.
         """
         self._first, self._order_state = num_batches, order_state
-        self._was_open = num_batches > 0 and self.groups.is_first
+        # Workers that persist had drawn their seed in the first epoch.
+        self._was_open = self.groups.is_first and (num_batches > 0 or self.loader.persistent_workers)
+        self._num_epochs = max(self._num_epochs, 1)
         return self
 
     def repeat_step(self, num_batches: int) -> None:

@@ -168,6 +168,7 @@ class OptimizerState:
         named: this rank's parameters by name.
         topology: the ranks; together they know the group of every parameter. A collective call.
         may_move: whether parameters may come from other ranks.
+        group_of: name to group of parameters that the optimizer does not hold now.
 
     Raises:
         ValueError: parameters may move, and the ranks have different groups: which group a parameter of another rank
@@ -180,10 +181,11 @@ class OptimizerState:
         named: Mapping[str, torch.nn.Parameter],
         topology: Topology,
         may_move: bool,
+        group_of: Mapping[str, int],
     ) -> None:
         self.optimizer = optimizer
         name_of = {id(parameter): name for name, parameter in named.items()}
-        self.group_of: dict[str, int] = {}
+        self.group_of = dict(group_of)
         # A user's optimizer may train parameters that are not the model's (a loss's, say): they stay.
         self._foreign: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for index, group in enumerate(optimizer.param_groups):
@@ -234,7 +236,7 @@ class OptimizerState:
 
 def keep_parameters(
     optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], kept: Mapping[str, torch.nn.Parameter]
-) -> None:
+) -> dict[str, int]:
     """Leave a rank what it trains of an optimizer that was built for the whole model.
 
     Groups stay with their options, empty ones too, and so does a scheduler that knows them.
@@ -244,21 +246,27 @@ def keep_parameters(
         name_of: id of each parameter of the model to the parameter's name.
         kept: what this rank trains, by name.
 
+    Returns:
+        Name of each parameter that was in the optimizer to its group.
+
     Raises:
         ValueError: the optimizer trains parameters that are not the model's.
     """
+    group_of: dict[str, int] = {}
     num_foreign = sum(id(p) not in name_of for group in optimizer.param_groups for p in group["params"])
     if num_foreign:
         raise ValueError(
             f"The optimizer trains {num_foreign} parameters that are not the model's, which no stage would own. Make "
             "them parameters of the model, or set pipeline_parallel_size=1."
         )
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         names = [name_of[id(parameter)] for parameter in group["params"]]
+        group_of.update(dict.fromkeys(names, index))
         group["params"] = [kept[name] for name in names if name in kept]
     ids = {id(parameter) for parameter in kept.values()}
     for dropped in [parameter for parameter in optimizer.state if id(parameter) not in ids]:
         del optimizer.state[dropped]
+    return group_of
 
 
 def _to(value: Any, parameter: torch.nn.Parameter, are_scalars_beside: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -11,12 +12,16 @@ import datasets
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_pipetransformer import checkpoint
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import PipelineLoader, SkipEmpty, worker_options
 from hf_pipetransformer.autodp.sampler import replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
 from hf_pipetransformer.batches import batch_size, take_samples
+
+
+_CPU = torch.device("cpu")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -29,7 +34,8 @@ class StreamLoader(PipelineLoader):
 
     Rank 0, which is stage 0 of replica 0 under every layout, reads and collates global batches as one process would,
     one batch ahead so that the last one is known, and sends each replica its samples. So nothing is read twice,
-    whatever is random in the collator draws as it does in one process, and a transition needs no place in the stream.
+    what a collator draws from torch, numpy or Python is what it draws in one process, and a transition needs no place
+    in the stream.
 
     Args:
         loader: over global batches; only rank 0 iterates it.
@@ -85,18 +91,19 @@ class StreamLoader(PipelineLoader):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
-        self._draw_seed()
         self._next, self._first, self._last, self.num_seen = self._first, 0, None, 0
         self._recent.clear()
         self._again.clear()
         if self._reads:
-            self._batches = islice(iter(self.loader), self._next, None)
-            self._ahead = next(self._batches, None)
+            self._open()
+        else:
+            self._draw_seed()
         try:
             while self._last is None or self._next <= self._last:
                 part = self._read_part() if self.groups.is_first else self._receive()
                 self._size = part["size"]
                 if not self._size:
+                    self._last = -1
                     break  # The stream was empty.
                 if part["is_last"]:
                     self._last, self._batches = self._next, None
@@ -108,6 +115,38 @@ class StreamLoader(PipelineLoader):
         finally:
             self._batches = self._ahead = None
             self.end()
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._last is not None and self._next > self._last
+
+    def _open(self) -> None:
+        """Begin to read. A run that goes on within an epoch had drawn what is drawn to come to its place."""
+        states = checkpoint.random_state(_CPU) if self._next else None
+        shared = self.shared.get_state() if self.shared is not None and self._next else None
+        with self._drawing():
+            self._batches = islice(iter(self.loader), self._next, None)
+        self._ahead = self._fetch()
+        if states is not None:
+            checkpoint.set_random_state(*states, _CPU)
+        if shared is not None and self.shared is not None:
+            self.shared.set_state(shared)
+
+    def _fetch(self) -> Any:
+        assert self._batches is not None
+        with self._drawing():
+            return next(self._batches, None)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """What is drawn from torch inside is drawn from `shared`, if there is one."""
+        if self.shared is None:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.shared.get_state())
+            yield
+            self.shared.set_state(torch.get_rng_state())
 
     @property
     def _reads(self) -> bool:
@@ -154,8 +193,7 @@ class StreamLoader(PipelineLoader):
         if self._again:
             return self._again.popleft()
         batch = {} if self._ahead is None else dict(self._ahead)
-        assert self._batches is not None
-        self._ahead = next(self._batches, None)
+        self._ahead = self._fetch()
         whole = {"batch": batch, "size": batch_size(batch), "is_last": self._ahead is None}
         self._recent.append(whole)
         return whole

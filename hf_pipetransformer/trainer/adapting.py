@@ -92,7 +92,9 @@ class AdaptingTrainer(CachingTrainer):
         may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.num_stages > 1)
         # A user's optimizer is put together again at the end.
         may_move |= self._has_users_optimizer and layout.num_stages > 1
-        self._optimizer_state = OptimizerState(optimizer, self._stage.store.held(), self.topology, may_move)
+        self._optimizer_state = OptimizerState(
+            optimizer, self._stage.store.held(), self.topology, may_move, self._group_of
+        )
         part = ExitStack()
         self._optimizer_hooks = [
             optimizer.register_step_pre_hook(

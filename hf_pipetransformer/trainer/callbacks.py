@@ -46,10 +46,12 @@ def reads_model(callback: TrainerCallback, event: str) -> bool:
 
     Those of transformers read no weights.
     """
-    if type(callback).__module__.partition(".")[0] == "transformers":
-        return False
-    method = inspect.unwrap(getattr(callback, event))
-    code = getattr(method, "__code__", None)
+    own = [kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] != "transformers"]
+    return any(_names_model(vars(kind)[event]) for kind in own if event in vars(kind))
+
+
+def _names_model(method: Any) -> bool:
+    code = getattr(inspect.unwrap(method), "__code__", None)
     if code is None:
         return False
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

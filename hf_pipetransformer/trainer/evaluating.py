@@ -107,7 +107,10 @@ class EvaluatingTrainer(StartingTrainer):
             yield
             return
         stage.store.move(stage.own_names(), self.args.device)
-        with stage.active():
-            yield
-        if stage.groups.num_stages > 1:
-            stage.store.move(stage.own_names(), torch.device("cpu"))
+        try:
+            with stage.active():
+                yield
+        finally:
+            # In training a callback that has the whole model may evaluate: the stage stays where it is.
+            if stage.groups.num_stages > 1 and stage.reducer is None:
+                stage.store.move(stage.own_names(), torch.device("cpu"))

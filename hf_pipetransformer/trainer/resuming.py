@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import transformers.trainer as stock
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 _ORDER = "order"
 """Key of the state that the order of the samples was drawn from."""
+
+_POSITION = "position"
+"""Key of the batches that were read of this pass over a stream without length."""
 
 _SHARED = "shared generator"
 """Key of the state of the generator that stands for the global one of one process."""
@@ -268,7 +271,9 @@ class ResumingTrainer(AdaptingTrainer):
             if not isinstance(loader, PipelineLoader):
                 return original(loader, num_batches)
             assert self._saved_here is not None
-            return loader.starting_at(num_batches, self._saved_here[0].get(_ORDER))
+            tensors, values = self._saved_here
+            # Trainer counts from the first step on where it does not know how long an epoch is.
+            return loader.starting_at(values.get(_POSITION, num_batches), tensors.get(_ORDER))
 
         stock.skip_first_batches = skip
         try:
@@ -329,6 +334,8 @@ class ResumingTrainer(AdaptingTrainer):
             tensors[_ORDER] = order
         if self._shared_generator is not None:
             tensors[_SHARED] = self._shared_generator.get_state()
+        if self._train_loader is not None and not has_length(self._train_loader):
+            values[_POSITION] = self._train_loader.position
         values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
         checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
         self.topology.barrier()

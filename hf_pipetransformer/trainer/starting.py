@@ -86,6 +86,7 @@ class StartingTrainer(Trainer):
         self._logged_layout: Layout | None = None
         self._read_events: set[str] = set()
         self._name_of: dict[int, str] = {}
+        self._group_of: dict[str, int] = {}
         self._shared_generator: torch.Generator | None = None
         self._loss_rule = LossRule.MEAN
         self._settings = self._make_settings()
@@ -114,6 +115,8 @@ class StartingTrainer(Trainer):
         check_dataset(dataset, what.lower())
         self.model_accepts_loss_kwargs = self._model_declares_loss_kwargs
         check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
+        # Loaders that persist are of the layout before.
+        self._eval_dataloaders: dict[str, PipelineLoader] = {}
         self._check_model(self.model, args, (self.optimizer if self._has_users_optimizer else None, None))
         splitter = self._splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)

@@ -74,7 +74,6 @@ class PipeTransformerTrainer(ResumingTrainer):
         self._forget_own_optimizer()
         self._name_of = {id(parameter): name for name, parameter in self.model.named_parameters()}
         stage = self._start(self.train_dataset, is_training=True)
-        self._serve_callbacks(stage)
         self._announce_start()
         if self.topology.world_size > 1:
             # The ranks' own generators part now; what one process draws from its one goes on here.
@@ -106,23 +105,41 @@ class PipeTransformerTrainer(ResumingTrainer):
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if stage.layout.num_stages > 1:
             now = {id(parameter): name for name, parameter in self.model.named_parameters()}
-            keep_parameters(optimizer, {**self._name_of, **now}, self._trained_here())
+            self._group_of = keep_parameters(optimizer, {**self._name_of, **now}, self._trained_here())
         optimizer.register_step_post_hook(self._after_optimizer_step)
 
-    def _serve_callbacks(self, stage: Stage) -> None:
-        """From now on, callbacks that read the model find it whole. They must be the same on every rank."""
+    def _start(self, dataset: Any, is_training: bool) -> Stage:
+        """The pipeline starts; from now on, callbacks that read the model find it whole.
+
+        Raises:
+            ValueError: they are not the same on every rank, or read it where Trainer calls rank 0 alone.
+        """
+        stage = super()._start(dataset, is_training)
         if stage.layout.num_stages == 1:
-            return
+            return stage
         if not isinstance(self.callback_handler, WholeModelCallbacks):
             self.callback_handler = WholeModelCallbacks(self.callback_handler, self._whole_for_callbacks)
-        check_agreement(self.topology, "callbacks that read the model", self.callback_handler.readers())
+        readers = self.callback_handler.readers()
+        check_agreement(self.topology, "callbacks that read the model", readers)
+        for name, events in readers.items():
+            if "on_push_begin" in events:
+                raise ValueError(
+                    f"{name}.on_push_begin reads the model, which lies on several stages, and is called on rank 0 "
+                    "alone. Read what is pushed from the folder, or set pipeline_parallel_size=1."
+                )
+        return stage
 
     @contextmanager
     def _whole_for_callbacks(self, event: str, readers: list[str]) -> Iterator[None]:
         stage = self._stage
-        if stage is None or stage.reducer is None or stage.layout.num_stages == 1:
+        if stage is None or stage.layout.num_stages == 1 or not stage.view.is_installed:
             yield
             return
+        if stage.engine.is_active:
+            raise ValueError(
+                f"{event} was called amid a step, where other stages do not come by, and {', '.join(readers)} reads "
+                "the model there. Log between steps, or leave out the argument `model`."
+            )
         if event not in self._read_events:
             self._read_events.add(event)
             if self.is_world_process_zero():
@@ -154,6 +171,8 @@ class PipeTransformerTrainer(ResumingTrainer):
 
         Before it, between two steps, the layout may change.
         """
+        if epoch_iterator is self._epoch_iterator and self._train_loader is not None and self._train_loader.is_at_end:
+            return [], None  # Trainer asks on, to the number of steps of the run: no step comes of it.
         self._between_steps()
         self._epoch_iterator = epoch_iterator
         batches, counts = self._fetch(num_batches)
@@ -286,7 +305,8 @@ class PipeTransformerTrainer(ResumingTrainer):
         self._end_adapting()
         self._stage.view.remove()
         if self._shared_generator is not None:
-            torch.set_rng_state(self._shared_generator.get_state())
+            # Rank 0 reads streams, and draws more from it than the others.
+            torch.set_rng_state(self.topology.broadcast(self._shared_generator.get_state()).clone())
             self._shared_generator = None
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         self.events.write("end", self.state.global_step, self.state.epoch, train_loss=output.training_loss)

@@ -51,6 +51,14 @@ class Nothing(torch.utils.data.IterableDataset):
         return iter(())
 
 
+class OnlyOnce(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.rows = iter(make_dataset("bert_sequence", 20))
+
+    def __iter__(self):
+        return self.rows
+
+
 class ContrastiveTrainer(PipeTransformerTrainer):
     """A loss that compares the samples of a batch with each other."""
 
@@ -195,6 +203,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "deepspeed": {"options": {"deepspeed": {"zero_optimization": {"stage": 1}}}},
     "parallelism_config": {"options": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)}},
     "auto_find_batch_size": {"options": {"auto_find_batch_size": True}},
+    "compiled_graphs": {"options": {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}},
     "lomo": {"options": {"optim": "lomo"}},
     "adalomo": {"options": {"optim": "adalomo"}},
     "galore": {"options": {"optim": "galore_adamw", "optim_target_modules": ["attention"]}},
@@ -208,6 +217,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "resume_from_a_checkpoint": {"act": resume("checkpoint-3")},
     "no_dataset": {"train_dataset": lambda: iter(make_dataset("bert_sequence", 20)), "options": {"max_steps": 2}},
     "empty_stream": {"train_dataset": Nothing},
+    "stream_without_beginning": {"train_dataset": OnlyOnce},
     "packed_samples": {"collator": packed},
     "empty_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([])},
     "undivided_optimizer": {"optimizers": undivided_optimizer},

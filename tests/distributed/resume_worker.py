@@ -58,6 +58,7 @@ class Case:
         dropout: of every dropout module.
         draws: the collator adds noise from all three random number generators.
         plan: optimizer step to (K, F), replayed.
+        streams: the training set has neither length nor indices.
     """
 
     layout: tuple[int, int]
@@ -67,6 +68,7 @@ class Case:
     dropout: float = 0.1
     draws: bool = False
     plan: dict[int, tuple[int, int]] | None = None
+    streams: bool = False
 
 
 _TWO: dict[str, Any] = {"gradient_accumulation_steps": 2}
@@ -87,6 +89,8 @@ CASES: dict[str, Case] = {
     "1x1-sgd-cosine-drawing-collator": Case((1, 1), "vit", (5, 7), SGD | COSINE, draws=True),
     "1x1-by-length": Case((1, 1), "bert_token", (3, 5), ADAMW | BY_LENGTH),
     "1x1-norms-mid-interval": Case((1, 1), "bert_sequence", (6,), ADAMW | _NORMS),
+    "1x1-stream": Case((1, 1), "bert_sequence", (3,), ADAMW, streams=True),
+    "2x1-stream": Case((2, 1), "bert_sequence", (3,), ADAMW, streams=True),
     "1x1-plateau": Case((1, 1), "bert_sequence", (6,), ADAMW | _PLATEAU),
     "2x1-adamw-linear-accumulation": Case((2, 1), "bert_sequence", (4,), ADAMW | _TWO),
     "2x1-tied-sgd-cosine": Case((2, 1), "bert_masked", (5, 7), SGD | COSINE),
@@ -246,10 +250,11 @@ def make_trainer(
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    training = make_dataset(case.model, NUM_SAMPLES)
     return kind(
         model=model,
         args=arguments(output, case.layout[0], **case.options),
-        train_dataset=make_dataset(case.model, NUM_SAMPLES),
+        train_dataset=training.to_iterable_dataset() if case.streams else training,
         eval_dataset=make_dataset(case.model, 8, seed=1),
         data_collator=drawing_collate if case.draws else collate,
         callbacks=[record],

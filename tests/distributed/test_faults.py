@@ -188,6 +188,8 @@ NAMED = {
     "resume_from_a_checkpoint": "resume_from_checkpoint",
     "no_dataset": "without a length and indices",
     "empty_stream": "empty",
+    "stream_without_beginning": "OnlyOnce can be iterated once only",
+    "compiled_graphs": "torch_compile_mode='reduce-overhead'",
     "packed_samples": "pack",
     "empty_dataset": "empty|at least one sample|num_samples",
     "undivided_optimizer": "LBFGS",

@@ -224,6 +224,14 @@ CASES = [
     planned(
         "stream-accumulation", "vit", options={"max_steps": 20}, accumulation=2, num_samples=64, changes=["stream"]
     ),
+    # Each pass over the stream ends where a decision is due; Trainer, which does not know, asks on for batches.
+    TransitionCase(
+        "stream-own-decisions",
+        freeze_at="7:2,14:3,28:4",
+        options=STREAMED,
+        pipeline_options={**BY_MEMORY, "freeze_interval": 7, "freeze_policy": "schedule"},
+        changes=["stream"],
+    ),
     planned("users-optimizer", "bert_masked", changes=["optimizer"]),
     planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
     planned("compiled-layers", "vit", MOVES_ONLY, epochs=2, pipeline_options=COMPILED),
