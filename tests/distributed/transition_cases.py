@@ -221,9 +221,6 @@ CASES = [
     planned("best-model", "bert_masked", options=BEST),
     planned("loader-workers", "bert_sequence", options=WORKERS, epochs=4),
     planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
-    planned(
-        "stream-accumulation", "vit", options={"max_steps": 20}, accumulation=2, num_samples=64, changes=["stream"]
-    ),
     # Each pass over the stream ends where a decision is due; Trainer, which does not know, asks on for batches.
     TransitionCase(
         "stream-own-decisions",
@@ -234,7 +231,7 @@ CASES = [
     ),
     planned("users-optimizer", "bert_masked", changes=["optimizer"]),
     planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
-    planned("compiled-layers", "vit", MOVES_ONLY, epochs=2, pipeline_options=COMPILED),
+    planned("compiled-layers", "vit", AT_ONCE, epochs=1, pipeline_options=COMPILED),
     TransitionCase(
         "not-elastic",
         "bert_sequence",
@@ -338,6 +335,10 @@ CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [
+    planned(
+        "stream-accumulation", "vit", options={"max_steps": 20}, accumulation=2, num_samples=64, changes=["stream"]
+    ),
+    planned("compiled-layers-moving", "vit", MOVES_ONLY, epochs=2, pipeline_options=COMPILED),
     *(planned(f"{name}-bert", "bert_sequence", options=options) for name, options in OPTIMIZERS.items()),
     *(planned(f"{name}-vit", "vit", COARSE_CHAIN, options=options) for name, options in OPTIMIZERS.items()),
     planned("sgd-bert-chain", "bert_sequence", options=SGD),
