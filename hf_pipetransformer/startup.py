@@ -131,11 +131,18 @@ class StartUp:
             }
         costs = self.topology.broadcast(costs)
         hop, reduction = self.topology.measure(int(costs.pop("boundary_bytes")) * MESSAGE_SAMPLES)
-        parameters = [0] * structure.num_units
+        parameters, shared = [0] * structure.num_units, []
         for name, parameter in self.model.named_parameters():
+            units = structure.units_of_parameter[name]
             # Of tied weights the first user keeps the state and takes the step.
-            parameters[structure.units_of_parameter[name][0]] += parameter.numel()
-        self._units = UnitCosts(parameters=tuple(parameters), **{key: tuple(value) for key, value in costs.items()})
+            parameters[units[0]] += parameter.numel()
+            if len(units) > 1:
+                shared.append((units, parameter.numel()))
+        self._units = UnitCosts(
+            parameters=tuple(parameters),
+            shared=tuple(shared),
+            **{key: tuple(value) for key, value in costs.items()},
+        )
         self._overheads = Overheads(hop=hop, reduction_per_byte=reduction)
 
     def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:

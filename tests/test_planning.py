@@ -150,10 +150,11 @@ def test_one_replica_reduces_nothing_and_a_micro_batch_has_at_least_one_sample()
 @pytest.mark.parametrize(
     ("schedule", "num_microbatches", "num_frozen_layers", "expected"),
     [
-        ("1f1b", 4, 0, [30 * 16 + 3 * 2, 70 * 16 + 7]),
-        ("1f1b", 1, 0, [30 * 16 + 3 * 4, 70 * 16 + 7 * 4]),
-        ("gpipe", 4, 0, [30 * 16 + 3 * 4, 70 * 16 + 7 * 4]),
-        ("1f1b", 4, 1, [30 * 4, 30 * 4 + 40 * 16 + 4]),
+        # 16 bytes of weight, gradient and moments, and 4 of the flat buffer in which replicas sum the gradients.
+        ("1f1b", 4, 0, [30 * 20 + 3 * 2, 70 * 20 + 7]),
+        ("1f1b", 1, 0, [30 * 20 + 3 * 4, 70 * 20 + 7 * 4]),
+        ("gpipe", 4, 0, [30 * 20 + 3 * 4, 70 * 20 + 7 * 4]),
+        ("1f1b", 4, 1, [30 * 4, 30 * 4 + 40 * 20 + 4]),
     ],
 )
 def test_bytes_of_a_stage_worked_by_hand(
@@ -163,8 +164,44 @@ def test_bytes_of_a_stage_worked_by_hand(
         SMALL_LAYOUT, schedule=schedule, num_microbatches=num_microbatches, num_frozen_layers=num_frozen_layers
     )
     assert stage_bytes(layout, SMALL, samples_per_pipeline=4) == expected
-    samples_are_twice = stage_bytes(layout, SMALL, 8, state_bytes_per_parameter=0, weight_bytes=0)
-    assert samples_are_twice == [2 * each for each in stage_bytes(layout, SMALL, 4, 0, 0)]
+    alone = replace(layout, num_replicas=1)
+    samples_are_twice = stage_bytes(alone, SMALL, 8, state_bytes_per_parameter=0, weight_bytes=0)
+    assert samples_are_twice == [2 * each for each in stage_bytes(alone, SMALL, 4, 0, 0)]
+
+
+def test_only_replicas_need_buffers_to_sum_gradients_in() -> None:
+    one, two = (
+        stage_bytes(replace(SMALL_LAYOUT, num_replicas=count), SMALL, samples_per_pipeline=4) for count in (1, 2)
+    )
+    assert [b - a for a, b in zip(one, two, strict=True)] == [30 * 4, 70 * 4]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "num_frozen_layers", "num_replicas", "expected"),
+    [
+        # A tied word embedding of 8 elements: the head's stage holds a copy and its gradient, the first stage all.
+        ((0, 2, 4), 0, 1, [0, 8 * 8]),
+        # Its gradient is summed by itself, over all stages that use it: not in the buffers of the replicas.
+        ((0, 2, 4), 0, 2, [-8 * 4, 8 * 8]),
+        # The whole model on one stage has one copy.
+        ((0, 4), 0, 2, [0]),
+        # What is frozen has no gradient.
+        ((0, 2, 4), 1, 1, [0, 8 * 4]),
+    ],
+)
+def test_stages_that_share_a_parameter_hold_a_copy_each(
+    boundaries: tuple[int, ...], num_frozen_layers: int, num_replicas: int, expected: list[int]
+) -> None:
+    layout = replace(
+        SMALL_LAYOUT,
+        num_stages=len(boundaries) - 1,
+        num_replicas=num_replicas,
+        boundaries=boundaries,
+        num_frozen_layers=num_frozen_layers,
+    )
+    tied = replace(SMALL, shared=(((0, 3), 8),))
+    found = zip(stage_bytes(layout, tied, 4), stage_bytes(layout, SMALL, 4), strict=True)
+    assert [with_copy - without for with_copy, without in found] == expected
 
 
 @pytest.mark.parametrize(

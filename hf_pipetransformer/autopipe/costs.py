@@ -13,6 +13,9 @@ from hf_pipetransformer.simulator import Durations, simulate
 GRADIENT_BYTES = 4
 """Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
 
+Shared = tuple[tuple[tuple[int, ...], int], ...]
+"""Parameters that several units use: the units, in increasing order, and the number of elements."""
+
 
 @dataclass(frozen=True)
 class UnitCosts:
@@ -23,8 +26,9 @@ class UnitCosts:
         backward: seconds per sample of the whole backward.
         edge_backward: seconds per sample of the backward if the unit's input needs no gradient, as that of the first
             active unit.
-        parameters: elements.
+        parameters: elements; what several units use is counted at the first.
         activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
+        shared: what several units use, not by unit: stages that share it hold a copy each.
 
     Raises:
         ValueError: the entries are not as many everywhere.
@@ -35,9 +39,10 @@ class UnitCosts:
     edge_backward: tuple[float, ...]
     parameters: tuple[int, ...]
     activation_bytes: tuple[float, ...]
+    shared: Shared = ()
 
     def __post_init__(self) -> None:
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "shared"}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
 
@@ -167,6 +172,9 @@ def stage_bytes(
 ) -> list[float]:
     """Bytes that each stage needs for training.
 
+    With replicas the gradients that a stage reduces lie in flat buffers too, beside those that the backward makes. A
+    stage that shares a parameter with an earlier one holds its own copy and gradient, without optimizer state.
+
     Args:
         layout: how the model lies on the ranks.
         costs: of the model's units; their parameters and activation bytes are read.
@@ -178,14 +186,41 @@ def stage_bytes(
     parameters = _by_stage(layout, costs.parameters)
     trained = _by_stage(layout, _active(layout, costs.parameters))
     kept = _by_stage(layout, _active(layout, costs.activation_bytes))
+    copies, reduced = _shared_bytes(layout, costs, weight_bytes), _reduced(layout, costs)
     loads = []
     for stage in range(layout.num_stages):
         # 1F1B holds the micro-batches of its warm-up and one more; GPipe holds all.
         ahead = layout.num_stages - stage if layout.schedule == "1f1b" else microbatches
         samples_held = min(microbatches, ahead) * samples_per_pipeline / microbatches
         weights = trained[stage] * state_bytes_per_parameter + (parameters[stage] - trained[stage]) * weight_bytes
-        loads.append(weights + kept[stage] * samples_held)
+        buffers = GRADIENT_BYTES * reduced[stage] if layout.num_replicas > 1 else 0
+        loads.append(weights + copies[stage] + buffers + kept[stage] * samples_held)
     return loads
+
+
+def _shared_bytes(layout: Layout, costs: UnitCosts, weight_bytes: float) -> list[float]:
+    """Bytes of the copies that each stage holds of what an earlier stage uses too."""
+    copies = [0.0] * layout.num_stages
+    for units, elements in costs.shared:
+        is_trained = units[0] >= layout.first_active_unit
+        for stage in _stages_of(layout, units)[1:]:
+            copies[stage] += elements * (weight_bytes + (GRADIENT_BYTES if is_trained else 0))
+    return copies
+
+
+def _reduced(layout: Layout, costs: UnitCosts) -> list[float]:
+    """Elements whose gradients each stage sums in its buffers: all that it trains and shares with no other stage."""
+    reduced = _by_stage(layout, _active(layout, costs.parameters))
+    for units, elements in costs.shared:
+        stages = _stages_of(layout, units)
+        if len(stages) > 1 and units[0] >= layout.first_active_unit:
+            reduced[stages[0]] -= elements
+    return reduced
+
+
+def _stages_of(layout: Layout, units: Sequence[int]) -> list[int]:
+    """The stages that hold any of `units`, first user first."""
+    return list(dict.fromkeys(layout.stage_of(unit) for unit in units))
 
 
 def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
