@@ -43,6 +43,8 @@ class StageRunner:
             name: (units[0] - 1) // 2 if units[0] else num_layers + 1
             for name, units in stage.view.structure.units_of_parameter.items()
         }
+        self._places: tuple[int, ...] = ()
+        self._index = torch.zeros(0, dtype=torch.int64)
         self.sends_loss_only = False
         """Whether predictions give the other stages the loss without the logits."""
 
@@ -115,13 +117,17 @@ class StageRunner:
                 where.append(self._layer_of[name])
         if gradients:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            squares.index_add_(0, torch.tensor(where, device=device), norms.square())
-        group = self.stage.groups.pipeline_control
-        if group is None:
-            return squares
-        total = squares.cpu()
-        guarded(lambda: dist.all_reduce(total, group=group), "summing the gradient norms over the stages")
-        return total.to(device)
+            squares.index_add_(0, self._on_device(tuple(where)), norms.square())
+        group = self.stage.groups.pipeline_group
+        if group is not None:
+            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
+        return squares
+
+    def _on_device(self, places: tuple[int, ...]) -> torch.Tensor:
+        """`places` as an index on the device; it is the same in almost every step, and taken there once."""
+        if self._places != places:
+            self._places, self._index = places, torch.tensor(places, device=self.stage.engine.device)
+        return self._index
 
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""

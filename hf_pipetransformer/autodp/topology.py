@@ -35,6 +35,7 @@ class PipelineGroups:
         replica_ranks: global ranks that hold this stage, by replica.
         pair_groups: `(stage, direction)` to the group of `stage` and `stage + 1`, direction "forward" or "backward".
         replica_group: ranks that hold this stage, on the training backend; None if R is 1.
+        pipeline_group: ranks of this pipeline, on the training backend; None if K is 1.
         pipeline_control: ranks of this pipeline, gloo; None if K is 1.
         replica_control: ranks that hold this stage, gloo; None if R is 1.
     """
@@ -47,6 +48,7 @@ class PipelineGroups:
     replica_ranks: tuple[int, ...]
     pair_groups: dict[tuple[int, str], Any]
     replica_group: Any
+    pipeline_group: Any
     pipeline_control: Any
     replica_control: Any
 
@@ -185,11 +187,14 @@ class Topology:
         num_replicas = self.world_size // num_stages
         replica, stage = divmod(self.rank, num_stages)
         pairs: dict[tuple[int, str], Any] = {}
-        pipeline_control = replica_control = replica_group = None
+        pipeline_group = pipeline_control = replica_control = replica_group = None
         for r in range(num_replicas):
             ranks = range(r * num_stages, (r + 1) * num_stages)
             pipeline = self._new_group(ranks, "gloo") if num_stages > 1 else None
-            pipeline_control = pipeline if r == replica else pipeline_control
+            # One group does where both backends are the same.
+            on_device = self._new_group(ranks) if num_stages > 1 and self._uses_nccl() else pipeline
+            if r == replica:
+                pipeline_control, pipeline_group = pipeline, on_device
             for s in range(num_stages - 1):
                 for direction in ("forward", "backward"):
                     group = self._new_group(ranks[s : s + 2])
@@ -210,6 +215,7 @@ class Topology:
             replica_ranks=tuple(range(stage, self.world_size, num_stages)),
             pair_groups=pairs,
             replica_group=replica_group,
+            pipeline_group=pipeline_group,
             pipeline_control=pipeline_control,
             replica_control=replica_control,
         )
@@ -221,8 +227,9 @@ class Topology:
         device = torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
         for _, group in sorted(groups.pair_groups.items()):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        if groups.replica_group is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=groups.replica_group)
+        for group in (groups.pipeline_group, groups.replica_group):
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
         self.barrier()
 
     def _uses_nccl(self) -> bool:
