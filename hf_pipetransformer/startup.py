@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,14 +33,20 @@ from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
 from hf_pipetransformer.splitters.packing import check_not_packed
 from hf_pipetransformer.splitters.padding_check import sees_padding
-from hf_pipetransformer.splitters.profile import profile_units, trainable
+from hf_pipetransformer.splitters.profile import (
+    UnitProfile,
+    affordable_samples,
+    profile_units,
+    trainable,
+    units_run_alone,
+)
 
 
 NUM_PROBE_SAMPLES = 6
-MESSAGE_SAMPLES = 8
-"""Samples of the activation whose way between two ranks is measured."""
 
 ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
+ReadBatch = Callable[[int], dict[str, Any]]
+"""A batch of so many samples from all over the data set."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class StartUp:
         args: the options.
         topology: the ranks.
         device: where this rank computes.
+        read: gives the batch that the units are measured with, called by rank 0 alone; None measures the tiny batch
+            that is probed.
     """
 
     def __init__(
@@ -68,12 +77,14 @@ class StartUp:
         args: PipeTransformerArguments,
         topology: Topology,
         device: torch.device,
+        read: ReadBatch | None = None,
     ) -> None:
         self.model = model
         self.splitter = splitter
         self.args = args
         self.topology = topology
         self.device = device
+        self.read = read
         self._probe: Probe | None = None
         self.common_length: CommonLength | None = None
         self.pad_token_id = 0
@@ -117,20 +128,23 @@ class StartUp:
         return rule
 
     def _profile(self, inputs: dict[str, Any], compute: Callable[[dict[str, Any]], torch.Tensor]) -> None:
-        """Measure the units, on rank 0 while the others wait: they share a machine."""
+        """Measure the units on the run's own micro-batch, on rank 0 while the others wait: they share a machine."""
         structure, costs = self.probe.structure, None
         if self.topology.rank == 0:
             with trainable(self.model):
-                found = profile_units(self.model, self.splitter, structure, compute, inputs, batch_size(inputs))
+                found, num_samples = self._measure_units(inputs, compute)
             costs = {
                 "forward": found.forward,
                 "backward": found.backward,
                 "edge_backward": found.edge_backward,
                 "activation_bytes": found.activation_bytes,
                 "boundary_bytes": found.boundary_bytes,
+                "num_samples": num_samples,
             }
         costs = self.topology.broadcast(costs)
-        hop, reduction = self.topology.measure(int(costs.pop("boundary_bytes")) * MESSAGE_SAMPLES)
+        self._num_measured_samples = int(costs.pop("num_samples"))
+        message_bytes = int(costs.pop("boundary_bytes") * self._num_measured_samples)
+        hop, reduction = self.topology.measure(message_bytes)
         parameters, shared = [0] * structure.num_units, []
         for name, parameter in self.model.named_parameters():
             units = structure.units_of_parameter[name]
@@ -144,6 +158,26 @@ class StartUp:
             **{key: tuple(value) for key, value in costs.items()},
         )
         self._overheads = Overheads(hop=hop, reduction_per_byte=reduction)
+
+    def _measure_units(
+        self, inputs: dict[str, Any], compute: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> tuple[UnitProfile, int]:
+        """What the units cost, and with how many samples that was measured.
+
+        That many are in the run's largest micro-batch, or fewer where it is too much work or memory.
+        """
+        structure, size = self.probe.structure, batch_size(inputs)
+        measure = partial(profile_units, self.model, self.splitter, structure, compute)
+        if self.read is None:
+            return measure(inputs, size), size
+        wanted = samples_per_microbatch(self.args)
+        if wanted > size:
+            pilot = measure(inputs, size, num_repeats=1)
+            device = self._probe_device()
+            free = _free_bytes(device, self.topology.local_world_size)
+            wanted = max(size, affordable_samples(wanted, pilot, len(units_run_alone(structure)), free))
+        batch = {key: _moved(value, self._probe_device()) for key, value in self.read(wanted).items()}
+        return measure(batch, batch_size(batch)), batch_size(batch)
 
     def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:
         """What the plans of a run start from."""
@@ -276,6 +310,7 @@ class StartUp:
             "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.stage_seconds),
+            "measured_samples": self._num_measured_samples,
             "unit_costs": {key: list(value) for key, value in asdict(self._units).items()},
             "unit_flops": list(self.probe.unit_flops),
         }
@@ -296,6 +331,20 @@ def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> No
                     f"The {what} differ between ranks: {key} is {found} on rank {rank} and {expected} on rank 0. "
                     "Every process must run the same script with the same arguments and data."
                 )
+
+
+def samples_per_microbatch(args: PipeTransformerArguments) -> int:
+    """Samples of the largest micro-batch that the first layout has; with K to be chosen, that of the shortest."""
+    num_stages = args.num_stages or 1
+    samples = args.per_device_train_batch_size * num_stages
+    return -(-samples // (args.num_microbatches or choose_num_microbatches(num_stages, samples)))
+
+
+def read_batch(dataset: Any, collate: Any, num_samples: int) -> dict[str, Any]:
+    """A batch of samples from all over the data set, of a stream its beginning."""
+    if is_stream(dataset):
+        return dict(collate(list(islice(dataset, num_samples))))
+    return dict(collate([dataset[i * len(dataset) // num_samples] for i in range(num_samples)]))
 
 
 def main_input_of(model: nn.Module) -> str:
@@ -330,6 +379,13 @@ def probe_samples(dataset: Any, collate: Any, main_input: str) -> dict[str, Any]
 
 def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _free_bytes(device: torch.device, local_world_size: int) -> float:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free)
+    return float(psutil.virtual_memory().available) / local_world_size
 
 
 def _device_bytes(device: torch.device, local_world_size: int) -> float:

@@ -13,7 +13,7 @@ class PlanInputs:
     """Measured at the start, the same for all plans of a run.
 
     Args:
-        units: measured on a tiny batch.
+        units: measured on one micro-batch.
         overheads: of the machine.
         rules: what a plan may do.
         samples_per_device: samples of a loader batch by rank.

@@ -1,4 +1,4 @@
-"""Time and memory of single units, measured on a tiny batch. Layers are uniform, so one layer stands for all."""
+"""Time and memory of single units, measured on one micro-batch. Layers are uniform, so one layer stands for all."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from hf_pipetransformer.splitters.view import StageExit, StageView
 
 
 NUM_REPEATS = 5
+PROFILE_SECONDS = 10.0
+"""What measuring may take: of a large micro-batch of a slow model only a part is measured."""
+MEMORY_SHARE = 0.5
+"""Share of the free memory that measuring may take."""
 
 Compute = Callable[[dict[str, Any]], torch.Tensor]
 
@@ -47,27 +51,54 @@ class _Times:
     backward: list[float] = field(default_factory=list)
 
 
+def affordable_samples(wanted: int, pilot: UnitProfile, num_units_run: int, free_bytes: float) -> int:
+    """How many samples to measure with: `wanted`, unless that takes too long or too much memory. Pure.
+
+    Args:
+        wanted: samples of the run's own micro-batch.
+        pilot: measured on fewer samples.
+        num_units_run: units that are run alone; before each runs the chain that leads to it.
+        free_bytes: free memory of the device.
+    """
+    runs = 2 * (NUM_REPEATS + 1) + 1
+    slowest = max(f + b for f, b in zip(pilot.forward, pilot.backward, strict=True))
+    seconds = num_units_run * (sum(pilot.forward) + runs * slowest)
+    # What a unit keeps, its gradients, and as much again for what it makes on the way.
+    needed = 3 * max(pilot.activation_bytes)
+    limits = [
+        PROFILE_SECONDS / seconds if seconds else wanted,
+        MEMORY_SHARE * free_bytes / needed if needed else wanted,
+    ]
+    return max(1, min(wanted, int(min(limits))))
+
+
 def profile_units(
-    model: nn.Module, splitter: Splitter, structure: Structure, compute: Compute, inputs: dict[str, Any], size: int
+    model: nn.Module,
+    splitter: Splitter,
+    structure: Structure,
+    compute: Compute,
+    inputs: dict[str, Any],
+    size: int,
+    num_repeats: int = NUM_REPEATS,
 ) -> UnitProfile:
     """Run the embeddings, one middle layer and the head alone, a few times each.
 
     Args:
         compute: runs the whole model on inputs and returns a scalar to differentiate.
-        inputs: a tiny batch on the model's device.
+        inputs: a batch on the model's device.
         size: its number of samples.
+        num_repeats: how often each is timed, after a first run that does not count.
     """
     num_units = structure.num_units
     zeros = [0.0] * num_units
     profile = UnitProfile(list(zeros), list(zeros), list(zeros), list(zeros))
     cuts = structure.cut_positions()
     view = StageView(model, splitter, structure)
-    runner = _Runner(view, compute, inputs, next(model.parameters()).device)
-    attention = 2 * (structure.num_layers // 2) + 1
+    runner = _Runner(view, compute, inputs, next(model.parameters()).device, num_repeats)
+    alone = units_run_alone(structure)
     try:
         for start, end in zip(cuts, cuts[1:], strict=False):
-            stands_for_all = start in (0, attention, attention + 1, num_units - 1)
-            if not stands_for_all:
+            if start not in alone:
                 continue
             hidden = runner.hidden_before(start)
             whole, edge = runner.time(range(start, end), hidden, True), runner.time(range(start, end), hidden, False)
@@ -86,14 +117,24 @@ def profile_units(
     return profile
 
 
+def units_run_alone(structure: Structure) -> tuple[int, ...]:
+    """The units that stand for all: embeddings, attention and MLP of a middle layer (one piece if uncut), head."""
+    attention = 2 * (structure.num_layers // 2) + 1
+    middle = (attention, attention + 1) if structure.cuts_inside_layers else (attention,)
+    return (0, *middle, structure.num_units - 1)
+
+
 class _Runner:
     """Runs single units of a model."""
 
-    def __init__(self, view: StageView, compute: Compute, inputs: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, view: StageView, compute: Compute, inputs: dict[str, Any], device: torch.device, num_repeats: int
+    ) -> None:
         self.view = view
         self.compute = compute
         self.inputs = inputs
         self.device = device
+        self.num_repeats = num_repeats
 
     def hidden_before(self, unit: int) -> torch.Tensor | None:
         """The activation that enters `unit`; None before the embeddings."""
@@ -105,7 +146,7 @@ class _Runner:
     def time(self, units: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> _Times:
         """Seconds of forward and backward, the first run left out."""
         times = _Times()
-        for repeat in range(NUM_REPEATS + 1):
+        for repeat in range(self.num_repeats + 1):
             received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
             start = self._now()
             output = self._run(units, received)

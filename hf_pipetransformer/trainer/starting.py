@@ -37,7 +37,7 @@ from hf_pipetransformer.report.events import EventLog, logger, read_layouts
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of, probe_samples
+from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of, probe_samples, read_batch
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
 
@@ -120,9 +120,11 @@ class StartingTrainer(Trainer):
         self._check_model(self.model, args, (self.optimizer if self._has_users_optimizer else None, None))
         splitter = self._splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
-        start_up = StartUp(self.model, splitter, args, self.topology, args.device)
+        columns = self._dataset_and_collator(dataset, what)
+        read = partial(read_batch, *columns) if is_training else None
+        start_up = StartUp(self.model, splitter, args, self.topology, args.device, read)
         with undisturbed(self.model):
-            parts = (*self._dataset_and_collator(dataset, what), main_input_of(self.model))
+            parts = (*columns, main_input_of(self.model))
             if is_stream(dataset):
                 # It is read by rank 0 alone.
                 samples = self._from_first_rank(lambda: probe_samples(*parts))

@@ -1,0 +1,111 @@
+"""What a run measures before it plans: its own micro-batch, within bounds of time and memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pipetransformer import PipeTransformerArguments, startup
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.batches import count_items
+from hf_pipetransformer.splitters import find_splitter, profile
+from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
+from hf_pipetransformer.startup import StartUp, probe_samples, read_batch, samples_per_microbatch
+from tests.models import build_model, collate, make_rows
+
+
+def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
+    return PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", **options)
+
+
+def started(folder: Path, model_name: str, with_batches: bool = True, **options: Any) -> tuple[StartUp, list[int]]:
+    """A started run of one process, and the sizes of the batches that its model was called with."""
+    model, rows = build_model(model_name), make_rows(model_name, 40)
+    sizes: list[int] = []
+
+    def note(_module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        sizes.append(next(value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor)))
+
+    def compute(inputs: dict[str, Any], num_items: int) -> torch.Tensor:
+        return model(**inputs).loss
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    read = partial(read_batch, rows, collate) if with_batches else None
+    args = arguments(folder, **options)
+    start_up = StartUp(model, find_splitter(model), args, Topology(60, 1), torch.device("cpu"), read)
+    start_up.run(probe_samples(rows, collate, model.main_input_name), compute, lambda batch: count_items(batch, False))
+    return start_up, sizes
+
+
+@pytest.mark.parametrize("model", ["bert_masked", "vit"])
+def test_units_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model: str) -> None:
+    start_up, sizes = started(
+        tmp_path, model, per_device_train_batch_size=26, pipeline_parallel_num_microbatches=2, activation_cache="off"
+    )
+    assert max(sizes) == 13
+    layout = start_up.layout(26)
+    assert start_up.describe(layout, 26, "none")["measured_samples"] == 13
+
+
+def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
+    start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
+    assert start_up.describe(start_up.layout(2), 2, "none")["measured_samples"] == 2
+
+
+def test_what_only_evaluates_measures_what_it_probed_with(tmp_path: Path) -> None:
+    _, sizes = started(tmp_path, "vit", with_batches=False, per_device_train_batch_size=26)
+    assert max(sizes) == startup.NUM_PROBE_SAMPLES
+
+
+def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "PROFILE_SECONDS", 1e-6)
+    start_up, sizes = started(tmp_path, "vit", per_device_train_batch_size=26)
+    assert max(sizes) == startup.NUM_PROBE_SAMPLES
+    assert start_up.describe(start_up.layout(26), 26, "none")["measured_samples"] == startup.NUM_PROBE_SAMPLES
+
+
+def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:
+    start_up, _ = started(tmp_path, "bert_masked", per_device_train_batch_size=2)
+    word_embeddings = start_up.model.get_input_embeddings().weight
+    assert start_up._units.shared == (((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"pipeline_parallel_size": 1}, 24),
+        ({"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 5}, 5),
+        ({"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 4}, 12),
+        ({"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 48}, 1),
+        ({}, 24),
+    ],
+)
+def test_the_micro_batch_of_the_first_layout(tmp_path: Path, options: dict[str, Any], expected: int) -> None:
+    assert samples_per_microbatch(arguments(tmp_path, per_device_train_batch_size=24, **options)) == expected
+
+
+# Seconds of one sample: 2 units alone, each after the chain (3 s) and 13 times itself (2 s).
+PILOT = UnitProfile(forward=[1, 1, 1], backward=[1, 1, 1], edge_backward=[0, 0, 0], activation_bytes=[10, 20, 30])
+SECONDS = 2 * (3 + 13 * 2)
+
+
+@pytest.mark.parametrize(
+    ("limit_seconds", "free_bytes", "expected"),
+    [
+        (100 * SECONDS, 1e9, 32),
+        (8.5 * SECONDS, 1e9, 8),
+        (100 * SECONDS, 2 * 90 * 7, 7),
+        (0, 0, 1),
+    ],
+)
+def test_measuring_stays_within_its_time_and_memory(
+    monkeypatch: pytest.MonkeyPatch, limit_seconds: float, free_bytes: float, expected: int
+) -> None:
+    monkeypatch.setattr(profile, "PROFILE_SECONDS", limit_seconds)
+    assert affordable_samples(32, PILOT, num_units_run=2, free_bytes=free_bytes) == expected
