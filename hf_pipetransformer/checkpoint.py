@@ -4,9 +4,10 @@ A checkpoint folder holds the model as `from_pretrained` reads it, `trainer_stat
 
     optimizer-stage-<k>.safetensors   by replica 0: "<parameter>|<key>" to tensor; options and numbers in the header
     random-rank-<r>.safetensors       by every rank: its random number generators, and what else only it knows
-    state.json                        by rank 0 when all the others are written: without it the folder is incomplete
+    state.json                        by rank 0, last: names, sizes and hashes of all other files of the whole folder
 
-Nothing is pickled. A header is the metadata of a safetensors file: one entry, JSON.
+All files are on the disk before `state.json` is written: a folder without it is incomplete, and one that is not as it
+says is damaged. Nothing is pickled. A header is the metadata of a safetensors file: one entry, JSON.
 """
 
 from __future__ import annotations
@@ -28,11 +29,20 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.manifest import (
+    Entry,
+    checksum_of,
+    entry_of,
+    find_damage,
+    list_files,
+    make_manifest,
+    sync_folder,
+)
 
 
 STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
-VERSION = 2
+VERSION = 3
 
 _TRAINER_STATE = "trainer_state.json"
 _WEIGHTS = "model.safetensors"
@@ -124,8 +134,14 @@ def begin(folder: str) -> None:
     os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
 
 
-def write_part(folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write one file of the state: tensors, and JSON values in its header."""
+def write_part(
+    folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
+) -> dict[str, Entry]:
+    """Write one file of the state to the disk: tensors, and JSON values in its header.
+
+    Returns:
+        Its entry for `write_state`, by its path in the checkpoint.
+    """
     own: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for key, tensor in tensors.items():
@@ -134,7 +150,9 @@ def write_part(folder: str, name: str, tensors: Mapping[str, torch.Tensor], head
         own[key] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
     os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
-    save_file(own, os.path.join(folder, STATE_FOLDER, name), metadata={_HEADER: json.dumps(dict(header))})
+    path = os.path.join(folder, STATE_FOLDER, name)
+    save_file(own, path, metadata={_HEADER: json.dumps(dict(header))})
+    return {f"{STATE_FOLDER}/{name}": entry_of(path, sync=True)}
 
 
 def read_part(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -150,26 +168,39 @@ def read_part(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str
             return tensors, json.loads(file.metadata()[_HEADER])
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): expected a file of a complete checkpoint that "
+            f"{path} cannot be read ({type(error).__name__}: {error}): expected a file of a checkpoint that "
             "every process can see. Put the folder where all nodes read it, or resume from another checkpoint."
         ) from error
 
 
-def write_state(folder: str, state: Mapping[str, Any]) -> None:
-    """Write `state.json`, at once or not at all: the last file of a checkpoint's state."""
+def write_state(folder: str, state: Mapping[str, Any], parts: Mapping[str, Entry]) -> None:
+    """Write `state.json`, at once or not at all: the last file of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        state: JSON values.
+        parts: entries of the files that were hashed where they were written; the others are hashed here.
+    """
     path = os.path.join(folder, STATE_FOLDER, STATE_FILE)
+    others = [name for name in list_files(folder) if name not in parts and name != f"{STATE_FOLDER}/{STATE_FILE}"]
+    content = {"version": VERSION, **state, "files": {**parts, **make_manifest(folder, others)}}
+    for inner in {folder, *(os.path.join(folder, os.path.dirname(name)) for name in content["files"])}:
+        sync_folder(inner)
     with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
-        json.dump({"version": VERSION, **state}, file, indent=1)
+        json.dump({"checksum": checksum_of(content), **content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.unfinished", path)
+    sync_folder(os.path.dirname(path))
+    sync_folder(os.path.dirname(os.path.abspath(folder)))
 
 
 def read_state(folder: str) -> dict[str, Any]:
-    """What `write_state` wrote, if the checkpoint is complete.
+    """What `write_state` wrote, if the checkpoint is complete and every file of it is as it was written.
 
     Raises:
-        ValueError: the folder is no checkpoint, holds the model only, or is incomplete; the text says which.
+        ValueError: the folder is no checkpoint, holds the model only, is incomplete or damaged; the text says which,
+            and names the file.
     """
     path = os.path.join(folder, STATE_FOLDER)
     if not os.path.isdir(folder):
@@ -178,26 +209,22 @@ def read_state(folder: str) -> dict[str, Any]:
             "save_only_model=False."
         )
     names = set(os.listdir(folder))
-    if not has_weights(folder):
-        raise ValueError(f"{folder!r} is no complete checkpoint: it holds neither {_WEIGHTS} nor {_INDEX}.")
     if not os.path.isdir(path):
+        if not has_weights(folder):
+            raise ValueError(f"{folder!r} is no complete checkpoint: it holds neither {_WEIGHTS} nor {_INDEX}.")
         by_trainer = any(name.startswith(("optimizer.", "scheduler.", "rng_state")) for name in names)
         what = "was saved by plain Trainer" if by_trainer else "holds the model only (save_only_model=True)"
         raise ValueError(f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline.")
+    if not os.path.isfile(os.path.join(path, STATE_FILE)):
+        raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
     state = _read_json(os.path.join(path, STATE_FILE), folder)
-    if state.get("version") != VERSION:
-        raise ValueError(f"{folder!r} has version {state.get('version')} of the state: expected version {VERSION}.")
-    trainer = _read_json(os.path.join(folder, _TRAINER_STATE), folder)
-    if trainer.get("global_step") != state["step"]:
-        raise ValueError(
-            f"{folder!r} is incomplete: {_TRAINER_STATE} is of step {trainer.get('global_step')}, {STATE_FILE} of "
-            f"step {state['step']}."
-        )
-    expected = [optimizer_file(stage) for stage in range(state["layout"]["num_stages"])]
-    expected += [random_file(rank) for rank in range(state["world_size"])]
-    missing = [name for name in expected if not os.path.isfile(os.path.join(path, name))]
-    if missing:
-        raise ValueError(f"{folder!r} is incomplete: {', '.join(missing)} missing in {STATE_FOLDER!r}.")
+    if state.get("version", VERSION) != VERSION:
+        raise ValueError(f"{folder!r} has version {state['version']} in {STATE_FILE}: expected version {VERSION}.")
+    if state.pop("checksum", None) != checksum_of(state):
+        raise ValueError(f"{folder!r} is damaged: {STATE_FILE} has other content than was written.")
+    damage = find_damage(folder, state["files"])
+    if damage is not None:
+        raise ValueError(f"{folder!r} is damaged: {damage}.")
     return state
 
 
@@ -209,16 +236,18 @@ def has_weights(folder: str) -> bool:
 def _read_json(path: str, folder: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            content: dict[str, Any] = json.load(file)
+            content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError(f"found a {type(content).__name__}, expected an object")
         return content
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{folder!r} is incomplete: saving it was interrupted ({os.path.basename(path)}: {type(error).__name__})."
+            f"{folder!r} is damaged: {os.path.basename(path)} cannot be read ({type(error).__name__}: {error})."
         ) from error
 
 
-def latest_complete(output_dir: str) -> tuple[str | None, list[str]]:
-    """The complete checkpoint of the highest step in a run's folder, and why each later one was passed over."""
+def latest_sound(output_dir: str) -> tuple[str | None, list[str]]:
+    """The sound checkpoint of the highest step in a run's folder, and why each later one was passed over."""
     found = []
     for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
         match = _FOLDER_NAME.fullmatch(name)

@@ -25,7 +25,7 @@ FLOORS = [
     {"simulator", "autocache"},
     {"pipeline", "autodp"},
     {"splitters", "checkpoint", "freeze", "refusals"},
-    {"layout", "arguments", "batches", "report", "messages", "errors", "prefix"},
+    {"layout", "arguments", "batches", "report", "messages", "errors", "prefix", "manifest"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

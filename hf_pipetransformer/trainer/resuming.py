@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import transformers.trainer as stock
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.manifest import Entry
 from hf_pipetransformer.refusals import SAME_ARGUMENTS, check_same_kinds, check_same_run
 from hf_pipetransformer.report.events import announce, logger
 from hf_pipetransformer.startup import StartUp, check_agreement
@@ -73,6 +75,7 @@ class ResumingTrainer(AdaptingTrainer):
         self._run_description: dict[str, Any] = {}
         self._began_under: Layout | None = None
         self._saved_here: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        self._written: dict[str, Entry] = {}
 
     # ---- which checkpoint, and whether this run may go on from it ----
 
@@ -101,10 +104,10 @@ class ResumingTrainer(AdaptingTrainer):
         return {"folder": folder, "state": state}
 
     def _latest_checkpoint(self) -> str:
-        folder, reasons = checkpoint.latest_complete(self.args.output_dir)
+        folder, reasons = checkpoint.latest_sound(self.args.output_dir)
         if folder is None:
             raise ValueError(
-                f"resume_from_checkpoint=True: found no complete checkpoint in output_dir={self.args.output_dir!r}, "
+                f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={self.args.output_dir!r}, "
                 f"expected a checkpoint-N of an earlier run. {' '.join(reasons)}".strip()
             )
         for reason in reasons:
@@ -311,7 +314,28 @@ class ResumingTrainer(AdaptingTrainer):
         if self.is_world_process_zero():
             # Before the model: `save_model` ends at a barrier, behind it the others write their parts.
             (checkpoint.clear if self.args.save_only_model else checkpoint.begin)(folder)
-        super()._save_checkpoint(model, trial)
+        self._written = {}
+        with nullcontext() if self.args.save_only_model else self._sealing(folder):
+            super()._save_checkpoint(model, trial)
+
+    @contextmanager
+    def _sealing(self, folder: str) -> Iterator[None]:
+        """Inside, Trainer's last file of a checkpoint, `trainer_state.json`, is followed by `state.json`.
+
+        Only then are older checkpoints removed, and the new one pushed to the hub: Trainer does both right after.
+        """
+        state, last = self.state, os.path.join(folder, TRAINER_STATE_NAME)
+
+        def save(path: str) -> None:
+            type(state).save_to_json(state, path)
+            if path == last and self.is_world_process_zero():
+                checkpoint.write_state(folder, self._state_of_run(), self._written)
+
+        state.save_to_json = save
+        try:
+            yield
+        finally:
+            del state.save_to_json
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._stage is not None and self._optimizer_state is not None
@@ -321,13 +345,15 @@ class ResumingTrainer(AdaptingTrainer):
             states = {name: own.state_of(parameter) for name, parameter in self._trained_here().items()}
             tensors, values = checkpoint.split_optimizer_state(states)
             header = {"values": values, "groups": checkpoint.group_options(own.optimizer)}
-            checkpoint.write_part(output_dir, checkpoint.optimizer_file(stage.groups.stage), tensors, header)
+            self._written |= checkpoint.write_part(
+                output_dir, checkpoint.optimizer_file(stage.groups.stage), tensors, header
+            )
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing here: it is in `state.json`."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The last of Trainer's savings but `trainer_state.json`: when all ranks have written, rank 0 says so."""
+        """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""
         tensors, values = checkpoint.random_state(self.args.device)
         order = None if self._train_loader is None else self._train_loader.order_state()
         if order is not None:
@@ -337,10 +363,9 @@ class ResumingTrainer(AdaptingTrainer):
         if self._train_loader is not None and not has_length(self._train_loader):
             values[_POSITION] = self._train_loader.position
         values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
-        checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
-        self.topology.barrier()
-        if self.is_world_process_zero():
-            checkpoint.write_state(output_dir, self._state_of_run())
+        self._written |= checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
+        for written in self.topology.gather(self._written):
+            self._written |= written
 
     def _state_of_run(self) -> dict[str, Any]:
         assert self._stage is not None and self._adaptation is not None

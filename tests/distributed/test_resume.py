@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from hf_pipetransformer.checkpoint import latest_sound
 from tests.distributed.launcher import LaunchResult, launch
 from tests.distributed.resume_worker import ATTEMPTS, CASES, PRODUCT, SAVED, Case
 
@@ -192,13 +196,13 @@ SAID = {
     "plain_trainer": r"plain.checkpoint-2.*saved by plain Trainer.*expected a folder 'pipetransformer'",
     "model_only": r"model-only.checkpoint-2.*holds the model only \(save_only_model=True\)",
     "no_folder": r"checkpoint-77.*is not a folder",
-    "nothing_to_resume": r"no complete checkpoint in output_dir",
+    "nothing_to_resume": r"no sound checkpoint in output_dir",
     "no_state": r"incomplete.*interrupted.*state\.json",
-    "no_random_file": r"incomplete.*random-rank-1\.safetensors",
-    "no_weights": r"neither model\.safetensors nor",
-    "cut_trainer_state": r"incomplete.*trainer_state\.json",
-    "cut_optimizer": r"optimizer-stage-1\.safetensors cannot be read",
-    "other_version": r"version 99.*expected version 2",
+    "no_random_file": r"damaged.*random-rank-1\.safetensors is missing",
+    "no_weights": r"damaged.*model\.safetensors is missing",
+    "cut_trainer_state": r"damaged.*trainer_state\.json has \d+ bytes \(expected \d+\)",
+    "cut_optimizer": r"damaged.*optimizer-stage-1\.safetensors has \d+ bytes",
+    "other_version": r"version 99.*expected version 3",
     "differs_between_ranks": r"resume_from_checkpoint is \S+checkpoint-1 on rank 1 and \S+checkpoint-0 on rank 0",
     "unsavable_scheduler": r"StubbornScheduler.*'memory'.*object.*save_only_model=True",
 }
@@ -218,20 +222,54 @@ def test_every_other_resume_is_refused_on_every_rank_before_the_first_step(
     assert texts[0] == texts[1]
 
 
-def test_true_means_the_newest_complete_checkpoint(folder: Path, dying: LaunchResult):
+def test_true_means_the_newest_sound_checkpoint(folder: Path, dying: LaunchResult):
     first, second, third = json.loads((folder / "skipped.rank0.json").read_text())
     runs = [event for event in third["events"] if event["event"] == "run"]
     saved, num_steps = folder / "saved", SAVED.options["max_steps"]
     expected = [None, *(str(saved / f"checkpoint-{step}") for step in (4, num_steps, 4))]
     assert [event.get("resumed_from") for event in runs] == expected
     assert [end["steps"] for end in (first, second, third)] == [num_steps - 4, 0, num_steps - 4]
-    for step in (5, 6):
-        assert re.search(rf"Passed over.*checkpoint-4.*checkpoint-{step}' is incomplete", dying.output)
+    for step, reason in ((5, r"is damaged: model\.safetensors has other content"), (6, r"is incomplete.*state\.json")):
+        assert re.search(rf"Passed over.*checkpoint-4.*checkpoint-{step}' {reason}", dying.output)
     for rank in range(2):
         whole = json.loads((folder / f"saved.rank{rank}.json").read_text())
         for end in json.loads((folder / f"skipped.rank{rank}.json").read_text()):
             for key in ("weights", "optimizer", "groups", "scheduler", "layout", "step"):
                 assert end[key] == whole[key], key
+
+
+def damages(path: Path, num_flips: int) -> Iterator[tuple[str, bytes | None]]:
+    """Ways in which a file may be damaged, with what it holds then; None: it is gone."""
+    whole, draw = path.read_bytes(), random.Random(path.name)
+    yield "gone", None
+    yield "emptied", b""
+    for length in (1, len(whole) // 2, len(whole) - 1):
+        yield f"cut to {length} bytes", whole[:length]
+    for _ in range(num_flips):
+        bit = draw.randrange(8 * len(whole))
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield f"bit {bit} flipped", bytes(flipped)
+
+
+def test_a_newest_checkpoint_with_any_damaged_file_is_passed_over(folder: Path, dying: LaunchResult, tmp_path: Path):
+    for step in (2, 4):
+        shutil.copytree(folder / "saved" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    older, newest = (str(tmp_path / f"checkpoint-{step}") for step in (2, 4))
+    assert latest_sound(str(tmp_path)) == (newest, [])
+    paths = sorted(path for path in Path(newest).rglob("*") if path.is_file())
+    num_variants = 0
+    for path in paths:
+        whole = path.read_bytes()
+        for what, content in damages(path, num_flips=18):
+            path.unlink() if content is None else path.write_bytes(content)
+            found, reasons = latest_sound(str(tmp_path))
+            assert (found, len(reasons)) == (older, 1), (path.name, what)
+            assert path.name in reasons[0] and newest in reasons[0], (what, reasons)
+            num_variants += 1
+        path.write_bytes(whole)
+    assert len(paths) == 9 and num_variants >= 200
+    assert latest_sound(str(tmp_path)) == (newest, [])
 
 
 def test_model_only_checkpoints_say_so(folder: Path, on_one: Outcomes):
