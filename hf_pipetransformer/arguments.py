@@ -7,6 +7,19 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from hf_pipetransformer.option_values import (
+    Reader,
+    choice,
+    count_or,
+    freeze_table,
+    interval,
+    number,
+    optional,
+    path,
+    truth,
+    whole_number,
+)
+
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 SCHEDULE_NAMES = ("gpipe", "1f1b")
@@ -15,6 +28,35 @@ FREEZE_RULES = ("inclusive", "exclusive")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+LONGEST_WAIT = 1e9
+"""Seconds; a longer limit would overflow in the transports."""
+
+_is_wait = number(f"a number of seconds from 0.001 to {LONGEST_WAIT:.0f}", lambda x: 1e-3 <= x <= LONGEST_WAIT)
+
+READERS: dict[str, Reader] = {
+    "pipeline_parallel_size": count_or("auto"),
+    "pipeline_parallel_num_microbatches": count_or("auto"),
+    "pipeline_schedule": choice(SCHEDULE_NAMES),
+    "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
+    "pipeline_timeout": _is_wait,
+    "freeze_policy": choice(FREEZE_POLICIES, off="none", null="none"),
+    "freeze_alpha": number("between 0 and 1, both excluded", lambda alpha: 0 < alpha < 1),
+    "freeze_rule": choice(FREEZE_RULES),
+    "freeze_interval": interval,
+    "freeze_warmup": number("a share of the run in [0, 1)", lambda share: 0 <= share < 1),
+    "freeze_min_active_layers": whole_number("a number of layers, 0 or more", least=0),
+    "freeze_at": optional(freeze_table),
+    "elastic": truth,
+    "pipeline_compression": choice(COMPRESSIONS),
+    "layout_plan": optional(path),
+    "activation_cache": choice(CACHE_MODES, on="on", off="off"),
+    "activation_cache_dir": optional(path),
+    "activation_cache_max_gb": optional(number("a positive number of gigabytes", lambda size: size > 0)),
+    "activation_cache_dtype": choice(CACHE_DTYPES),
+    "activation_cache_keep": truth,
+}
+"""How each option of the pipeline is read, whatever a script, a YAML file or a sweep gave."""
 
 
 @dataclass
@@ -53,7 +95,7 @@ class PipeTransformerArguments(TrainingArguments):
         activation_cache_keep (`bool`, *optional*, defaults to `False`): leave it for a later run.
 
     Raises:
-        ValueError: an option outside its range, found and expected values in the text.
+        ValueError: an option that cannot be read or is outside its range, found and expected values in the text.
     """
 
     pipeline_parallel_size: str = field(
@@ -190,17 +232,10 @@ class PipeTransformerArguments(TrainingArguments):
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
                 "Remove deepspeed, or use Trainer."
             )
-        super().__post_init__()
-        self.pipeline_parallel_size = _auto_or_count("pipeline_parallel_size", self.pipeline_parallel_size)
-        self.pipeline_parallel_num_microbatches = _auto_or_count(
-            "pipeline_parallel_num_microbatches", self.pipeline_parallel_num_microbatches
-        )
-        _check_choice("pipeline_schedule", self.pipeline_schedule, SCHEDULE_NAMES)
-        _check_choice("pipeline_checkpoint", self.pipeline_checkpoint, RECOMPUTE_MODES)
+        for name, read in READERS.items():
+            setattr(self, name, read(name, getattr(self, name)))
         self._check_freezing()
-        self._check_cache()
-        if not self.pipeline_timeout > 0:
-            raise ValueError(f"pipeline_timeout must be a positive number of seconds, found {self.pipeline_timeout}.")
+        super().__post_init__()
         if self.activation_checkpointing and self.pipeline_parallel_size != "1":
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
@@ -212,16 +247,6 @@ class PipeTransformerArguments(TrainingArguments):
             self.activation_checkpointing = False
 
     def _check_freezing(self) -> None:
-        _check_choice("freeze_policy", self.freeze_policy, FREEZE_POLICIES)
-        _check_choice("freeze_rule", self.freeze_rule, FREEZE_RULES)
-        _check_choice("pipeline_compression", self.pipeline_compression, COMPRESSIONS)
-        if not 0 < self.freeze_alpha < 1:
-            raise ValueError(f"freeze_alpha must be between 0 and 1, both excluded, found {self.freeze_alpha}.")
-        if not 0 <= self.freeze_warmup < 1:
-            raise ValueError(f"freeze_warmup is a share of the run in [0, 1), found {self.freeze_warmup}.")
-        if self.freeze_min_active_layers < 0:
-            raise ValueError(f"freeze_min_active_layers must not be negative, found {self.freeze_min_active_layers}.")
-        self.freeze_interval = _interval(self.freeze_interval)
         if self.freeze_policy == "fixed" and not self.freeze_at:
             raise ValueError("freeze_policy='fixed' needs freeze_at='step:layers,...', found none.")
         if self.freeze_policy != "fixed" and self.freeze_at:
@@ -231,14 +256,6 @@ class PipeTransformerArguments(TrainingArguments):
         if self.layout_plan is not None and not os.path.isfile(self.layout_plan):
             raise ValueError(
                 f"layout_plan={self.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
-            )
-
-    def _check_cache(self) -> None:
-        _check_choice("activation_cache", self.activation_cache, CACHE_MODES)
-        _check_choice("activation_cache_dtype", self.activation_cache_dtype, CACHE_DTYPES)
-        if self.activation_cache_max_gb is not None and not self.activation_cache_max_gb > 0:
-            raise ValueError(
-                f"activation_cache_max_gb must be a positive number, found {self.activation_cache_max_gb}."
             )
 
     @property
@@ -256,31 +273,3 @@ class PipeTransformerArguments(TrainingArguments):
         """The asked number of micro-batches M; None for "auto"."""
         count = self.pipeline_parallel_num_microbatches
         return None if count == "auto" else int(count)
-
-
-def _auto_or_count(name: str, value: str | int) -> str:
-    text = str(value)
-    if text != "auto" and not (text.isdigit() and int(text) > 0):
-        raise ValueError(f"{name} must be 'auto' or a positive whole number, found {value!r}.")
-    return text
-
-
-def _interval(value: str | int | float) -> str:
-    text = str(value)
-    if text == "epoch" or (text.isdigit() and int(text) > 0):
-        return text
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise ValueError(
-            f"freeze_interval must be 'epoch', a positive number of steps, or a share of the run between 0 and 1, "
-            f"found {value!r}."
-        )
-    return text
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, found {value!r}.")

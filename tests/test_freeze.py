@@ -19,8 +19,8 @@ from hf_pipetransformer.freeze.policies import (
     decide,
     make_clock,
     make_policy,
-    parse_freeze_at,
 )
+from hf_pipetransformer.option_values import parse_freeze_at
 
 
 L = 12
@@ -198,7 +198,9 @@ def test_a_table_is_read_and_sorted() -> None:
     assert list(parse_freeze_at("9:1,3:0")) == [3, 9]
 
 
-@pytest.mark.parametrize("text", ["", "5", "5:", ":2", "5:2,", "a:1", "5:-1", "-5:1", "5.5:1", "5:1;6:2", "5:1:2"])
+@pytest.mark.parametrize(
+    "text", ["", "5", "5:", ":2", "5:2,", "a:1", "5:-1", "-5:1", "5.5:1", "5:1;6:2", "5:1:2", "²:1"]
+)
 def test_a_table_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"freeze_at=.*Expected for example '100:2,200:4'"):
         parse_freeze_at(text)
@@ -207,6 +209,11 @@ def test_a_table_of_another_form_is_refused(text: str) -> None:
 def test_a_table_that_thaws_is_refused() -> None:
     with pytest.raises(ValueError, match="thaws layers"):
         parse_freeze_at("5:2,9:1")
+
+
+def test_a_table_that_names_a_step_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"freeze_at='0:1,0:2' names step 0 twice"):
+        parse_freeze_at("0:1,0:2")
 
 
 @pytest.mark.parametrize("name", ["gradient_norm", "schedule", "none"])

@@ -25,12 +25,12 @@ FLOORS = [
     {"simulator", "autocache"},
     {"pipeline", "autodp"},
     {"splitters", "checkpoint", "freeze", "refusals"},
-    {"layout", "arguments", "batches", "report", "messages", "errors", "prefix", "manifest"},
+    {"layout", "arguments", "batches", "report", "messages", "errors", "prefix", "manifest", "option_values"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The only neighbours on one floor that may meet.
-NEIGHBOURS = {("arguments", "layout"), ("report", "layout")}
+NEIGHBOURS = {("arguments", "layout"), ("arguments", "option_values"), ("report", "layout")}
 
 # Pure planning: no process group, no file, no clock.
 PURE = ["autopipe", "autocache.decision", "freeze.policies", "pipeline.schedules", "pipeline.checker", "simulator"]

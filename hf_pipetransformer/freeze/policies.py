@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_pipetransformer.option_values import parse_freeze_at
+
 
 _ROUNDING = 1e-9
 """A level that is a whole number but for floating-point noise is that number, not the next one."""
@@ -253,26 +255,6 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
     wanted = math.ceil(level - _ROUNDING)
     num_frozen = min(max(wanted, signal.num_frozen), most)
     return Decision(signal, max(level, signal.level), num_frozen)
-
-
-def parse_freeze_at(text: str) -> dict[int, int]:
-    """`"step:layers,..."` as a table.
-
-    Raises:
-        ValueError: not of that form, or layers that get fewer.
-    """
-    table: dict[int, int] = {}
-    for part in text.split(","):
-        step, colon, layers = part.strip().partition(":")
-        if not (colon and step.isdigit() and layers.isdigit()):
-            raise ValueError(
-                f"freeze_at={text!r}: {part.strip()!r} is not 'step:layers'. Expected for example '100:2,200:4'."
-            )
-        table[int(step)] = int(layers)
-    counts = [table[step] for step in sorted(table)]
-    if counts != sorted(counts):
-        raise ValueError(f"freeze_at={text!r} thaws layers; the number of frozen layers can only grow.")
-    return dict(sorted(table.items()))
 
 
 def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> FreezePolicy:

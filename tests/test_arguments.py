@@ -1,0 +1,189 @@
+"""Options as YAML files, sweeps and careless scripts give them: a value of the right type, or a refusal by name."""
+
+from __future__ import annotations
+
+import fractions
+import math
+import pathlib
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from transformers import TrainingArguments
+
+from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.arguments import READERS
+
+
+OWN_FIELDS = sorted({f.name for f in fields(PipeTransformerArguments)} - {f.name for f in fields(TrainingArguments)})
+
+NASTY: list[Any] = [
+    *(None, True, False, 0, 1, 2, 4, -1, 10**400, 0.0, 0.5, 1.0, 2.0, -0.5, 1e300, 1e-300),
+    *(math.inf, -math.inf, math.nan, 3 + 0j, fractions.Fraction(1, 2), np.int64(2), np.float32(0.5), np.bool_(True)),
+    *(
+        "",
+        " ",
+        "0",
+        "1",
+        "4",
+        " 4 ",
+        "4.0",
+        "0.5",
+        "1/2",
+        "-1",
+        "1e3",
+        "1e400",
+        "nan",
+        "inf",
+        "-inf",
+        "²",
+        "٤",
+        "9" * 5000,
+    ),
+    *("true", "False", "YES", "no", "on", "Off", "maybe", "none", "None", "null", "auto", "AUTO", "never", "epoch"),
+    *(
+        "1f1b",
+        "GPipe",
+        "fixed",
+        "gradient_norm",
+        "0:1",
+        "0:1,0:2",
+        "2:1,4:0",
+        "2:1,4:2",
+        "²:1",
+        "a\0b",
+        "💥",
+        "x" * 500,
+    ),
+    *(b"auto", [], ["auto"], {}, {2: 1}, (1,), object(), pathlib.PurePath("folder"), np.array([1, 2]), int),
+]
+
+KINDS: dict[str, Any] = {"str": str, "float": float, "int": int, "bool": bool}
+
+
+def kinds_of(name: str) -> tuple[type, ...]:
+    """The types that the field's annotation names."""
+    annotation = PipeTransformerArguments.__dataclass_fields__[name].type
+    return tuple(KINDS.get(word, type(None)) for word in annotation.split(" | "))
+
+
+def read(name: str, value: Any) -> Any:
+    return READERS[name](name, value)
+
+
+def test_every_option_has_a_reader():
+    assert sorted(READERS) == OWN_FIELDS
+
+
+@pytest.mark.parametrize("name", OWN_FIELDS)
+def test_any_value_becomes_one_of_the_options_type_or_is_refused_in_one_sentence(name: str):
+    for value in NASTY:
+        try:
+            found = read(name, value)
+        except ValueError as error:
+            text = str(error)
+            assert text.startswith(name), text
+            assert "xpected" in text or (" must be " in text and ", found " in text), text
+            assert len(text) < 400
+            assert "\n" not in text
+            continue
+        assert type(found) in kinds_of(name), (value, found)
+        assert not isinstance(found, float) or math.isfinite(found)
+        # What is read once is read again as the same: arguments are copied and written to files.
+        assert read(name, found) == found
+
+
+@pytest.mark.parametrize("name", OWN_FIELDS)
+def test_defaults_stay_as_they_are(name: str):
+    default = PipeTransformerArguments.__dataclass_fields__[name].default
+    assert read(name, default) == default
+
+
+# As it stands in a YAML file, and what the user means.
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("activation_cache: off", "off"),
+        ("activation_cache: on", "on"),
+        ("activation_cache: no", "off"),
+        ("activation_cache: 'false'", "off"),
+        ("freeze_policy: none", "none"),
+        ("freeze_policy: null", "none"),
+        ("freeze_policy: off", "none"),
+        ("pipeline_checkpoint: off", "never"),
+        ("elastic: off", False),
+        ("elastic: 'yes'", True),
+        ("elastic: 0", False),
+        ("pipeline_parallel_size: 4", "4"),
+        ("pipeline_parallel_size: '4'", "4"),
+        ("pipeline_parallel_size: 4.0", "4"),
+        ("pipeline_parallel_size: Auto", "auto"),
+        ("pipeline_schedule: 1F1B", "1f1b"),
+        ("pipeline_timeout: 1e3", 1000.0),
+        ("freeze_alpha: '0.5'", 0.5),
+        ("freeze_min_active_layers: '3'", 3),
+        ("freeze_interval: 200", "200"),
+        ("freeze_interval: 0.1", "0.1"),
+        ("freeze_at: '4:2, 2:1'", "2:1,4:2"),
+        ("freeze_at: none", None),
+        ("activation_cache_max_gb: '2.5'", 2.5),
+        ("activation_cache_max_gb: null", None),
+        ("layout_plan: ~", None),
+    ],
+)
+def test_yaml_means_what_the_user_wrote(line: str, meant: Any):
+    [(name, value)] = yaml.safe_load(line).items()
+    assert read(name, value) == meant
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("elastic: maybe", "elastic must be True or False, found 'maybe'."),
+        ("elastic: null", "elastic must be True or False, found None."),
+        ("activation_cache: null", "activation_cache must be one of ('auto', 'on', 'off'), found None."),
+        ("activation_cache_dtype: off", "found False."),
+        (
+            "pipeline_parallel_size: on",
+            "pipeline_parallel_size must be 'auto' or a positive whole number, found True.",
+        ),
+        (
+            "pipeline_timeout: .inf",
+            "pipeline_timeout must be a number of seconds from 0.001 to 1000000000, found inf.",
+        ),
+        ("freeze_alpha: .nan", "freeze_alpha must be between 0 and 1, both excluded, found nan."),
+        ("freeze_min_active_layers: 2.5", "found 2.5."),
+        ("freeze_at: 100:2", "(in quotes: YAML takes 100:2 for the number 6002), found 6002."),
+        ("freeze_interval: 1.0", "found 1.0."),
+        ("layout_plan: off", "layout_plan must be a path, found False."),
+        (
+            "activation_cache_max_gb: .inf",
+            "activation_cache_max_gb must be a positive number of gigabytes, found inf.",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused(line: str, refusal: str):
+    [(name, value)] = yaml.safe_load(line).items()
+    with pytest.raises(ValueError, match="must be") as caught:
+        read(name, value)
+    assert refusal in str(caught.value)
+
+
+def test_arguments_are_read_when_they_are_made(tmp_path: pathlib.Path):
+    written = {"activation_cache": False, "freeze_policy": None, "elastic": "no", "pipeline_timeout": "4"}
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, **written)
+    assert (args.activation_cache, args.freeze_policy, args.elastic, args.pipeline_timeout) == (
+        "off",
+        "none",
+        False,
+        4.0,
+    )
+    with pytest.raises(ValueError, match="elastic must be True or False, found 'maybe'"):
+        PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, elastic="maybe")
+
+
+def test_a_table_that_names_a_step_twice_is_refused_with_the_arguments(tmp_path: pathlib.Path):
+    with pytest.raises(ValueError, match="names step 0 twice"):
+        PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, freeze_policy="fixed", freeze_at="0:1,0:2")
