@@ -134,10 +134,10 @@ class Adaptation:
         """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
         # A step that brings stored activations to a new level tells little of the steps that read them.
         self.meter.reset(skip=self.cache.steps_per_epoch if self.cache and layout.cache_level else 0)
-        asks = self.replay is None and self.args.num_microbatches is None and layout.num_stages > 1
+        asks = self.replay is None and self.costs.measures_microbatches and layout.num_stages > 1
         self._trial = None
         if asks and layout.num_stages not in self._known_microbatches:
-            self._trial = MicrobatchTrial(self._fitting_candidates(layout))
+            self._trial = MicrobatchTrial(self.topology.broadcast(self._fitting_candidates(layout)))
             return replace(layout, num_microbatches=self._trial.current())
         return layout
 

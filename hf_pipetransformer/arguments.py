@@ -36,7 +36,7 @@ _is_wait = number(f"a number of seconds from 0.001 to {LONGEST_WAIT:.0f}", lambd
 
 READERS: dict[str, Reader] = {
     "pipeline_parallel_size": count_or("auto"),
-    "pipeline_parallel_num_microbatches": count_or("auto"),
+    "pipeline_parallel_num_microbatches": count_or("auto", "measured"),
     "pipeline_schedule": choice(SCHEDULE_NAMES),
     "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
     "pipeline_timeout": _is_wait,
@@ -108,8 +108,10 @@ class PipeTransformerArguments(TrainingArguments):
     pipeline_parallel_num_microbatches: str = field(
         default="auto",
         metadata={
-            "help": "Micro-batches per mini-batch of one pipeline, M: a number, or 'auto': 6K, 4K, 3K, "
-            "2K and K are tried on the first training steps of each pipeline length (1 without a pipeline)."
+            "help": "Micro-batches per mini-batch of one pipeline, M: a number, or 'measured': 6K, 4K, 3K, "
+            "2K and K are tried on the first training steps of each pipeline length (1 without a pipeline). 'auto' "
+            "measures too, but not where clocks would then change a seeded run: with dropout, whose masks depend on "
+            "M, and with full_determinism, M is 4K or what leaves a micro-batch four samples."
         },
     )
     pipeline_schedule: str = field(
@@ -270,6 +272,6 @@ class PipeTransformerArguments(TrainingArguments):
 
     @property
     def num_microbatches(self) -> int | None:
-        """The asked number of micro-batches M; None for "auto"."""
+        """The asked number of micro-batches M; None for "auto" and "measured"."""
         count = self.pipeline_parallel_num_microbatches
-        return None if count == "auto" else int(count)
+        return int(count) if count.isdecimal() else None

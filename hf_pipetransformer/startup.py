@@ -89,6 +89,7 @@ class StartUp:
         self.common_length: CommonLength | None = None
         self.pad_token_id = 0
         self.main_dtype = torch.float32
+        self._has_dropout = has_dropout(model)
         self.sees_padding = True
         """Whether what stands at masked positions changes the loss."""
 
@@ -185,13 +186,20 @@ class StartUp:
         rules = PlanRules(
             compression=args.pipeline_compression,
             cut_positions=tuple(self.probe.structure.cut_positions()),
-            device_bytes=_device_bytes(self.device, self.topology.local_world_size),
+            device_bytes=self._smallest_device_bytes(),
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches,
             initial_largest_size=largest_stage_size(units.parameters, layout.num_frozen_layers, layout.boundaries),
         )
-        return PlanInputs(units, self._overheads, rules, samples_per_device)
+        return PlanInputs(units, self._overheads, rules, samples_per_device, self.measures_microbatches)
+
+    @property
+    def measures_microbatches(self) -> bool:
+        """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
+        asked = self.args.pipeline_parallel_num_microbatches
+        is_free = not (self._has_dropout or self.args.full_determinism)
+        return asked == "measured" or (asked == "auto" and is_free)
 
     def _num_frozen_by_user(self) -> int:
         """F at the start: leading layers that the script froze, the embeddings included."""
@@ -270,7 +278,7 @@ class StartUp:
         return Layout.from_event(self.topology.broadcast(self._choose(samples_per_device).as_event()))
 
     def _choose(self, samples_per_device: int) -> Layout:
-        num_stages = self.args.num_stages
+        num_stages, smallest = self.args.num_stages, self._smallest_device_bytes()
         if num_stages is None:
             most = len(self.probe.structure.cut_positions()) - 1
             local = self.topology.local_world_size
@@ -278,10 +286,14 @@ class StartUp:
             num_stages = choose_num_stages(
                 candidates,
                 lambda k: max(stage_bytes(self._plan(k, samples_per_device), self._units, k * samples_per_device)),
-                _device_bytes(self.device, local),
+                smallest,
             )
         self.topology.check_num_stages(num_stages)
         return self._plan(num_stages, samples_per_device)
+
+    def _smallest_device_bytes(self) -> float:
+        """Memory of the smallest device of the run: every rank plans with it. A collective call."""
+        return min(self.topology.gather(_device_bytes(self.device, self.topology.local_world_size)))
 
     def _plan(self, num_stages: int, samples_per_device: int) -> Layout:
         structure, num_frozen = self.probe.structure, self._num_frozen_by_user()
@@ -306,8 +318,12 @@ class StartUp:
         bubble = (
             "" if k == 1 else f" Bubble: at most {m / (m + k - 1):.0%} of {k} devices a pipeline are busy at M={m}."
         )
+        rule = ""
+        if k > 1 and self.args.num_microbatches is None and not self.measures_microbatches:
+            cause = "dropout masks depend on M" if self._has_dropout else "full_determinism"
+            rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
         return {
-            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}",
+            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}{rule}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.stage_seconds),
             "measured_samples": self._num_measured_samples,
@@ -345,6 +361,15 @@ def read_batch(dataset: Any, collate: Any, num_samples: int) -> dict[str, Any]:
     if is_stream(dataset):
         return dict(collate(list(islice(dataset, num_samples))))
     return dict(collate([dataset[i * len(dataset) // num_samples] for i in range(num_samples)]))
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model draws random masks in training: a module, or the config, holds a rate above 0."""
+    holders = [module for module in model.modules() if not isinstance(module, nn.modules.dropout._DropoutNd)]
+    holders += [model.config] if hasattr(model, "config") else []
+    rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name]
+    rates += [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 def main_input_of(model: nn.Module) -> str:

@@ -17,9 +17,11 @@ class PlanInputs:
         overheads: of the machine.
         rules: what a plan may do.
         samples_per_device: samples of a loader batch by rank.
+        measures_microbatches: whether M is tried on training steps; else it follows a rule.
     """
 
     units: UnitCosts
     overheads: Overheads
     rules: PlanRules
     samples_per_device: int
+    measures_microbatches: bool = True

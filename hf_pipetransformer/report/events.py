@@ -39,17 +39,57 @@ class EventLog:
             return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         line = {"event": event, "step": step, "epoch": epoch, "time_s": round(time.time() - self._start, 3), **fields}
+        _finish_last_line(self.path)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
+def _finish_last_line(path: str) -> None:
+    """What a run that was killed while it wrote has left: ended if it is a whole event, else cut off."""
+    if not os.path.exists(path):
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read() in (b"", b"\n"):
+            return
+        file.seek(0)
+        line = file.read().rpartition(b"\n")[2]
+        if _event_of(line) is not None:
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(line))
+
+
+def _event_of(line: bytes) -> dict[str, Any] | None:
+    """The event that a line holds; None if it holds none."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and {"event", "step"} <= set(event) else None
+
+
 def read_events(path: str) -> list[dict[str, Any]]:
-    """The events of a file, in order; a last line that was cut off by a kill is left out."""
+    """The events of a file, in order; a last line that a kill cut off is left out, with a warning.
+
+    Raises:
+        ValueError: another line is no event.
+    """
+    with open(path, "rb") as file:
+        lines = file.read().split(b"\n")
     events = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                events.append(json.loads(line))
+    for number, line in enumerate(lines, 1):
+        event = _event_of(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):
+            raise ValueError(
+                f"{path} is not the events file of a run: line {number} is {line[:60]!r}, expected an event. Give "
+                "the pipetransformer_events.jsonl of an earlier run, or remove that line."
+            )
+        elif line:
+            logger.warning(f"{path}: the last line was cut off ({line[:60]!r}) and is left out.")
     return events
 
 
@@ -70,9 +110,9 @@ def read_layouts(path: str) -> dict[int, Layout]:
             elif kind == "transition":
                 layouts[step] = Layout.from_event(event["to"])
             elif kind == "profile" and event["what"] == "trial":
-                before = layouts[max(layouts)]
+                before = layouts[max(layouts, default=-1)]
                 layouts[step] = replace(before, num_microbatches=event["num_microbatches"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not the events file of a run ({type(error).__name__}: {error}): expected "
             "pipetransformer_events.jsonl of an earlier run."
@@ -83,7 +123,7 @@ def read_layouts(path: str) -> dict[int, Layout]:
 
 
 def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[int, int]:
-    """The M that earlier trials in this folder found best, by K, for the same schedule and batch."""
+    """The M that earlier trials in this folder found best, by K, for the same schedule and batch; said in a line."""
     if path is None or not os.path.isfile(path):
         return {}
     known = {}
@@ -96,8 +136,15 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
                 batch = samples_per_device * num_stages
                 if found == (layout.num_layers, world_size // num_stages, batch, layout.schedule):
                     known[num_stages] = int(event["num_microbatches"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): M is measured anew.")
+        return {}
+    if known:
+        taken = ", ".join(f"M={count} for K={num_stages}" for num_stages, count in sorted(known.items()))
+        announce(
+            f"{taken}: measured by an earlier run in this folder ({path}). Remove that file, or set "
+            "pipeline_parallel_num_microbatches, to choose otherwise."
+        )
     return known
 
 

@@ -132,7 +132,9 @@ class AdaptingTrainer(CachingTrainer):
         return self._stage.layout
 
     def _known_microbatches(self, layout: Layout) -> dict[int, int]:
-        known = read_known_microbatches(self.events.path, layout, self.args.per_device_train_batch_size)
+        assert self._start_up is not None
+        path = self.events.path if self._start_up.measures_microbatches and layout.num_stages > 1 else None
+        known = read_known_microbatches(path, layout, self.args.per_device_train_batch_size)
         answer: Mapping[str, int] = self.topology.broadcast({str(k): m for k, m in known.items()})
         return {int(k): m for k, m in answer.items()}
 
