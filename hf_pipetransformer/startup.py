@@ -365,8 +365,7 @@ def read_batch(dataset: Any, collate: Any, num_samples: int) -> dict[str, Any]:
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model draws random masks in training: a module, or the config, holds a rate above 0."""
-    holders = [module for module in model.modules() if not isinstance(module, nn.modules.dropout._DropoutNd)]
-    holders += [model.config] if hasattr(model, "config") else []
+    holders: list[Any] = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
     rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name]
     rates += [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

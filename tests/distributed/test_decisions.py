@@ -1,0 +1,49 @@
+"""What decides the number of micro-batches: rank 0 for all, and no clock and no older file where masks hang on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launcher import launch
+
+
+WORKER = Path(__file__).with_name("repeat_worker.py")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+
+def train(folder: Path, *runs: dict[str, Any]) -> tuple[list[list[dict[str, Any]]], str]:
+    """Runs one after the other in one folder: for each rank what each run did, and rank 0's output."""
+    result = launch(WORKER, [folder, json.dumps(runs)], num_processes=2, timeout=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], result.outputs[0]
+
+
+def test_a_seeded_run_with_dropout_is_the_same_twice_in_one_folder(tmp_path: Path):
+    """Its own events file, which the second run finds, holds what a trial found best if it is asked for one."""
+    measured = {"options": {"pipeline_parallel_num_microbatches": "measured", "learning_rate": 0}}
+    seeded = {"options": {}, "dropout": 0.1}
+    (first, *_), output = train(tmp_path, measured | {"dropout": 0.1}, seeded, seeded)
+    assert len(set(first[0]["counts"])) > 1
+    assert first[1]["losses"] == first[2]["losses"]
+    assert first[1]["counts"] == first[2]["counts"]
+    assert len(set(first[1]["counts"])) == 1
+    assert "by rule, since dropout masks depend on M" in output
+
+
+def test_without_dropout_an_earlier_trial_is_taken_over_with_a_word(tmp_path: Path):
+    (first, second), output = train(tmp_path, {"options": {}}, {"options": {}})
+    assert first == second
+    assert len(set(first[0]["counts"])) > 1
+    assert set(first[1]["counts"]) == {first[0]["counts"][-1]}
+    assert f"M={first[0]['counts'][-1]} for K=2: measured by an earlier run in this folder" in output
+
+
+def test_all_ranks_try_the_same_numbers_of_micro_batches_on_unequal_devices(tmp_path: Path):
+    """What fits the smallest device, wherever that is: the second rank's holds only the smallest micro-batches."""
+    (rank0, rank1), _ = train(tmp_path, {"options": {}, "device_bytes": [1e12, 1.0]})
+    assert rank0 == rank1
+    assert set(rank0[0]["counts"]) == {12}
