@@ -24,7 +24,7 @@ FLOORS = [
     {"autopipe"},
     {"simulator", "autocache"},
     {"pipeline", "autodp"},
-    {"splitters", "checkpoint", "freeze", "refusals"},
+    {"splitters", "checkpoint", "freeze", "refusals", "transfers"},
     {"layout", "arguments", "batches", "report", "messages", "errors", "prefix", "manifest", "option_values"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

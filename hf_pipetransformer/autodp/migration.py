@@ -17,6 +17,7 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.errors import PipelineError, guarded, wait_for
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.transfers import post, receiving, sending
 
 
 Bundle = tuple[int, ...]
@@ -149,13 +150,14 @@ def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def _transfer(messages: Sequence[tuple[Move, torch.Tensor]], topology: Topology) -> None:
     """Send and receive all messages of this rank at once; those of one pair of ranks match by their order."""
-    works = []
-    for move, tensor in messages:
-        if move.source == topology.rank:
-            works.append((dist.isend(tensor, dst=move.destination, group=topology.control), move))
-        else:
-            works.append((dist.irecv(tensor, src=move.source, group=topology.control), move))
-    for work, move in works:
+    group = topology.control
+    transfers = [
+        sending(tensor, move.destination, group)
+        if move.source == topology.rank
+        else receiving(tensor, move.source, group)
+        for move, tensor in messages
+    ]
+    for work, (move, _tensor) in zip(post(transfers), messages, strict=True):
         ranks = f"from rank {move.source} to rank {move.destination}"
         wait_for(work, topology.timeout, f"moving units {move.bundle} {ranks}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.transfers import complete, receiving, sending
 
 
 _MEASURED_BYTES = 2**22
@@ -75,6 +76,8 @@ class PipelineGroups:
 class Topology:
     """The ranks of a run. Groups are made once, in the same order on every rank, and kept to the end.
 
+    Each rank makes only the groups that it is in: groups that all ranks make together take minutes in large worlds.
+
     Pipeline `r` of length K is the ranks `r * K` to `r * K + K - 1`: neighbours in rank, so a K that divides the
     devices of a node never spans nodes.
 
@@ -92,7 +95,9 @@ class Topology:
         if self.is_distributed:
             # Trainer's own collectives run in the world group; they must not outwait the pipeline's.
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
-        self.control: Any = self._new_group(range(self.world_size), "gloo")
+        self.control: Any = None
+        if self.is_distributed:
+            self.control = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
         self._groups: dict[int, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
 
@@ -125,13 +130,13 @@ class Topology:
         """
         key = (num_stages, stages)
         if key not in self._shared_groups:
-            own: Any = None
-            num_replicas = self.world_size // num_stages
-            everyone = [r * num_stages + s for r in range(num_replicas) for s in stages]
-            over_replicas = self._new_group(everyone)
-            for r in range(num_replicas):
-                group = self._new_group([r * num_stages + s for s in stages])
-                own = group if r == self.rank // num_stages else own
+            pipelines = range(0, self.world_size, num_stages)
+            members = [[first + stage for stage in stages] for first in pipelines]
+            over_replicas = self._own_group([sorted(rank for part in members for rank in part)])
+            own = self._own_group(members)
+            for group in (over_replicas, own):
+                if group is not None:
+                    self._warm_up(group, "the ranks that share a parameter")
             self._shared_groups[key] = (over_replicas, own)
         return self._shared_groups[key]
 
@@ -161,16 +166,17 @@ class Topology:
         """
         if self.world_size == 1:
             return 0.0, 0.0
-        device = torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
+        device = self._device
         message = torch.zeros(max(1, message_bytes // 4), device=device)
         reduced = torch.zeros(_MEASURED_BYTES // 4, device=device)
         ring = 2 * (self.world_size - 1) / self.world_size
         hops, reductions = [], []
         for _ in range(_MEASUREMENTS):
-            if self.rank < 2:
-                hops.append(_seconds(device, lambda: self._ping(message)) / 2)
+            # First the reduction: it makes the communicator that the transfers use.
             call = partial(guarded, partial(dist.all_reduce, reduced), "measuring an all-reduce over all ranks")
             reductions.append(_seconds(device, call))
+            if self.rank < 2:
+                hops.append(_seconds(device, lambda: self._ping(message)) / 2)
         hop = min(hops) if hops else 0.0
         answer = self.broadcast([hop, min(reductions) / (_MEASURED_BYTES * ring)])
         return float(answer[0]), float(answer[1])
@@ -179,66 +185,111 @@ class Topology:
         """There and back between ranks 0 and 1."""
         what = "measuring the way between ranks 0 and 1"
         for sender in (0, 1):
-            call = dist.send if self.rank == sender else dist.recv
-            guarded(partial(call, message, 1 - self.rank), what)
+            transfer = sending if self.rank == sender else receiving
+            complete([transfer(message, 1 - self.rank, None)], self.timeout, what)
 
     def _make_groups(self, num_stages: int) -> PipelineGroups:
         self.check_num_stages(num_stages)
-        num_replicas = self.world_size // num_stages
         replica, stage = divmod(self.rank, num_stages)
+        pipelines = [range(first, first + num_stages) for first in range(0, self.world_size, num_stages)]
+        holders = [range(s, self.world_size, num_stages) for s in range(num_stages)]
+        pipeline_group = pipeline_control = None
+        if num_stages > 1:
+            pipeline_group, pipeline_control = self._own_group(pipelines), self._own_group(pipelines, "gloo")
+            self._warm_up(pipeline_group, f"the stages of pipeline {replica}")
         pairs: dict[tuple[int, str], Any] = {}
-        pipeline_group = pipeline_control = replica_control = replica_group = None
-        for r in range(num_replicas):
-            ranks = range(r * num_stages, (r + 1) * num_stages)
-            pipeline = self._new_group(ranks, "gloo") if num_stages > 1 else None
-            # One group does where both backends are the same.
-            on_device = self._new_group(ranks) if num_stages > 1 and self._uses_nccl() else pipeline
-            if r == replica:
-                pipeline_control, pipeline_group = pipeline, on_device
-            for s in range(num_stages - 1):
-                for direction in ("forward", "backward"):
-                    group = self._new_group(ranks[s : s + 2])
-                    if r == replica and stage in (s, s + 1):
-                        pairs[s, direction] = group
-        if num_replicas > 1:
-            for s in range(num_stages):
-                ranks = range(s, self.world_size, num_stages)
-                group, control = self._new_group(ranks), self._new_group(ranks, "gloo")
-                if s == stage:
-                    replica_group, replica_control = group, control
+        for parity, direction in LINK_ORDER:
+            stages = range(parity, num_stages - 1, 2)
+            group = self._own_group([ranks[s : s + 2] for ranks in pipelines for s in stages])
+            if group is not None:
+                lower = stage if stage % 2 == parity else stage - 1
+                pairs[lower, direction] = group
+                self._rehearse(group, pipelines[replica][lower : lower + 2], direction)
+        replica_group = replica_control = None
+        if len(pipelines) > 1:
+            replica_group, replica_control = self._own_group(holders), self._own_group(holders, "gloo")
+            self._warm_up(replica_group, f"the replicas of stage {stage}")
         groups = PipelineGroups(
             num_stages=num_stages,
-            num_replicas=num_replicas,
+            num_replicas=len(pipelines),
             stage=stage,
             replica=replica,
-            pipeline_ranks=tuple(range(replica * num_stages, (replica + 1) * num_stages)),
-            replica_ranks=tuple(range(stage, self.world_size, num_stages)),
+            pipeline_ranks=tuple(pipelines[replica]),
+            replica_ranks=tuple(holders[stage]),
             pair_groups=pairs,
             replica_group=replica_group,
             pipeline_group=pipeline_group,
             pipeline_control=pipeline_control,
             replica_control=replica_control,
         )
-        self._warm_up(groups)
+        self.barrier()
         return groups
 
-    def _warm_up(self, groups: PipelineGroups) -> None:
-        """One tiny collective in each group, so that connecting does not happen in the middle of a step."""
-        device = torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
-        for _, group in sorted(groups.pair_groups.items()):
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-        for group in (groups.pipeline_group, groups.replica_group):
-            if group is not None:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-        self.barrier()
+    def _rehearse(self, group: Any, ranks: Sequence[int], direction: str) -> None:
+        """One transfer over a link, from end to end: connecting two ranks may block both hosts, and does it here.
+
+        The links are rehearsed in `LINK_ORDER` on every rank; no rank has two links of one entry, so none waits for a
+        rank that waits.
+        """
+        source, destination = ranks if direction == "forward" else reversed(ranks)
+        what = f"rehearsing the link from rank {source} to rank {destination}"
+        self._warm_up(group, f"ranks {source} and {destination}")
+        token = torch.zeros(1, device=self._device)
+        transfer = sending(token, destination, group) if self.rank == source else receiving(token, source, group)
+        complete([transfer], self.timeout, what)
+        _synchronize(self._device)
+
+    def _warm_up(self, group: Any, members: str) -> None:
+        """A first, tiny collective: it makes the communicator of a group, which may block the host."""
+        token = torch.zeros(1, device=self._device)
+        guarded(lambda: dist.all_reduce(token, group=group), f"connecting {members}")
+        _synchronize(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where tensors of the training backend's groups live."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
 
     def _uses_nccl(self) -> bool:
         return self.is_distributed and "nccl" in dist.get_backend()
 
-    def _new_group(self, ranks: Iterable[int], backend: str | None = None) -> Any:
-        if not self.is_distributed:
+    def _own_group(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+        """Make one group of each of some disjoint sets of ranks; a collective call of all ranks.
+
+        Returns:
+            The group of this rank, None if it is in no part.
+        """
+        if not parts or not self.is_distributed:
             return None
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend)
+        timeout = timedelta(seconds=self.timeout)
+        own = next((list(part) for part in parts if self.rank in part), None)
+        self._level()
+        world: Any = dist.group.WORLD
+        if backend is None and self._uses_nccl() and world.bound_device_id is not None:
+            # The launcher gave `device_id`: communicators are then split from the world's, which takes all ranks.
+            return dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
+        if own is None:
+            return None
+        return guarded(
+            lambda: dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True),
+            f"making the group of ranks {own}",
+        )
+
+    def _level(self) -> None:
+        """Let every rank have made the same number of groups.
+
+        Torch names a group that only its members make by them and by the number of groups that the caller has: ranks
+        with unequal numbers would wait for each other under different names.
+        """
+        num_groups = len(dist.distributed_c10d._world.pg_names)
+        most = torch.tensor(num_groups)
+        self.largest(most)
+        for _ in range(int(most) - num_groups):
+            dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+
+
+LINK_ORDER = ((0, "forward"), (0, "backward"), (1, "forward"), (1, "backward"))
+"""In which order links are made and rehearsed: those above even stages, then those above odd ones."""
 
 
 _TOPOLOGIES: dict[tuple[Any, float, int], Topology] = {}
@@ -267,13 +318,17 @@ def let_group_threads_finish() -> None:
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
     """Seconds that a call takes until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     start = time.perf_counter()
     call()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:

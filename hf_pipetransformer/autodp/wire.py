@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_pipetransformer.errors import guarded, wait_for
 from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.transfers import post, receiving, sending
 
 
 class Outbox:
@@ -23,27 +23,32 @@ class Outbox:
     def __init__(self, timeout: float, what: str) -> None:
         self.timeout = timeout
         self.what = what
-        self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._leaving: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
 
     def send(self, tree: Any, peers: Iterable[int], group: Any) -> None:
         """Start to send a tree to some ranks of a gloo `group`; `take` receives it there."""
         message = pack(tree)
-        size = torch.tensor([message.numel()])
-        self._leaving += [
-            (dist.isend(tensor, dst=peer, group=group), tensor) for peer in peers for tensor in (size, message)
-        ]
+        tensors = (torch.tensor([message.numel()]), message)
+        for peer in peers:
+            works = post([sending(tensor, peer, group) for tensor in tensors])
+            self._leaving += [(work, tensors) for work in works]
 
     def flush(self) -> None:
         """Wait until everything has left."""
         leaving, self._leaving = self._leaving, []
-        for work, _tensor in leaving:
+        for work, _tensors in leaving:
             wait_for(work, self.timeout, self.what)
 
 
 def take(source: int, group: Any, what: str) -> Any:
     """The next tree that rank `source` sends to this one; `what` says what is awaited, for errors."""
     size = torch.zeros(1, dtype=torch.int64)
-    guarded(lambda: dist.recv(size, src=source, group=group), what)
+    _receive(size, source, group, what)
     message = torch.empty(int(size), dtype=torch.uint8)
-    guarded(lambda: dist.recv(message, src=source, group=group), what)
+    _receive(message, source, group, what)
     return unpack(message)
+
+
+def _receive(tensor: torch.Tensor, source: int, group: Any, what: str) -> None:
+    for work in guarded(lambda: post([receiving(tensor, source, group)]), what):
+        wait_for(work, None, what)

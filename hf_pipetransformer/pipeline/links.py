@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_pipetransformer.errors import wait_for
+from hf_pipetransformer.transfers import post, receiving, sending
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Link:
 
     Args:
         peer: the neighbour's global rank.
-        group: process group of the two, used for nothing else, so that messages match by their order alone.
+        group: process group of the two, used for nothing else, so that messages match by their order alone and wait
+            for nothing else; rehearsed, so that no transfer blocks the host.
         description: for error texts, "activations from stage 0 (rank 2)".
     """
 
@@ -29,9 +30,9 @@ class Link:
 class Pending:
     """A transfer under way and the tensor that it fills or reads."""
 
-    def __init__(self, tensor: torch.Tensor, work: Any, description: str, timeout: float) -> None:
+    def __init__(self, tensor: torch.Tensor, works: list[Any], description: str, timeout: float) -> None:
         self._tensor = tensor
-        self._work = work
+        self._works = works
         self._description = description
         self._timeout = timeout
 
@@ -41,7 +42,8 @@ class Pending:
         Raises:
             PeerLostError: the neighbour died, or `pipeline_timeout` passed.
         """
-        wait_for(self._work, self._timeout if self._tensor.is_cpu else None, self._description)
+        for work in self._works:
+            wait_for(work, self._timeout if self._tensor.is_cpu else None, self._description)
         return self._tensor
 
 
@@ -50,12 +52,12 @@ def post_receive(
 ) -> Pending:
     """Post the receive of the next message of `link`."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    work = dist.irecv(tensor, src=link.peer, group=link.group)
-    return Pending(tensor, work, f"receiving {link.description}", timeout)
+    works = post([receiving(tensor, link.peer, link.group)])
+    return Pending(tensor, works, f"receiving {link.description}", timeout)
 
 
 def post_send(link: Link, tensor: torch.Tensor, timeout: float) -> Pending:
     """Start sending `tensor` as the next message of `link`; it must stay unchanged until the send is waited for."""
     tensor = tensor.detach().contiguous()
-    work = dist.isend(tensor, dst=link.peer, group=link.group)
-    return Pending(tensor, work, f"sending {link.description}", timeout)
+    works = post([sending(tensor, link.peer, link.group)])
+    return Pending(tensor, works, f"sending {link.description}", timeout)

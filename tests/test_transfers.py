@@ -1,0 +1,89 @@
+"""Every transfer is batched, and a rank makes only the groups that it is in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_pipetransformer.autodp.topology import Topology
+from tests.test_imports import MODULES
+
+
+UNBATCHED = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"}
+BATCHES = {"P2POp", "batch_isend_irecv"}
+
+
+def unlawful_transfers(tree: ast.Module, may_batch: bool) -> list[str]:
+    """Calls of `torch.distributed` that move a tensor between two ranks other than in a batch of `transfers.py`."""
+    in_a_batch = {
+        id(node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("P2POp") and node.args
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            found += [alias.name for alias in node.names if alias.name in UNBATCHED | BATCHES]
+        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) not in ("dist", "torch.distributed"):
+            continue
+        if node.attr in UNBATCHED and not (may_batch and id(node) in in_a_batch):
+            found.append(node.attr)
+        if node.attr in BATCHES and not may_batch:
+            found.append(node.attr)
+    return found
+
+
+@pytest.mark.parametrize(("name", "tree"), [pytest.param(*module, id=module[0] or "package") for module in MODULES])
+def test_every_transfer_is_batched(name: str, tree: ast.Module) -> None:
+    assert unlawful_transfers(tree, may_batch=name == "transfers") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("dist.isend(t, 1)", ["isend"]),
+        ("dist.P2POp(dist.isend, t, 1)\ndist.recv(t, 0)", ["recv"]),
+        ("call = dist.send if rank else dist.recv", ["send", "recv"]),
+        ("import torch\ntorch.distributed.irecv(t, 0)", ["irecv"]),
+        ("from torch.distributed import isend", ["isend"]),
+        ("dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)])", []),
+    ],
+)
+def test_planted_transfers_are_found(source: str, expected: list[str]) -> None:
+    assert unlawful_transfers(ast.parse(source), may_batch=True) == expected
+
+
+def test_only_one_room_makes_batches() -> None:
+    source = ast.parse("dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)])")
+    assert set(unlawful_transfers(source, may_batch=False)) == {"batch_isend_irecv", "P2POp", "isend"}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """The ranks of each group that this process makes, in a world that is not there."""
+    groups: list[list[int]] = []
+    real = dist.new_group
+
+    def new_group(ranks=None, backend=None, **options):
+        groups.append(sorted(ranks) if ranks is not None else list(range(dist.get_world_size())))
+        return real(ranks, backend="fake", **options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    yield groups
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7, 128, 255])
+def test_at_256_ranks_an_elastic_run_makes_few_groups_and_only_its_own(made: list[list[int]], rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
+    topology = Topology(timeout=5, local_world_size=8)
+    for num_stages in (8, 4, 2, 1):
+        topology.groups(num_stages)
+    assert len(made) <= 28
+    assert all(rank in ranks for ranks in made)
+    assert made.count(list(range(256))) == 3  # Control, and the two of the replicas at K=1.
