@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
+from hf_pipetransformer.pipeline.checker import LinkKey, ScheduleError, check_first_uses, check_on_nccl, check_table
 from hf_pipetransformer.pipeline.schedules import SCHEDULES, Action, Op, Row, Table, build_table
 
 
@@ -80,18 +80,29 @@ def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: s
 
 @pytest.mark.parametrize("schedule", [*sorted(SCHEDULES), "forward_only"])
 @pytest.mark.parametrize("num_stages", range(1, 9))
-def test_every_table_ends_under_rendezvous(schedule: str, num_stages: int) -> None:
+def test_every_table_ends_by_rendezvous_and_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in range(1, 49):
         table = build_table(schedule, num_stages, num_microbatches)
         check_table(table, num_microbatches, has_backward=schedule != "forward_only")
 
 
+FROZEN_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48)
+"""Numbers of micro-batches that the tests of every change take with frozen stages; the slow ones take the others."""
+
+
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-@pytest.mark.parametrize(("num_stages", "first_active_stage"), [(k, a) for k in range(1, 9) for a in range(k)])
-def test_every_table_with_frozen_stages_ends_under_rendezvous(
-    schedule: str, num_stages: int, first_active_stage: int
+@pytest.mark.parametrize(("num_stages", "first_active_stage"), [(k, a) for k in range(2, 9) for a in range(1, k)])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param(FROZEN_COUNTS, id="some"),
+        pytest.param(sorted({*range(1, 49)} - {*FROZEN_COUNTS}), id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_every_table_with_frozen_stages_ends_by_rendezvous_and_on_nccl(
+    schedule: str, num_stages: int, first_active_stage: int, counts: list[int]
 ) -> None:
-    for num_microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48):
+    for num_microbatches in counts:
         table = build_table(schedule, num_stages, num_microbatches, first_active_stage)
         check_table(table, num_microbatches, first_active_stage=first_active_stage)
 
@@ -155,3 +166,69 @@ def test_an_active_stage_that_does_not_exist_is_refused(first_active_stage: int)
 def test_nonsense_is_refused(name: str, num_stages: int, num_microbatches: int) -> None:
     with pytest.raises(ValueError, match=r"expected one of|at least one"):
         build_table(name, num_stages, num_microbatches)
+
+
+def one_communicator_a_pair(link: LinkKey) -> int:
+    """Both directions between two stages on one stream."""
+    return link[0]
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int) -> None:
+    for num_microbatches in range(1, 49):
+        table = build_table(schedule, num_stages, num_microbatches)
+        with pytest.raises(ScheduleError, match=r"stage 0 is at RB\d+, the first use of its link, until stage 1"):
+            check_on_nccl(table, is_rehearsed=False)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_both_directions_on_one_communicator_hang_on_nccl(schedule: str, num_stages: int) -> None:
+    for num_microbatches in (1, 2, 3, 8, 17, 48):
+        table = build_table(schedule, num_stages, num_microbatches)
+        with pytest.raises(ScheduleError, match=r"stage \d is at SF\d+ behind RB\d+ and waits for stage"):
+            check_on_nccl(table, communicator=one_communicator_a_pair)
+
+
+def test_evaluation_ends_on_nccl_whatever_was_used_before() -> None:
+    for num_stages in range(2, 9):
+        check_on_nccl(build_table("forward_only", num_stages, 7), is_rehearsed=False)
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        # Both sides send before either has posted its receive.
+        (
+            parse("F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF0 F0 B0 SB0 RF1 F1 B1 SB1"),
+            "stage 0 is at SF1 and waits for",
+        ),
+        # What the neighbour sends later.
+        (parse("F0 RB0 B0 SF0", "RF0 F0 B0 SB0"), "stage 1 is at F0 and waits for RF0"),
+        # Messages of one direction in different orders: without tags the wrong one would arrive.
+        (parse("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF1 RF0 F0 F1 B0 SB0 B1 SB1"), "where stage 1 expects micro-batch 1"),
+        (parse("F0 F1 RB1 RB0 SF0 SF1 B0 B1", "RF0 RF1 F0 F1 B0 SB0 B1 SB1"), "where stage 0 expects micro-batch 1"),
+        # A receive that was never posted, and one that nobody answers.
+        (parse("F0 RB0 SF0 B0", "F0 B0 SB0"), "waits for RF0, which was never posted"),
+        (parse("F0 SF0 RB0", "RF0 F0 B0"), "nobody answers"),
+        (parse("F0 B0 SB0"), "there is no stage -1"),
+    ],
+)
+def test_tables_that_hang_on_nccl_are_rejected(table: Table, complaint: str) -> None:
+    with pytest.raises(ScheduleError, match=complaint):
+        check_on_nccl(table)
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([[(0, "forward"), (0, "backward")], [(0, "backward"), (0, "forward")]], "stage 0 at .*forward.*, stage 1 at"),
+        ([[(0, "forward")], []], "stage 0 at"),
+        # Each waits for the next one.
+        ([[(0, "forward")], [(1, "forward"), (0, "forward")], [(2, "forward"), (1, "forward")], []], "stage 2 at"),
+    ],
+)
+def test_first_uses_that_wait_for_each_other_are_rejected(rows: list[list[LinkKey]], complaint: str) -> None:
+    with pytest.raises(ScheduleError, match=complaint):
+        check_first_uses(rows)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.pipeline.checker import check_first_uses
 from tests.test_imports import MODULES
 
 
@@ -87,3 +88,15 @@ def test_at_256_ranks_an_elastic_run_makes_few_groups_and_only_its_own(made: lis
     assert len(made) <= 28
     assert all(rank in ranks for ranks in made)
     assert made.count(list(range(256))) == 3  # Control, and the two of the replicas at K=1.
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(made: list[list[int]], num_stages: int) -> None:
+    rows = []
+    for rank in range(2 * num_stages):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2 * num_stages)
+        groups = Topology(timeout=5, local_world_size=num_stages).groups(num_stages)
+        rows.append([(groups.replica * num_stages + stage, way) for stage, way in groups.pair_groups])
+        dist.destroy_process_group()
+    assert sum(map(len, rows)) == 2 * 2 * 2 * (num_stages - 1)  # Replicas, ends, directions, links.
+    check_first_uses(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 
 from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table, has_input
 
@@ -16,11 +17,11 @@ _GRADIENT = (Op.BACKWARD, Op.RECEIVE_BACKWARD, Op.SEND_BACKWARD)
 
 
 def check_table(table: Table, num_microbatches: int, has_backward: bool = True, first_active_stage: int = 0) -> None:
-    """Prove that `table` ends under rendezvous semantics and keeps gradients out of frozen stages, or raise.
+    """Prove that `table` ends, by rendezvous and on NCCL, and keeps gradients out of frozen stages, or raise.
 
-    Rendezvous is the strictest reading that a backend may give: a send blocks its stage until the matching receive is
-    posted, and each pair of neighbours has one queue a direction in which messages match strictly by order, whatever
-    their tags. Gloo and NCCL are both more generous, so what ends here ends there.
+    Rendezvous: a send blocks its stage until the matching receive is posted, and each pair of neighbours has one queue
+    a direction in which messages match strictly by order, whatever their tags. Gloo is more generous, so what ends
+    here ends there. NCCL has rules of its own beside it, see `check_on_nccl`.
 
     Args:
         table: one row of actions per stage.
@@ -35,6 +36,7 @@ def check_table(table: Table, num_microbatches: int, has_backward: bool = True, 
         _check_row_is_complete(stage, row, num_microbatches, has_backward and stage >= first_active_stage)
         _check_gradients_stay_active(stage, row, first_active_stage)
     _run_to_the_end(table)
+    check_on_nccl(table)
 
 
 def _check_row_is_complete(stage: int, row: tuple[Action, ...], num_microbatches: int, has_backward: bool) -> None:
@@ -103,6 +105,161 @@ def _run_to_the_end(table: Table) -> None:
     left = {f"stage {stage} {op.value}": list(queue) for (stage, op), queue in posted.items() if queue}
     if left:
         raise ScheduleError(f"Receives that nobody sends to: {left}.")
+
+
+LinkKey = tuple[int, str]
+"""The lower of two neighbouring stages, and the direction: `"forward"` or `"backward"`."""
+
+_TRANSFERS = {
+    Op.RECEIVE_FORWARD: (-1, "forward"),
+    Op.SEND_FORWARD: (0, "forward"),
+    Op.RECEIVE_BACKWARD: (0, "backward"),
+    Op.SEND_BACKWARD: (-1, "backward"),
+}
+"""Of each transfer: how far below its stage the link's lower end lies, and the direction."""
+
+
+def _of_its_own(link: LinkKey) -> Hashable:
+    return link
+
+
+def check_on_nccl(
+    table: Table, is_rehearsed: bool = True, communicator: Callable[[LinkKey], Hashable] = _of_its_own
+) -> None:
+    """Prove that `table` ends under the rules of NCCL, or raise.
+
+    - The first transfer over a link blocks the host of both stages until both are at it, batched or not; rehearsing
+      the link when it is made counts as that.
+    - What is posted on a communicator runs in the order in which it was posted, on a stream of its own: a receive
+      occupies the stream until its data has come. There are no tags.
+    - Stricter than NCCL, which only orders streams: a send blocks its stage until it is done, and so does a
+      computation until its input is there.
+
+    Args:
+        table: one row of actions per stage.
+        is_rehearsed: whether every link has had a transfer before.
+        communicator: names the communicator that a link uses; by default each has its own.
+
+    Raises:
+        ScheduleError: who waits for whom, or which messages do not match.
+    """
+    _OnStreams(table, is_rehearsed, communicator).run()
+
+
+def check_first_uses(rows: Sequence[Sequence[LinkKey]]) -> None:
+    """Prove that stages that use their links for the first time, each in the order of its row, get through, or raise.
+
+    Args:
+        rows: per stage, the links that it uses; each use blocks the stage until the neighbour is at it, too.
+
+    Raises:
+        ScheduleError: who waits for whom.
+    """
+    position = [0] * len(rows)
+
+    def current(stage: int) -> LinkKey | None:
+        return rows[stage][position[stage]] if position[stage] < len(rows[stage]) else None
+
+    while any(current(stage) is not None for stage in range(len(rows))):
+        met = [s for s in range(len(rows) - 1) if current(s) is not None and current(s) == current(s + 1)]
+        if not met:
+            waiting = [f"stage {s} at {current(s)}" for s in range(len(rows)) if current(s) is not None]
+            raise ScheduleError(f"Deadlock in the first use of links: {', '.join(waiting)}.")
+        for lower in met:
+            position[lower] += 1
+            position[lower + 1] += 1
+
+
+class _OnStreams:
+    """One execution of a table under the rules of NCCL."""
+
+    def __init__(self, table: Table, is_rehearsed: bool, communicator: Callable[[LinkKey], Hashable]) -> None:
+        self.table = table
+        self.is_rehearsed = is_rehearsed
+        self.communicator = communicator
+        self.position = [0] * len(table)
+        self.streams: dict[tuple[Hashable, int], deque[Action]] = defaultdict(deque)
+        self.at_first_use: dict[LinkKey, set[int]] = defaultdict(set)
+        self.posted: set[tuple[int, Action]] = set()
+        self.done: set[tuple[int, Action]] = set()
+
+    def run(self) -> None:
+        """Raise unless every stage gets to the end of its row and every stream runs empty."""
+        stages = range(len(self.table))
+        while True:
+            moved = [self._advance(stage) for stage in stages]
+            if not any(moved):
+                break
+        unfinished = [stage for stage in stages if self.position[stage] < len(self.table[stage])]
+        if unfinished:
+            reasons = "; ".join(self._reason(stage) for stage in unfinished)
+            raise ScheduleError(f"Deadlock under the rules of NCCL: {reasons}.")
+        left = {f"stage {stage}": list(map(str, queue)) for (_, stage), queue in self.streams.items() if queue}
+        if left:
+            raise ScheduleError(f"Transfers that nobody answers: {left}.")
+
+    def _advance(self, stage: int) -> bool:
+        """Run `stage` until it has to wait; whether it ran at all."""
+        start = self.position[stage]
+        while self.position[stage] < len(self.table[stage]) and self._step(stage):
+            self.position[stage] += 1
+        return self.position[stage] > start
+
+    def _step(self, stage: int) -> bool:
+        action = self.table[stage][self.position[stage]]
+        if action.op not in _TRANSFERS:
+            waits = has_input(stage, action.op, len(self.table))
+            return not waits or (stage, Action(NEEDS[action.op], action.micro_batch)) in self.done
+        link, peer = self._link(stage, action)
+        _check_neighbour(stage, peer, len(self.table), action)
+        if (stage, action) not in self.posted:
+            self.at_first_use[link].add(stage)
+            if not self.is_rehearsed and len(self.at_first_use[link]) < 2:
+                return False
+            self.posted.add((stage, action))
+            name = self.communicator(link)
+            self.streams[name, stage].append(action)
+            self._run_streams(name, stage, peer)
+        return action.op not in SENDS or (stage, action) in self.done
+
+    def _link(self, stage: int, action: Action) -> tuple[LinkKey, int]:
+        below, direction = _TRANSFERS[action.op]
+        lower = stage + below
+        return (lower, direction), 2 * lower + 1 - stage
+
+    def _run_streams(self, name: Hashable, stage: int, peer: int) -> None:
+        """Carry out what is at the head of both ends of a communicator, while one sends and the other receives."""
+        here, there = self.streams[name, stage], self.streams[name, peer]
+        while here and there:
+            (sender, sent), (receiver, received) = (stage, here[0]), (peer, there[0])
+            if sent.op not in SENDS:
+                (sender, sent), (receiver, received) = (receiver, received), (sender, sent)
+            if sent.op not in SENDS or SENDS[sent.op][1] is not received.op:
+                return
+            if sent.micro_batch != received.micro_batch:
+                raise ScheduleError(
+                    f"Stage {sender} sends {sent} where stage {receiver} expects micro-batch {received.micro_batch}."
+                )
+            here.popleft()
+            there.popleft()
+            self.done |= {(sender, sent), (receiver, received)}
+
+    def _reason(self, stage: int) -> str:
+        action = self.table[stage][self.position[stage]]
+        if action.op not in _TRANSFERS:
+            need = Action(NEEDS[action.op], action.micro_batch)
+            return f"stage {stage} is at {action} and waits for {need}{self._queue(stage, need)}"
+        link, peer = self._link(stage, action)
+        if (stage, action) not in self.posted:
+            return f"stage {stage} is at {action}, the first use of its link, until stage {peer} uses it"
+        return f"stage {stage} is at {action}{self._queue(stage, action)} and waits for stage {peer}"
+
+    def _queue(self, stage: int, action: Action) -> str:
+        """What is in front of a transfer on its stream."""
+        if (stage, action) not in self.posted:
+            return ", which was never posted"
+        queue = self.streams[self.communicator(self._link(stage, action)[0]), stage]
+        return f" behind {queue[0]}" if queue and queue[0] != action else ""
 
 
 def _check_neighbour(stage: int, neighbour: int, num_stages: int, action: Action) -> None:
