@@ -1,4 +1,4 @@
-"""Checkpoints: collecting a model that lies on several stages, and the state of a run beside the model's own files.
+"""Checkpoints: the state of a run beside the model's own files.
 
 A checkpoint folder holds the model as `from_pretrained` reads it, `trainer_state.json`, and `pipetransformer/`:
 
@@ -19,16 +19,14 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.manifest import (
     Entry,
     checksum_of,
@@ -49,63 +47,6 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
 _HEADER = "json"
-
-
-class PipelinePlace(Protocol):
-    """What collecting needs to know of this rank's pipeline."""
-
-    @property
-    def pipeline_ranks(self) -> tuple[int, ...]: ...
-
-    @property
-    def pipeline_control(self) -> Any: ...
-
-
-def collect_parameters(
-    named: dict[str, torch.nn.Parameter], owners: dict[str, tuple[int, ...]], place: PipelinePlace, keep: bool = True
-) -> dict[str, torch.Tensor]:
-    """The parameters that this rank does not hold, on the CPU, from the stages that own them.
-
-    A collective call of one pipeline; parameters go one by one in one order.
-
-    Args:
-        named: all parameters of the model by name; those that this rank does not hold are meta tensors.
-        owners: name of every parameter to the stages that use it, first user first.
-        place: this rank's pipeline.
-        keep: False on a rank that only hands its own parameters on.
-    """
-    missing: dict[str, torch.Tensor] = {}
-    for name, parameter in named.items():
-        source = place.pipeline_ranks[owners[name][0]]
-        is_missing = parameter.is_meta
-        buffer = (
-            torch.empty(parameter.shape, dtype=parameter.dtype)
-            if is_missing
-            else parameter.detach().to("cpu", copy=True).contiguous()
-        )
-        guarded(
-            lambda buffer=buffer, source=source: dist.broadcast(  # type: ignore[misc]
-                buffer, src=source, group=place.pipeline_control
-            ),
-            f"receiving {name} from rank {source}",
-        )
-        if is_missing and keep:
-            missing[name] = buffer
-    return missing
-
-
-def share_buffers(named: dict[str, torch.Tensor], owners: dict[str, tuple[int, ...]], place: PipelinePlace) -> None:
-    """Give all stages the buffers as the stage that uses them has them. A collective call of one pipeline."""
-    for name, buffer in named.items():
-        source = place.pipeline_ranks[owners[name][0]]
-        value = buffer.detach().to("cpu", copy=True).contiguous()
-        guarded(
-            lambda value=value, source=source: dist.broadcast(  # type: ignore[misc]
-                value, src=source, group=place.pipeline_control
-            ),
-            f"receiving {name} from rank {source}",
-        )
-        buffer.data.copy_(value)
 
 
 # ---- files ----

@@ -7,27 +7,28 @@ anew around it (PipeTransformer sections 3.2 and 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_pipetransformer.autodp.collecting import collect_parameters, share_buffers
 from hf_pipetransformer.autodp.migration import (
     Bundle,
     Move,
     OptimizerState,
     check_replicas,
-    digest,
+    digests,
     exchange,
     plan_moves,
     stages_of_bundle,
 )
 from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
-from hf_pipetransformer.checkpoint import collect_parameters, share_buffers
 from hf_pipetransformer.errors import PipelineError, guarded
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.engine import Engine, StageLinks
@@ -105,6 +106,11 @@ class Stage:
             for module in [*structure.entries, *structure.layers[: self.layout.num_frozen_layers]]:
                 module.eval()
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether each rank holds its own parameters only: in training, with more than one stage."""
+        return self.reducer is not None and self.layout.num_stages > 1
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """The model runs only this stage inside; outside it has its own forward."""
@@ -155,13 +161,17 @@ def change_layout(
     check_replicas_agree(stage, optimizer)
     assert stage.reducer is not None, "only a run in training changes its layout"
     stage.reducer.remove()
+    stage.reducer = None  # Its buffers make room.
     new = _make_stage(stage.view, stage.store, probe, topology, layout, settings)
     bundles = _bundles(probe.structure)
     moves = plan_moves(list(bundles), stage.layout, layout)
     # The optimizer lets go of what is newly frozen first: its state does not travel.
     stage.store.freeze(frozen_names(probe.structure, layout))
-    received, num_bytes = exchange(moves, lambda move: _collect(stage, bundles, move, optimizer), topology)
-    _install(new, received, settings.device, optimizer)
+    arrivals = _Arrivals(new, bundles, settings.device, optimizer)
+    num_bytes = exchange(
+        moves, lambda move: _collect(stage, bundles, move, optimizer), arrivals.take_in, topology, settings.device
+    )
+    arrivals.finish()
     _prepare_training(new, topology, settings)
     if stage.view.is_installed:
         new.view.install(layout.units_of(new.groups.stage))
@@ -199,18 +209,20 @@ def _prepare_training(stage: Stage, topology: Topology, settings: Settings) -> N
     stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout, groups.replicas)
 
 
-def _bundles(structure: Structure) -> dict[Bundle, tuple[list[str], list[str]]]:
-    """Parameters and buffers that move together, in the order of their units."""
-    bundles: dict[Bundle, tuple[list[str], list[str]]] = {}
+Bundles = dict[Bundle, tuple[list[str], list[str]]]
+"""The names of the parameters and of the buffers that move together."""
+
+
+def _bundles(structure: Structure) -> Bundles:
+    """All bundles of a model, in the order of their units."""
+    bundles: Bundles = {}
     for kind, users in enumerate((structure.units_of_parameter, structure.units_of_buffer)):
         for name, units in users.items():
             bundles.setdefault(units, ([], []))[kind].append(name)
     return dict(sorted(bundles.items()))
 
 
-def _collect(
-    stage: Stage, bundles: dict[Bundle, tuple[list[str], list[str]]], move: Move, optimizer: OptimizerState
-) -> dict[str, Any]:
+def _collect(stage: Stage, bundles: Bundles, move: Move, optimizer: OptimizerState) -> dict[str, Any]:
     named, buffers = stage.store.named(), dict(stage.view.model.named_buffers())
     names, buffer_names = bundles[move.bundle]
     return {
@@ -220,19 +232,49 @@ def _collect(
     }
 
 
-def _install(
-    stage: Stage, received: list[tuple[Move, dict[str, Any]]], device: torch.device, optimizer: OptimizerState
-) -> None:
-    store, states = stage.store, {}
-    buffers = dict(stage.view.model.named_buffers())
-    store.release(keep=stage.own_names())
-    for _move, content in received:
-        store.fill({name: value.to(device) for name, value in content["parameters"].items()})
-        states.update(content["state"])
-        for name, value in content["buffers"].items():
-            buffers[name].data.copy_(value)
-    trained = {name: p for name, p in store.held().items() if p.requires_grad and stage.owns_state_of(name)}
-    optimizer.hold(trained, states)
+class _Arrivals:
+    """Takes in what comes for a new stage, and lets go of what it no longer needs, round by round.
+
+    Args:
+        stage: the new one; its store still holds what the old one needed.
+        bundles: of the model.
+        device: where this rank computes.
+        optimizer: this rank's.
+    """
+
+    def __init__(self, stage: Stage, bundles: Bundles, device: torch.device, optimizer: OptimizerState) -> None:
+        self.stage = stage
+        self.bundles = bundles
+        self.device = device
+        self.optimizer = optimizer
+        self._states: dict[str, dict[str, Any]] = {}
+
+    def take_in(self, done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
+        """After a round: what came, and what may go since nobody needs it from here any more."""
+        store = self.stage.store
+        gone = {name for bundle in done for name in self.bundles[bundle][0]} - self.stage.own_names()
+        self._let_go(gone & set(store.held()))
+        buffers = dict(self.stage.view.model.named_buffers())
+        arrived: dict[str, torch.Tensor] = {}
+        for content in contents:
+            arrived.update({name: value.to(self.device) for name, value in content["parameters"].items()})
+            self._states.update(content["state"])
+            for name, value in content["buffers"].items():
+                buffers[name].data.copy_(value)
+        store.fill(arrived)
+
+    def finish(self) -> None:
+        """After all rounds: the optimizer trains what the stage has."""
+        store, stage = self.stage.store, self.stage
+        self._let_go(set(store.held()) - stage.own_names())
+        trained = {name: p for name, p in store.held().items() if p.requires_grad and stage.owns_state_of(name)}
+        self.optimizer.hold(trained, self._states)
+
+    def _let_go(self, names: set[str]) -> None:
+        if names:
+            held = self.stage.store.held()
+            self.optimizer.let_go([held[name] for name in names])
+            self.stage.store.release(keep=set(held) - names)
 
 
 def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
@@ -243,23 +285,23 @@ def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
     """
     if stage.groups.num_replicas == 1:
         return
-    digests = {}
+    compared = {}
     for name, parameter in stage.store.held().items():
         if parameter.requires_grad:
             state = [value for value in optimizer.state_of(parameter).values() if isinstance(value, torch.Tensor)]
-            digests[name] = digest([parameter.data, *state])
-    check_replicas(digests, stage.groups)
+            compared[name] = [parameter.data, *state]
+    check_replicas(digests(compared), stage.groups)
 
 
 def make_whole(stage: Stage) -> None:
     """Give every rank the whole model back, after training. A collective call."""
+    if stage.groups.num_stages > 1:
+        stage.store.fill(_missing(stage, torch.device("cpu")))
+        _share_buffers(stage)
+        stage.store.move(set(stage.store.held()), torch.device("cpu"))
     if stage.reducer is not None:
         stage.reducer.remove()
         stage.reducer = None
-    if stage.groups.num_stages > 1:
-        stage.store.move(set(stage.store.held()), torch.device("cpu"))
-        stage.store.fill(collect_parameters(stage.store.named(), stage.owners, stage.groups))
-        _share_buffers(stage)
     # The model goes back as its user gave it: what the run froze may be trained again.
     stage.store.freeze(frozenset())
 
@@ -271,7 +313,7 @@ def whole_on_first_rank(stage: Stage) -> Iterator[None]:
         yield
         return
     held = set(stage.store.held())
-    stage.store.fill(collect_parameters(stage.store.named(), stage.owners, stage.groups, keep=stage.groups.is_first))
+    stage.store.fill(_missing(stage, torch.device("cpu"), stages=(0,)))
     _share_buffers(stage)
     try:
         yield
@@ -290,8 +332,7 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
         return
     store, held, device = stage.store, set(stage.store.held()), stage.engine.device
     own = stage.own_names()
-    missing = collect_parameters(store.named(), stage.owners, stage.groups)
-    store.fill({name: value.to(device) for name, value in missing.items()})
+    store.fill(_missing(stage, device))
     # Outside training every rank holds all, its own part on the device.
     store.move(held, device)
     _share_buffers(stage)
@@ -308,14 +349,25 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
             store.move(own, device)
 
 
+def _missing(stage: Stage, device: torch.device, stages: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
+    """The parameters that this rank does not hold, on `device`; only for `stages`, if not all want them."""
+    if not stage.is_spread:
+        return {}
+    timeout = stage.engine.timeout
+    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, stages)
+
+
 def _share_buffers(stage: Stage) -> None:
     units_of_buffer = stage.view.structure.units_of_buffer
     owners = {name: stages_of_bundle(units, stage.layout) for name, units in units_of_buffer.items()}
-    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups)
+    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.engine.timeout)
 
 
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
-    """Overwrite all parameters and buffers by rank 0's: a head that a script initialised unseeded becomes one head."""
+    """Overwrite all parameters and buffers by rank 0's: a head that a script initialised unseeded becomes one head.
+
+    Over the device's own backend if the model is on a device on every rank, else over the control group.
+    """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PipelineError(
             "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
@@ -323,15 +375,17 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
         )
     if topology.world_size == 1:
         return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    is_on_cpu = torch.tensor(float(any(tensor.is_cpu for _, tensor in tensors)))
+    topology.largest(is_on_cpu)
+    group = topology.control if is_on_cpu else None
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            buffer = tensor.data.cpu().contiguous()
-            guarded(
-                lambda buffer=buffer: dist.broadcast(buffer, src=0, group=topology.control),  # type: ignore[misc]
-                f"receiving {name} from rank 0",
-            )
+        for name, tensor in tensors:
+            value = (tensor.data.cpu() if is_on_cpu else tensor.data).contiguous()
+            call = partial(dist.broadcast, value, src=0, group=group)
+            guarded(call, f"receiving {name} from rank 0")
             if topology.rank != 0:
-                tensor.data.copy_(buffer)
+                tensor.data.copy_(value)
 
 
 def _links(groups: PipelineGroups) -> StageLinks:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_pipetransformer.autodp import migration, rounds
 from hf_pipetransformer.autodp.migration import (
     Move,
     OptimizerState,
     check_replicas,
-    digest,
+    digests,
+    exchange,
     keep_parameters,
     plan_moves,
     stages_of_bundle,
 )
+from hf_pipetransformer.autodp.rounds import Parcel, in_rounds
 from hf_pipetransformer.layout import Layout
 
 
@@ -126,6 +134,209 @@ def test_a_tied_bundle_has_its_state_at_its_first_user() -> None:
     assert plan_moves([(0, 5)], old, frozen) == []
 
 
+# ---- rounds ----
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 150))
+def test_rounds_hold_everything_in_order_within_their_bound(sizes: list[int], limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "ROUND_BYTES", limit)
+        found = in_rounds(sizes)
+    assert [index for indices in found for index in indices] == list(range(len(sizes)))
+    for indices in found:
+        assert sum(sizes[index] for index in indices) <= limit or len(indices) == 1
+
+
+def blocked(programs: dict[int, list[dict[int, int]]]) -> set[int]:
+    """The ranks that never end, if a post blocks its host until the peers of the post have posted their parts too.
+
+    `programs` are the posts of each rank in order: peer to number of messages exchanged with it.
+    """
+    next_post = dict.fromkeys(programs, 0)
+
+    def met(rank: int) -> bool:
+        post = programs[rank][next_post[rank]]
+        for peer in post:
+            before = sum(1 for earlier in programs[rank][: next_post[rank]] if peer in earlier)
+            with_rank = [index for index, other in enumerate(programs[peer]) if rank in other]
+            if before >= len(with_rank) or with_rank[before] > next_post[peer]:
+                return False
+        return True
+
+    while ready := [rank for rank in programs if next_post[rank] < len(programs[rank]) and met(rank)]:
+        for rank in ready:
+            next_post[rank] += 1
+    return {rank for rank in programs if next_post[rank] < len(programs[rank])}
+
+
+def posts(moves: Sequence[Move], world_size: int, limit: int) -> dict[int, list[dict[int, int]]]:
+    """What each rank posts for `moves` if every bundle has as many bytes as its first unit plus one."""
+    bundles = list(dict.fromkeys(move.bundle for move in moves))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "ROUND_BYTES", limit)
+        cut = in_rounds([bundle[0] + 1 for bundle in bundles])
+    programs: dict[int, list[dict[int, int]]] = {rank: [] for rank in range(world_size)}
+    for indices in cut:
+        done = {bundles[index] for index in indices}
+        for rank in range(world_size):
+            post: dict[int, int] = defaultdict(int)
+            for move in moves:
+                if move.bundle in done and rank in (move.source, move.destination):
+                    post[move.destination if move.source == rank else move.source] += 1
+            programs[rank] += [dict(post)] if post else []
+    return programs
+
+
+@settings(max_examples=300)
+@given(transitions(), st.integers(1, 40))
+def test_no_rank_waits_in_a_circle_if_every_first_transfer_blocks_its_host(
+    transition: tuple[list[Bundle], Layout, Layout], limit: int
+) -> None:
+    bundles, old, new = transition
+    moves = plan_moves(bundles, old, new)
+    assert blocked(posts(moves, old.num_stages * old.num_replicas, limit)) == set()
+
+
+def test_posts_in_another_order_wait_in_a_circle() -> None:
+    """Three ranks in a ring, each of which serves its right neighbour before it hears from the left one."""
+    assert blocked({0: [{1: 1}, {2: 1}], 1: [{2: 1}, {0: 1}], 2: [{0: 1}, {1: 1}]}) == {0, 1, 2}
+    assert blocked({0: [{1: 1, 2: 1}], 1: [{2: 1, 0: 1}], 2: [{0: 1, 1: 1}]}) == set()
+
+
+class Wires:
+    """Ranks that are threads. A transfer blocks both until both are there, as the first of two ranks may on NCCL."""
+
+    def __init__(self, world_size: int) -> None:
+        self.boxes: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.met: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.barrier = threading.Barrier(world_size, timeout=10)
+        self.lock = threading.Lock()
+        self.total: Any = 0
+        for a in range(world_size):
+            for b in range(world_size):
+                self.boxes[a, b], self.met[a, b]  # Made before the threads run.
+
+    def sum(self, tensor: torch.Tensor, group: Any) -> None:
+        with self.lock:
+            self.total = self.total + tensor.clone()
+        self.barrier.wait()
+        tensor.copy_(self.total)
+        if self.barrier.wait() == 0:
+            self.total = 0
+        self.barrier.wait()
+
+    def carry(self, parcels: Sequence[Parcel], control: int, timeout: float) -> None:
+        for parcel in parcels:
+            if parcel.is_leaving:
+                self.boxes[control, parcel.peer].put(parcel.tensor.clone())
+        for parcel in parcels:
+            if not parcel.is_leaving:
+                parcel.tensor.copy_(self.boxes[parcel.peer, control].get(timeout=10))
+                self.met[parcel.peer, control].put(None)
+        for parcel in parcels:
+            if parcel.is_leaving:
+                self.met[control, parcel.peer].get(timeout=10)
+
+
+def content(bundle: Bundle, with_state: bool) -> dict[str, Any]:
+    """A large tensor, small ones of several dtypes and none, and numbers."""
+    large = torch.arange(bundle[0], bundle[0] + migration.LARGE_BYTES // 4, dtype=torch.float32)
+    small = {"half": torch.full((3, 5), bundle[0], dtype=torch.bfloat16), "count": torch.tensor(bundle[-1])}
+    empty = {"empty": torch.zeros(0, 4), "flags": torch.tensor([True, False, True])}
+    return {"parameters": {"large": large, **small}, "buffers": empty, "state": {"step": 3.0} if with_state else {}}
+
+
+@pytest.mark.parametrize("are_small_ones_packed", [False, True], ids=["as on the CPU", "as on a device"])
+@settings(max_examples=8, deadline=None)
+@given(transitions())
+def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
+    are_small_ones_packed: bool, transition: tuple[list[Bundle], Layout, Layout]
+) -> None:
+    bundles, old, new = transition
+    moves, world_size = plan_moves(bundles, old, new), old.num_stages * old.num_replicas
+    wires, errors = Wires(world_size), []
+    collected: list[tuple[int, Bundle, bool]] = []
+    taken: dict[int, list[tuple[list[Bundle], int]]] = defaultdict(list)
+
+    def run(rank: int) -> None:
+        topology = SimpleNamespace(rank=rank, control=rank, timeout=10)
+        expected = [move for move in moves if move.destination == rank]
+
+        def collect(move: Move) -> dict[str, Any]:
+            collected.append((rank, *move.content))
+            return content(*move.content)
+
+        def take_in(done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
+            due = [move for move in expected if move.bundle in done]
+            assert len(contents) == len(due)
+            for found, move in zip(contents, due, strict=True):
+                assert_same_tree(found, content(*move.content))
+            taken[rank].append((list(done), len(due)))
+
+        try:
+            num_bytes[rank] = exchange(moves, collect, take_in, topology, torch.device("cpu"))
+        except BaseException as error:
+            errors.append(error)
+            wires.barrier.abort()
+
+    num_bytes: dict[int, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "ROUND_BYTES", 3 * migration.LARGE_BYTES)
+        patch.setattr(migration, "carry", wires.carry)
+        patch.setattr(migration.dist, "all_reduce", wires.sum)
+        patch.setattr(migration, "_travels_in_description", lambda tensor: not are_small_ones_packed)
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert errors == []
+    assert len(collected) == len(set(collected)), "one copy, whatever the number of destinations"
+    assert set(num_bytes.values()) == {num_bytes[0]} and bool(num_bytes[0]) == bool(moves)
+    orders = [[done for done, _ in taken[rank]] for rank in range(world_size)]
+    assert all(order == orders[0] for order in orders), "all ranks go through the same rounds"
+    assert [bundle for done in orders[0] for bundle in done] == list(dict.fromkeys(move.bundle for move in moves))
+    assert all(num <= 3 for rank in taken for _, num in taken[rank]), "a round is bounded"
+
+
+def assert_same_tree(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_same_tree(found[key], expected[key])
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+# ---- digests ----
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> int:
+    return digests({"": tensors})[""]
+
+
+def test_digests_are_read_from_the_device_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {str(size): [torch.ones(size), torch.tensor(float(size))] for size in range(1, 9)}
+    expected = {name: digest(tensors) for name, tensors in named.items()}
+    reads = []
+    real = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        reads.append(tensor)
+        return real(tensor)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a device would have to be waited for")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    for name in ("__int__", "__float__", "__bool__", "item", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    assert digests(named) == expected
+    assert len(reads) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (4, 4)])
 def test_a_flipped_bit_changes_the_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -137,6 +348,15 @@ def test_a_flipped_bit_changes_the_digest(dtype: torch.dtype, shape: tuple[int, 
         changed = tensor.clone()
         changed.view(-1).view(torch.uint8)[byte] ^= 1
         assert digest([changed]) != before, byte
+
+
+def test_what_an_optimizer_lets_go_is_freed_before_others_come() -> None:
+    decayed, plain, gone = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = optimizer_of(decayed, plain, gone)
+    holder = OptimizerState(optimizer, {"decayed": decayed, "plain": plain, "gone": gone}, ALONE, True, {})
+    holder.let_go([gone, decayed])
+    assert [group["params"] for group in optimizer.param_groups] == [[], [plain]]
+    assert set(optimizer.state) == {plain}
 
 
 def test_a_single_replica_has_nobody_to_differ_from() -> None:

@@ -6,22 +6,24 @@ for each set of tied weights. A bundle travels as one flat message, point to poi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_pipetransformer.autodp.rounds import Parcel, carry, in_rounds
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.errors import PipelineError, guarded, wait_for
+from hf_pipetransformer.errors import PipelineError, guarded
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.messages import pack, unpack
-from hf_pipetransformer.transfers import post, receiving, sending
 
 
 Bundle = tuple[int, ...]
 """The units that use it, in increasing order."""
+Content = tuple[Bundle, bool]
+"""A bundle, with its optimizer state or without."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Move:
     source: int
     destination: int
     with_state: bool
+
+    @property
+    def content(self) -> Content:
+        """What is sent: moves with equal content carry the same tensors."""
+        return self.bundle, self.with_state
 
 
 def stages_of_bundle(bundle: Bundle, layout: Layout) -> tuple[int, ...]:
@@ -72,94 +79,172 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
     return moves
 
 
+Collect = Callable[[Move], dict[str, Any]]
+"""What this rank sends for a move: a tree of tensors and JSON values; the same for moves of equal `content`."""
+TakeIn = Callable[[Sequence[Bundle], list[dict[str, Any]]], None]
+"""Called after each round: the bundles that have been moved, and what came of them."""
+
+
 def exchange(
-    moves: Sequence[Move], collect: Callable[[Move], dict[str, Any]], topology: Topology
-) -> tuple[list[tuple[Move, dict[str, Any]]], int]:
-    """Carry out `moves`. A collective call of all ranks.
+    moves: Sequence[Move], collect: Collect, take_in: TakeIn, topology: Topology, device: torch.device
+) -> int:
+    """Carry out `moves`, in rounds of whole bundles. A collective call of all ranks.
+
+    Tensors travel from where they are to where they are needed, on the device's own backend; what describes them, and
+    small tensors on the CPU, over the control group. A rank makes one copy at most of what it sends, however many it
+    sends it to.
 
     Args:
         moves: from `plan_moves`.
-        collect: what this rank sends for a move: a tree of tensors and JSON values.
-        topology: the ranks; the messages use its control group.
+        collect: called once for each content that this rank sends.
+        take_in: what came lies on `device`, or on the CPU if it did so at its source.
+        topology: the ranks.
+        device: where this rank computes.
 
     Returns:
-        What this rank received, on the CPU, and the bytes that all ranks sent.
+        The bytes that all ranks sent.
     """
     if not moves:
-        return [], 0
-    own = [move for move in moves if move.source == topology.rank]
-    leaving = {move: _split(collect(move)) for move in own}
-    messages = {move: pack({"tree": tree, "large": _shapes(large)}) for move, (tree, large) in leaving.items()}
-    sizes = torch.tensor(
-        [[messages[m].numel(), _num_bytes(leaving[m][1])] if m in messages else [0, 0] for m in moves]
-    )
+        return 0
+    leaving: dict[Content, _Split] = {}
+    for move in moves:
+        if move.source == topology.rank and move.content not in leaving:
+            leaving[move.content] = _split(collect(move))
+    sizes = _sizes(moves, leaving, topology)
+    messages = _send_descriptions(moves, [size for size, _ in sizes], leaving, topology)
+    by_bundle: dict[Bundle, list[tuple[Move, int]]] = {}
+    for move, (_, size) in zip(moves, sizes, strict=True):
+        by_bundle.setdefault(move.bundle, []).append((move, size))
+    bundles = list(by_bundle)
+    for indices in in_rounds([max(size for _, size in by_bundle[bundle]) for bundle in bundles]):
+        done = [bundles[index] for index in indices]
+        parcels, arrived = [], []
+        for move in (move for bundle in done for move, _ in by_bundle[bundle]):
+            if move.source == topology.rank:
+                parcels += _parcels(move, leaving[move.content].large, topology)
+            elif move.destination == topology.rank:
+                content = unpack(messages.pop(move))
+                large = _empty(content["large"], device)
+                parcels += _parcels(move, large, topology)
+                arrived.append((content["tree"], large))
+        carry(parcels, topology.control, topology.timeout)
+        # Nothing here may keep the memory of what the caller lets go.
+        parcels.clear()
+        for content_key in [key for key in leaving if key[0] in done]:
+            del leaving[content_key]
+        take_in(done, [_joined(tree, large) for tree, large in arrived])
+    return sum(small + large for small, large in sizes)
+
+
+def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: Topology) -> list[tuple[int, int]]:
+    """Bytes of each move, on every rank: of its description, and of its tensors."""
+    own = [leaving[m.content] if m.source == topology.rank else None for m in moves]
+    sizes = torch.tensor([[s.message.numel(), _num_bytes(s.large)] if s is not None else [0, 0] for s in own])
     guarded(lambda: dist.all_reduce(sizes, group=topology.control), "agreeing on what moves between the ranks")
-    small = [
-        torch.empty(size, dtype=torch.uint8) if move.destination == topology.rank else messages.get(move)
-        for move, size in zip(moves, sizes[:, 0].tolist(), strict=True)
-    ]
-    _transfer([(move, message) for move, message in zip(moves, small, strict=True) if message is not None], topology)
-    arrived, transfers = [], []
-    for move, message in zip(moves, small, strict=True):
-        if move in leaving:
-            transfers += [(move, tensor) for tensor in leaving[move][1]]
-        elif message is not None:
-            content = unpack(message)
-            large = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in content["large"]]
-            transfers += [(move, tensor) for tensor in large]
-            arrived.append((move, content["tree"], large))
-    _transfer(transfers, topology)
-    return [(move, _joined(tree, large)) for move, tree, large in arrived], int(sizes.sum())
+    return [(small, large) for small, large in sizes.tolist()]
+
+
+def _send_descriptions(
+    moves: Sequence[Move], sizes: Sequence[int], leaving: Mapping[Content, _Split], topology: Topology
+) -> dict[Move, torch.Tensor]:
+    """The descriptions of what comes to this rank."""
+    messages: dict[Move, torch.Tensor] = {}
+    parcels = []
+    for move, size in zip(moves, sizes, strict=True):
+        if move.source == topology.rank:
+            parcels += _parcels(move, [leaving[move.content].message], topology)
+        elif move.destination == topology.rank:
+            messages[move] = torch.empty(size, dtype=torch.uint8)
+            parcels += _parcels(move, [messages[move]], topology)
+    carry(parcels, topology.control, topology.timeout)
+    return messages
+
+
+def _parcels(move: Move, tensors: Sequence[torch.Tensor], topology: Topology) -> list[Parcel]:
+    is_leaving = move.source == topology.rank
+    peer = move.destination if is_leaving else move.source
+    what = f"units {move.bundle} from rank {move.source} to rank {move.destination}"
+    return [Parcel(tensor, peer, is_leaving, what) for tensor in tensors]
 
 
 LARGE_BYTES = 2**16
 """Tensors from this size on travel by themselves, out of and into their own memory; smaller ones share a message."""
 
 _LARGE = "large tensor"
+_PACKED = "packed tensor"
+_ALIGNMENT = 16
 
 
-def _split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A tree without its large tensors, and these in order."""
+@dataclass(frozen=True)
+class _Split:
+    """A tree without its large tensors, packed, and these in order; on a device the last one holds the small ones."""
+
+    message: torch.Tensor
+    large: list[torch.Tensor]
+
+
+def _split(tree: Any) -> _Split:
     large: list[torch.Tensor] = []
+    packed: list[torch.Tensor] = []
+    num_packed = 0
 
     def visit(node: Any) -> Any:
+        nonlocal num_packed
         if isinstance(node, dict):
             return {key: visit(value) for key, value in node.items()}
-        if isinstance(node, torch.Tensor) and node.numel() * node.element_size() >= LARGE_BYTES:
-            large.append(node.detach().cpu().contiguous())
+        if not isinstance(node, torch.Tensor):
+            return node
+        if node.numel() * node.element_size() >= LARGE_BYTES:
+            large.append(node.detach().contiguous())
             return {_LARGE: len(large) - 1}
-        return node
+        if _travels_in_description(node):
+            return node
+        start, piece = num_packed, node.detach().contiguous().reshape(-1).view(torch.uint8)
+        num_packed += -(-piece.numel() // _ALIGNMENT) * _ALIGNMENT
+        packed.append(torch.nn.functional.pad(piece, (0, num_packed - start - piece.numel())))
+        return {_PACKED: [start, _dtype_name(node), list(node.shape)]}
 
-    return visit(tree), large
+    without = visit(tree)
+    if packed:
+        large.append(torch.cat(packed))
+    shapes = [[_dtype_name(tensor), list(tensor.shape), tensor.is_cpu] for tensor in large]
+    return _Split(pack({"tree": without, "large": shapes}), large)
+
+
+def _travels_in_description(tensor: torch.Tensor) -> bool:
+    """Small tensors do if they are on the CPU: a description never makes a device wait."""
+    return tensor.is_cpu
 
 
 def _joined(tree: Any, large: Sequence[torch.Tensor]) -> Any:
     """The inverse of `_split`; small tensors get memory of their own."""
-    if isinstance(tree, dict):
-        return large[tree[_LARGE]] if _LARGE in tree else {key: _joined(value, large) for key, value in tree.items()}
-    return tree.clone() if isinstance(tree, torch.Tensor) else tree
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if not isinstance(tree, dict):
+        return tree
+    if _LARGE in tree:
+        return large[tree[_LARGE]]
+    if _PACKED in tree:
+        start, dtype_name, shape = tree[_PACKED]
+        dtype = getattr(torch, dtype_name)
+        piece = large[-1][start : start + torch.Size(shape).numel() * dtype.itemsize]
+        return piece.clone().view(dtype).view(shape)
+    return {key: _joined(value, large) for key, value in tree.items()}
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    return [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+def _empty(shapes: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+    return [
+        torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if is_cpu else device)
+        for dtype, shape, is_cpu in shapes
+    ]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _transfer(messages: Sequence[tuple[Move, torch.Tensor]], topology: Topology) -> None:
-    """Send and receive all messages of this rank at once; those of one pair of ranks match by their order."""
-    group = topology.control
-    transfers = [
-        sending(tensor, move.destination, group)
-        if move.source == topology.rank
-        else receiving(tensor, move.source, group)
-        for move, tensor in messages
-    ]
-    for work, (move, _tensor) in zip(post(transfers), messages, strict=True):
-        ranks = f"from rank {move.source} to rank {move.destination}"
-        wait_for(work, topology.timeout, f"moving units {move.bundle} {ranks}")
 
 
 class OptimizerState:
@@ -215,6 +300,14 @@ class OptimizerState:
         """The state of one parameter: tensors and plain numbers."""
         state: dict[str, Any] = dict(self.optimizer.state.get(parameter, {}))
         return state
+
+    def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Free parameters that this rank no longer trains, and their state, before others come; `hold` follows."""
+        gone = set(parameters)
+        for parameter in gone:
+            self.optimizer.state.pop(parameter, None)
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in gone]
 
     def hold(self, named: Mapping[str, torch.nn.Parameter], received: Mapping[str, dict[str, Any]]) -> None:
         """Train exactly the parameters `named`; state of others is dropped, `received` state is taken in."""
@@ -280,16 +373,30 @@ def _to(value: Any, parameter: torch.nn.Parameter, are_scalars_beside: bool) -> 
     return value.to(parameter.device) if is_tensor and (value.dim() or are_scalars_beside) else value
 
 
-def digest(tensors: Sequence[torch.Tensor]) -> int:
-    """A sum over the bits of tensors, as 64-bit words: unequal sums prove unequal bits."""
-    total = 0
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if flat.storage_offset() % _WORD_BYTES:
-            flat = flat.clone()  # A view of words must begin at a word.
-        num_whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
-        total += int(flat[:num_whole].view(torch.int64).sum()) + int(flat[num_whole:].sum(dtype=torch.int64))
-    return total % _MODULUS
+def digests(named: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+    """By name a sum over the bits of its tensors, as 64-bit words: unequal sums prove unequal bits.
+
+    Sums are taken where the tensors are, and each device is read once.
+    """
+    sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensors in named.items():
+        for tensor in tensors:
+            sums.setdefault(tensor.device, []).append((name, _sum_of_words(tensor.detach())))
+    found = dict.fromkeys(named, 0)
+    for entries in sums.values():
+        values = torch.stack([value for _, value in entries]).tolist()
+        for (name, _), value in zip(entries, values, strict=True):
+            found[name] = (found[name] + value) % _MODULUS
+    return found
+
+
+def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum modulo 2**64, as an int64 scalar on the tensor's device."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % _WORD_BYTES:
+        flat = flat.clone()  # A view of words must begin at a word.
+    num_whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
+    return flat[:num_whole].view(torch.int64).sum() + flat[num_whole:].sum(dtype=torch.int64)
 
 
 _WORD_BYTES = 8
