@@ -44,7 +44,37 @@ def post(transfers: Sequence[Transfer]) -> list[Any]:
         What to wait for, all of it: NCCL gives one handle for the call, gloo one for each transfer.
     """
     assert len({id(transfer.group) for transfer in transfers}) <= 1, "one batch is one group's"
-    return dist.batch_isend_irecv(list(transfers)) if transfers else []
+    if not transfers:
+        return []
+    if not _goes_through_host(transfers[0]):
+        return dist.batch_isend_irecv(list(transfers))
+    staged = [_Staged(transfer) for transfer in transfers]
+    for each, work in zip(staged, dist.batch_isend_irecv([each.on_host for each in staged]), strict=True):
+        each.work = work
+    return list(staged)
+
+
+def _goes_through_host(transfer: Transfer) -> bool:
+    """gloo transfers host memory only: two processes on one GPU, which NCCL refuses, go through a copy."""
+    return not transfer.tensor.is_cpu and dist.get_backend(transfer.group) == "gloo"
+
+
+class _Staged:
+    """A transfer of a copy in host memory; what comes is on the device after `wait`."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._arrives = transfer.op.__name__ == "irecv"
+        self._tensor = transfer.tensor
+        host = torch.empty_like(self._tensor, device="cpu") if self._arrives else self._tensor.to("cpu", copy=True)
+        self.on_host = dist.P2POp(transfer.op, host, transfer.peer, transfer.group)
+        self.work: Any = None
+
+    def wait(self, *limit: Any) -> bool:
+        """Wait as a handle of `torch.distributed` does."""
+        is_done: bool = self.work.wait(*limit)
+        if self._arrives:
+            self._tensor.copy_(self.on_host.tensor)
+        return is_done
 
 
 def complete(transfers: Sequence[Transfer], timeout: float, what: str) -> None:

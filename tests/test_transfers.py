@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_pipetransformer import transfers
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.pipeline.checker import check_first_uses
 from tests.test_imports import MODULES
@@ -61,6 +64,33 @@ def test_planted_transfers_are_found(source: str, expected: list[str]) -> None:
 def test_only_one_room_makes_batches() -> None:
     source = ast.parse("dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)])")
     assert set(unlawful_transfers(source, may_batch=False)) == {"batch_isend_irecv", "P2POp", "isend"}
+
+
+def test_what_gloo_cannot_send_goes_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on one GPU; a tensor is sent to this very process, and stands for one of a device."""
+    posted: list[dist.P2POp] = []
+
+    class Done:
+        def wait(self, limit: timedelta) -> bool:
+            posted[1].tensor.copy_(posted[0].tensor)
+            return limit == timedelta(seconds=3)
+
+    def batch(transfers: list[dist.P2POp]) -> list[Done]:
+        posted.extend(transfers)
+        return [Done() for _ in transfers]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+        monkeypatch.setattr(transfers, "_goes_through_host", lambda transfer: True)
+        leaving, coming = torch.arange(6.0).view(2, 3), torch.zeros(2, 3)
+        works = transfers.post([transfers.sending(leaving, 1, None), transfers.receiving(coming, 1, None)])
+        leaving.zero_()  # A copy is on its way.
+        assert all(work.wait(timedelta(seconds=3)) for work in works)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(coming, torch.arange(6.0).view(2, 3))
+    assert {id(op.tensor) for op in posted}.isdisjoint({id(leaving), id(coming)})
 
 
 @pytest.fixture
