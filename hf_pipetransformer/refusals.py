@@ -22,6 +22,12 @@ LAUNCH_HINT = (
 FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
 """Environment variable that lets fp16 through, for the check on GPUs."""
 
+VERIFIED_ON_NCCL: frozenset[str] = frozenset()
+"""Precisions ("fp32", "bf16", "fp16") in which `make gpu-check` has passed on two GPUs or more.
+
+What counts is benchmarks/gpu_check.json: a test compares.
+"""
+
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 _LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
@@ -73,7 +79,7 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             "optimizer with one state per parameter, such as 'adamw_torch'.",
         ),
         (
-            args.fp16 and os.environ.get(FP16_VARIABLE) != "1",
+            args.fp16 and "fp16" not in VERIFIED_ON_NCCL and os.environ.get(FP16_VARIABLE) != "1",
             "fp16=True: loss scaling over several stages has not been verified on GPUs yet. Use bf16=True or "
             f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
         ),
@@ -167,7 +173,19 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a stage, with one stage that saves nothing: "
             "use activation_checkpointing=True, which recomputes layer by layer."
         )
+    may_have_stages = args.world_size > 1 and args.num_stages != 1
+    if may_have_stages and args.device.type == "cuda" and precision_of(args) not in VERIFIED_ON_NCCL:
+        warnings.append(
+            f"Pipelines of more than one stage have not been verified on NCCL in {precision_of(args)} yet, only on "
+            "gloo and under its rules. Run `make gpu-check` on two GPUs and compare a short run with Trainer, or set "
+            "pipeline_parallel_size=1."
+        )
     return warnings
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """The precision of training: "fp32", "bf16" or "fp16"."""
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
 
 
 def _check_launch(args: TrainingArguments) -> None:
