@@ -8,6 +8,10 @@ TORCH ?= torch==2.13.0
 # The slowest unit of CI is a test with several processes: one thread each keeps two cores from being fought over.
 export OMP_NUM_THREADS ?= 1
 
+# How often `make test-faults` kills, and what it draws the moments from.
+KILLS ?= 200
+SEED ?= 0
+
 # Real data and a small pretrained ViT, for benchmarks only.
 SHARED ?= ../shared
 # glibc hands large blocks back to the system after each step; every contender of a benchmark is spared that.
@@ -17,11 +21,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
-.PHONY: help demo test test-all gpu-check quality style benchmark benchmark-cache benchmark-features study clean
+.PHONY: help demo test test-all test-faults gpu-check quality style benchmark benchmark-cache benchmark-features study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make test       the tests of every change; make test-all: all of them"
+	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
@@ -45,6 +50,11 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Half an hour or more; it goes on where it stopped. For other code or settings remove the folder.
+test-faults: $(INSTALLED)
+	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
+		--folder runs/faults --output benchmarks/faults.json
 
 gpu-check: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu

@@ -345,14 +345,16 @@ class Adaptation:
             "unfit": sorted(self._unfit),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
-        self._is_first = False  # The run that was saved decided on its cache.
+    def load_state(self, state: Mapping[str, Any], is_elsewhere: bool = False) -> None:
+        """Go on from `state`, under the same layout or elsewhere, where what was measured then says nothing."""
         self.level = float(state["level"])
         self._num_fruitless = int(state["num_fruitless"])
-        self._unfit = frozenset(state["unfit"])
         if self.monitor is not None and state["gradient_norms"] is not None:
             self.monitor.load_state(state["gradient_norms"])
+        if is_elsewhere:
+            return
+        self._is_first = False  # The run that was saved decided on its cache.
+        self._unfit = frozenset(state["unfit"])
         self._known_microbatches.update({int(k): int(m) for k, m in state["known_microbatches"].items()})
 
 

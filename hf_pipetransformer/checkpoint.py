@@ -12,13 +12,16 @@ says is damaged. Nothing is pickled. A header is the metadata of a safetensors f
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,8 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
 _HEADER = "json"
+# Network file systems remember for some seconds what a folder held.
+_TOKEN_SECONDS = 5.0
 
 
 # ---- files ----
@@ -96,8 +101,15 @@ def write_part(
     return {f"{STATE_FOLDER}/{name}": entry_of(path, sync=True)}
 
 
-def read_part(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_part(
+    folder: str, name: str, is_wanted: Callable[[str], bool] = lambda key: True
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The inverse of `write_part`; every tensor has memory of its own.
+
+    Args:
+        folder: the checkpoint.
+        name: the file.
+        is_wanted: by the tensor's key; the others are not read.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -105,7 +117,7 @@ def read_part(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str
     path = os.path.join(folder, STATE_FOLDER, name)
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys() if is_wanted(key)}  # noqa: SIM118
             return tensors, json.loads(file.metadata()[_HEADER])
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
@@ -187,8 +199,13 @@ def _read_json(path: str, folder: str) -> dict[str, Any]:
         ) from error
 
 
-def latest_sound(output_dir: str) -> tuple[str | None, list[str]]:
-    """The sound checkpoint of the highest step in a run's folder, and why each later one was passed over."""
+def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tuple[str | None, list[str]]:
+    """The sound checkpoint of the highest step in a run's folder, and why each later one was passed over.
+
+    Args:
+        output_dir: the run's folder.
+        read: raises ValueError for a folder that is not sound.
+    """
     found = []
     for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
         match = _FOLDER_NAME.fullmatch(name)
@@ -197,12 +214,42 @@ def latest_sound(output_dir: str) -> tuple[str | None, list[str]]:
     reasons = []
     for _step, folder in sorted(found, reverse=True):
         try:
-            read_state(folder)
+            read(folder)
         except ValueError as error:
             reasons.append(str(error))
         else:
             return folder, reasons
     return None, reasons
+
+
+# ---- a folder that all nodes see ----
+
+
+def leave_token(output_dir: str) -> str:
+    """Leave a file that the other nodes look for; gives its name."""
+    os.makedirs(output_dir, exist_ok=True)
+    name = f".pipetransformer-{uuid.uuid4().hex}"
+    with open(os.path.join(output_dir, name), "w", encoding="utf-8") as file:
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(output_dir)
+    return name
+
+
+def sees_token(output_dir: str, name: str) -> bool:
+    """Whether the file is there; a network file system may show it a little later."""
+    deadline = time.monotonic() + _TOKEN_SECONDS
+    while not (os.path.isdir(output_dir) and name in os.listdir(output_dir)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def remove_token(output_dir: str, name: str) -> None:
+    """Remove what `leave_token` left."""
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(output_dir, name))
 
 
 def plain(value: Any, what: str) -> Any:

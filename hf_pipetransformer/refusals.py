@@ -12,6 +12,7 @@ import torch
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.fingerprint import are_other_data
 
 
 LAUNCH_HINT = (
@@ -292,7 +293,7 @@ def check_dataset(dataset: Any, what: str) -> None:
         )
 
 
-SAME_ARGUMENTS = (
+TOLD_ARGUMENTS = (
     *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
     *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),
     *("freeze_min_active_layers", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
@@ -303,44 +304,70 @@ SAME_ARGUMENTS = (
 )
 """Arguments that must be as in the run that was saved, for a resumed run to give the same numbers."""
 
+_KEPT_ARGUMENTS = ("learning_rate", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
-def check_same_run(folder: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to go on from the checkpoint of another run.
+
+def check_same_run(folder: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    """Refuse to go on from the checkpoint of another model or other data.
 
     Args:
         folder: the checkpoint.
         saved: what the run that was saved says of itself.
         present: the same of this run.
 
+    Returns:
+        What else differs, in a sentence; None if nothing does: the numbers are then those of the run that was saved.
+
     Raises:
-        ValueError: names all that differs, as found here and as expected by the checkpoint.
+        ValueError: names all that cannot differ, as found here and as expected by the checkpoint.
     """
     differences = [
-        f"{name}={present['arguments'][name]} (expected {value})"
-        for name, value in saved["arguments"].items()
-        if present["arguments"].get(name, value) != value
+        f"{present[key]} {what} (expected {saved[key]})"
+        for key, what in (("model", "as model"),)
+        if present[key] != saved[key]
     ]
-    for key, what in (
-        ("world_size", "processes"),
-        ("num_samples", "training samples"),
-        ("policy", "as freeze policy"),
-        ("model", "as model"),
-    ):
-        if present[key] != saved[key]:
-            differences.append(f"{present[key]} {what} (expected {saved[key]})")
+    old_data, new_data = saved["data"], present["data"]
+    if old_data["num_samples"] != new_data["num_samples"]:
+        differences.append(f"{new_data['num_samples']} training samples (expected {old_data['num_samples']})")
+    elif are_other_data(old_data, new_data):
+        differences.append(
+            f"other training data: as many samples, but not the same ones (fingerprint {new_data['fingerprint']}, "
+            f"hash of some {new_data['samples']}; expected {old_data['fingerprint']} and {old_data['samples']})"
+        )
     old, new = saved["parameters"], present["parameters"]
     unequal = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if unequal:
         name = unequal[0]
         found, expected = new.get(name, "none"), old.get(name, "none")
         differences.append(f"parameter {name}: {found} (expected {expected}; {len(unequal)} differ)")
-    if saved["has_plan"] and not present["has_plan"]:
-        differences.append("no layout_plan (expected one: the run that was saved replays a plan)")
     _refuse_other_run(folder, differences)
+    return _told(saved, present)
+
+
+def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    changed = {
+        name: (present["arguments"][name], value)
+        for name, value in saved["arguments"].items()
+        if present["arguments"].get(name, value) != value
+    }
+    told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
+    for key, what in (("world_size", "processes"), ("policy", "as freeze policy")):
+        if present[key] != saved[key]:
+            told.append(f"{present[key]} {what} (was {saved[key]})")
+    if saved["has_plan"] and not present["has_plan"]:
+        told.append("no layout_plan (was replayed)")
+    if not told:
+        return None
+    kept = [name for name in _KEPT_ARGUMENTS if name in changed]
+    of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint stay in force." if kept else ""
+    return (
+        f"The run goes on with other settings than it was saved with: {'; '.join(told)}. It goes on from the same "
+        f"weights, optimizer and samples, but its numbers are not those of the run that was saved.{of_checkpoint}"
+    )
 
 
 def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:
-    """Refuse an optimizer or scheduler of another class.
+    """Refuse an optimizer or scheduler of another class, which knows nothing of the saved one's state.
 
     Raises:
         ValueError: names both.
@@ -353,7 +380,6 @@ def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str
 def _refuse_other_run(folder: str, differences: list[str]) -> None:
     if differences:
         raise ValueError(
-            f"{folder!r} cannot be resumed by this run, which has {'; '.join(differences)}. A run goes on with equal "
-            "settings only: make them so, or start a new run from the checkpoint's weights: "
-            f"`from_pretrained({folder!r})`."
+            f"{folder!r} cannot be resumed by this run, which has {'; '.join(differences)}. Make them as in the run "
+            f"that was saved, or start a new run from the checkpoint's weights: `from_pretrained({folder!r})`."
         )

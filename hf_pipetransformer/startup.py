@@ -269,15 +269,17 @@ class StartUp:
                 return FoundRule(LossRule.MEAN, ignores)
             raise
 
-    def layout(self, samples_per_device: int) -> Layout:
+    def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
         """The layout of the start, chosen by rank 0.
 
         Args:
             samples_per_device: samples of a loader batch by rank.
+            num_frozen: layers that an earlier part of the run froze.
         """
-        return Layout.from_event(self.topology.broadcast(self._choose(samples_per_device).as_event()))
+        num_frozen = max(num_frozen, self._num_frozen_by_user())
+        return Layout.from_event(self.topology.broadcast(self._choose(samples_per_device, num_frozen).as_event()))
 
-    def _choose(self, samples_per_device: int) -> Layout:
+    def _choose(self, samples_per_device: int, num_frozen: int) -> Layout:
         num_stages, smallest = self.args.num_stages, self._smallest_device_bytes()
         if num_stages is None:
             most = len(self.probe.structure.cut_positions()) - 1
@@ -285,18 +287,20 @@ class StartUp:
             candidates = [k for k in range(1, min(local, most) + 1) if local % k == 0]
             num_stages = choose_num_stages(
                 candidates,
-                lambda k: max(stage_bytes(self._plan(k, samples_per_device), self._units, k * samples_per_device)),
+                lambda k: max(
+                    stage_bytes(self._plan(k, samples_per_device, num_frozen), self._units, k * samples_per_device)
+                ),
                 smallest,
             )
         self.topology.check_num_stages(num_stages)
-        return self._plan(num_stages, samples_per_device)
+        return self._plan(num_stages, samples_per_device, num_frozen)
 
     def _smallest_device_bytes(self) -> float:
         """Memory of the smallest device of the run: every rank plans with it. A collective call."""
         return min(self.topology.gather(_device_bytes(self.device, self.topology.local_world_size)))
 
-    def _plan(self, num_stages: int, samples_per_device: int) -> Layout:
-        structure, num_frozen = self.probe.structure, self._num_frozen_by_user()
+    def _plan(self, num_stages: int, samples_per_device: int, num_frozen: int) -> Layout:
+        structure = self.probe.structure
         samples = samples_per_device * num_stages
         return plan_layout(
             unit_costs=unit_loads(self._units, num_frozen),

@@ -23,9 +23,20 @@ FLOORS = [
     {"transition", "cli"},
     {"autopipe"},
     {"simulator", "autocache"},
-    {"pipeline", "autodp"},
+    {"pipeline", "autodp", "plain_checkpoint"},
     {"splitters", "checkpoint", "freeze", "refusals", "transfers"},
-    {"layout", "arguments", "batches", "report", "messages", "errors", "prefix", "manifest", "option_values"},
+    {
+        "layout",
+        "arguments",
+        "batches",
+        "report",
+        "messages",
+        "errors",
+        "prefix",
+        "manifest",
+        "option_values",
+        "fingerprint",
+    },
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

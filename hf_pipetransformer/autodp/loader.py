@@ -99,6 +99,9 @@ class PipelineLoader(DataLoaderStateMixin):
         self._drop_last = False
         self._index = 0
         self._first = 0
+        self._num_done: int | None = None
+        self._group_size: int | None = None
+        self._origin = (0, 0)
         self._order_state: torch.Tensor | None = None
         self._was_open = False
         self._next = 0
@@ -144,7 +147,8 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def _batch_size(self) -> int:
         """Samples of the current global batch."""
-        return min(self.total_batch_size, self.num_samples - self._index * self.total_batch_size)
+        first, num_done = self._origin
+        return min(self.total_batch_size, self.num_samples - num_done - (self._index - first) * self.total_batch_size)
 
     def take_from(self, rows: RowSource) -> None:
         """From the next batch that is drawn on, samples come from `rows` where it has them."""
@@ -175,19 +179,41 @@ class PipelineLoader(DataLoaderStateMixin):
         """Global batches of this epoch that were handed out."""
         return self._next
 
+    @property
+    def num_done(self) -> int:
+        """Samples of this epoch that were handed out, over all replicas."""
+        first, num_done = self._origin
+        return min(num_done + (self._next - first) * self.total_batch_size, self.num_samples)
+
+    @property
+    def group_size(self) -> int | None:
+        """See `ReplicaBatchSampler.group_size`."""
+        size: int | None = self.batch_sampler.group_size
+        return size
+
     def order_state(self) -> torch.Tensor | None:
         """What `starting_at` needs beside the position, between two batches: see `ReplicaBatchSampler.order_state`."""
         state: torch.Tensor | None = self.batch_sampler.order_state(0 < self._next < len(self))
         return state
 
-    def starting_at(self, num_batches: int, order_state: torch.Tensor | None = None) -> PipelineLoader:
+    def starting_at(
+        self,
+        num_batches: int,
+        order_state: torch.Tensor | None = None,
+        num_done: int | None = None,
+        group_size: int | None = None,
+    ) -> PipelineLoader:
         """Skip this many global batches of the next epoch that is read: where a resumed run goes on.
 
         Args:
             num_batches: how many the earlier run had read.
             order_state: its `order_state` then; None draws the order anew.
+            num_done: samples that it had been trained with, if its batches were of another size: the others are dealt
+                anew, to the batches that are left.
+            group_size: its `group_size`.
         """
         self._first, self._order_state = num_batches, order_state
+        self._num_done, self._group_size = num_done, group_size
         # Workers that persist had drawn their seed in the first epoch.
         self._was_open = self.groups.is_first and (num_batches > 0 or self.loader.persistent_workers)
         self._num_epochs = max(self._num_epochs, 1)
@@ -200,13 +226,16 @@ class PipelineLoader(DataLoaderStateMixin):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
         self._draw_seed()
-        self.batch_sampler.begin_epoch()
+        in_whole_batches = self._first * self.total_batch_size
+        self._origin = (self._first, in_whole_batches if self._num_done is None else self._num_done)
+        dealt_from = 0 if self._origin[1] == in_whole_batches else self._origin[1]
+        self.batch_sampler.begin_epoch(dealt_from)
         if self._order_state is not None:
-            self.batch_sampler.draw_as_from(self._order_state)
+            self.batch_sampler.draw_as_from(self._order_state, dealt_from, self._group_size)
         if not self.groups.is_first:
             # This stage may take over the reading in the middle of the epoch; it must know the same order then.
             self.batch_sampler.draw()
-        self._next, self._first, self._order_state = self._first, 0, None
+        self._next, self._first, self._order_state, self._num_done = self._first, 0, None, None
         try:
             while self._next < len(self):
                 self._index = self._next

@@ -76,22 +76,37 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.select: Callable[[list[int]], list[int]] | None = None
         """Which samples of a batch must be read from the data set; None: all."""
         self._batches: list[list[int]] | None = None
+        self._num_done = 0
         self._drawn_from: torch.Tensor | None = None
         self._position = 0
 
-    def begin_epoch(self) -> None:
-        """Forget the order of the last epoch; the new one is drawn when it is first needed."""
+    def begin_epoch(self, num_done: int = 0) -> None:
+        """Forget the order of the last epoch; the new one is drawn when it is first needed.
+
+        Args:
+            num_done: samples at the beginning of the new one that an earlier run was trained with, in batches of
+                another size. The others are dealt anew: the epoch's last batches hold them, those before are empty.
+        """
         self._batches = None
+        self._num_done = num_done
         self._position = 0
 
     def draw(self) -> list[list[int]]:
         """The global batches of this epoch."""
         if self._batches is None:
             self._drawn_from = self._stream().get_state()
-            self._batches = list(self.global_batches)
+            self._batches = self._dealt() if self._num_done else list(self.global_batches)
             samples = [index for batch in self._batches for index in batch]
             self.draws_once = len(set(samples)) == len(samples)
         return self._batches
+
+    def _dealt(self) -> list[list[int]]:
+        """The samples of this epoch that are not done, in their order."""
+        batches: Any = self.global_batches
+        size, rest = batches.batch_size, list(batches.sampler)[self._num_done :]
+        num_batches = len(rest) // size if batches.drop_last else -(-len(rest) // size)
+        cut = [rest[index * size : (index + 1) * size] for index in range(num_batches)]
+        return [[]] * (len(self) - num_batches) + cut
 
     def _stream(self) -> torch.Generator:
         """Where the order of an epoch comes from: the underlying sampler's own generator, or torch's global one."""
@@ -111,13 +126,29 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         stream = self._stream()
         return None if self._is_saved_elsewhere(stream) else stream.get_state()
 
-    def draw_as_from(self, order_state: torch.Tensor) -> None:
-        """Draw the order of this epoch as an earlier run did; a generator that the run saves stays where it is."""
+    @property
+    def group_size(self) -> int | None:
+        """Samples of a batch as the underlying sampler knows it, if its order hangs on that (sorting by length)."""
+        return getattr(getattr(self.global_batches, "sampler", None), "batch_size", None)
+
+    def draw_as_from(self, order_state: torch.Tensor, num_done: int = 0, group_size: int | None = None) -> None:
+        """Draw the order of this epoch as an earlier run did; a generator that the run saves stays where it is.
+
+        Args:
+            order_state: the earlier run's `order_state`.
+            num_done: see `begin_epoch`.
+            group_size: the earlier run's.
+        """
         stream = self._stream()
-        before = stream.get_state()
+        before, own_size = stream.get_state(), self.group_size
+        sampler: Any = getattr(self.global_batches, "sampler", None)
         stream.set_state(order_state)
-        self.begin_epoch()
+        self.begin_epoch(num_done)
+        if own_size is not None and group_size is not None:
+            sampler.batch_size = group_size
         self.draw()
+        if own_size is not None:
+            sampler.batch_size = own_size
         if self._is_saved_elsewhere(stream):
             stream.set_state(before)
 

@@ -82,6 +82,14 @@ class StreamLoader(PipelineLoader):
         self._flush()
         self.groups = groups
 
+    @property
+    def num_done(self) -> int:
+        return self._next * self.total_batch_size
+
+    @property
+    def group_size(self) -> int | None:
+        return None
+
     def order_state(self) -> torch.Tensor | None:
         return None
 

@@ -1,13 +1,16 @@
-"""Saving the state of a run beside its model, and going on from it at an equal layout, to the bit."""
+"""Saving the state of a run beside its model, and going on from it: to the bit under the same layout, or elsewhere."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import random
+import socket
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import transformers.trainer as stock
 from transformers.trainer import TRAINER_STATE_NAME
@@ -15,12 +18,23 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.stream import is_stream
+from hf_pipetransformer.fingerprint import describe_data
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.manifest import Entry
-from hf_pipetransformer.refusals import SAME_ARGUMENTS, check_same_kinds, check_same_run
+from hf_pipetransformer.plain_checkpoint import (
+    is_plain,
+    read_plain_optimizer,
+    read_plain_scheduler,
+    read_plain_state,
+    set_plain_random_state,
+    trainers_groups,
+)
+from hf_pipetransformer.refusals import TOLD_ARGUMENTS, check_same_kinds, check_same_run
 from hf_pipetransformer.report.events import announce, logger
 from hf_pipetransformer.startup import StartUp, check_agreement
 from hf_pipetransformer.trainer.adapting import AdaptingTrainer
+from hf_pipetransformer.trainer.remainder import Remainder, find_remainder
 from hf_pipetransformer.transition import check_replicas_agree
 
 
@@ -31,6 +45,10 @@ _ORDER = "order"
 
 _POSITION = "position"
 """Key of the batches that were read of this pass over a stream without length."""
+
+_CPU = torch.device("cpu")
+
+_LAYOUT_ARGUMENTS = ("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule")
 
 _SHARED = "shared generator"
 """Key of the state of the generator that stands for the global one of one process."""
@@ -52,6 +70,11 @@ class Resumption:
     def step(self) -> int:
         """Optimizer steps that are done."""
         return int(self.state["step"])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it was saved by plain Trainer."""
+        return self.state["layout"] is None
 
     @property
     def layout(self) -> Layout:
@@ -76,6 +99,11 @@ class ResumingTrainer(AdaptingTrainer):
         self._began_under: Layout | None = None
         self._saved_here: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
         self._written: dict[str, Entry] = {}
+        self._is_elsewhere = False
+        self._remainder: Remainder | None = None
+        self._epoch_index = 0
+        self._unlogged_loss = 0.0
+        self._corrected_epoch: float | None = None
 
     # ---- which checkpoint, and whether this run may go on from it ----
 
@@ -88,8 +116,10 @@ class ResumingTrainer(AdaptingTrainer):
         """
         where = resume_from_checkpoint or None
         check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
-        self._run_description = self._described_run()
-        self._began_under = self._saved_here = None
+        self._check_shared_folder()
+        self._run_description = self._from_first_rank(self._described_run)
+        self._began_under = self._saved_here = self._remainder = None
+        self._is_elsewhere = False
         if where is not None:
             self._resumption = Resumption(**self._from_first_rank(lambda: self._read_resumption(where)))
         try:
@@ -97,14 +127,51 @@ class ResumingTrainer(AdaptingTrainer):
         finally:
             self._resumption = None
 
+    def _check_shared_folder(self) -> None:
+        """Whether all nodes see one output folder: each rank writes a part of a checkpoint.
+
+        Raises:
+            ValueError: on every rank, names the first that sees another folder.
+        """
+        saves = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
+        if not saves or self.topology.local_world_size >= self.topology.world_size:
+            return
+        token = self._from_first_rank(lambda: checkpoint.leave_token(self.args.output_dir))
+        own = {"sees": checkpoint.sees_token(self.args.output_dir, token), "host": socket.gethostname()}
+        answers = self.topology.gather({**own, "output_dir": os.path.abspath(self.args.output_dir)})
+        if self.topology.rank == 0:
+            checkpoint.remove_token(self.args.output_dir, token)
+        for rank, answer in enumerate(answers):
+            if not answer["sees"]:
+                raise ValueError(
+                    f"output_dir is {answers[0]['output_dir']} on rank 0 ({answers[0]['host']}) and another folder, "
+                    f"{answer['output_dir']}, on rank {rank} ({answer['host']}): every node would hold a part of each "
+                    "checkpoint, and no resume could find the whole. Set output_dir to a folder that all nodes share, "
+                    "or save_only_model=True or save_strategy='no'."
+                )
+
     def _read_resumption(self, where: Any) -> dict[str, Any]:
         folder = self._latest_checkpoint() if where is True else os.fspath(where)
-        state = checkpoint.read_state(folder)
-        check_same_run(folder, state, self._run_description)
+        state = self._read_checkpoint(folder)
+        if state["layout"] is None:
+            logger.warning(
+                f"{folder!r} was saved by plain Trainer: whether its files are whole and its data are the same is not "
+                "known. The run goes on with its weights, optimizer and learning rates."
+            )
+        else:
+            told = check_same_run(folder, state, self._run_description)
+            if told is not None:
+                logger.warning(told)
         return {"folder": folder, "state": state}
 
+    def _read_checkpoint(self, folder: str) -> dict[str, Any]:
+        if not is_plain(folder):
+            return checkpoint.read_state(folder)
+        num_samples = self._run_description["data"]["num_samples"]
+        return read_plain_state(folder, num_samples, self.args.dataloader_drop_last)
+
     def _latest_checkpoint(self) -> str:
-        folder, reasons = checkpoint.latest_sound(self.args.output_dir)
+        folder, reasons = checkpoint.latest_sound(self.args.output_dir, self._read_checkpoint)
         if folder is None:
             raise ValueError(
                 f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={self.args.output_dir!r}, "
@@ -119,16 +186,25 @@ class ResumingTrainer(AdaptingTrainer):
         model, arguments = self.model, self.args.to_dict()
         return {
             "world_size": self.topology.world_size,
-            "arguments": {name: _comparable(arguments[name]) for name in SAME_ARGUMENTS},
+            "arguments": {name: _comparable(arguments[name]) for name in TOLD_ARGUMENTS},
             "has_plan": self.args.layout_plan is not None,
             "policy": self._policy.describe(),
-            "num_samples": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
+            "data": self._described_data(),
+            "decaying": list(self.get_decay_parameter_names(model)),
             "model": type(model).__name__,
             "parameters": {
                 name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
                 for name, p in model.named_parameters()
             },
         }
+
+    def _described_data(self) -> dict[str, Any]:
+        """By what the training data are known; reading them leaves no trace in the random numbers of the run."""
+        states = checkpoint.random_state(_CPU)
+        try:
+            return describe_data(self.train_dataset)
+        finally:
+            checkpoint.set_random_state(*states, _CPU)
 
     def _refused_alike(self, call: Callable[[], T]) -> T:
         """Run a call on every rank; what one rank refuses is refused on all, in the same words."""
@@ -158,33 +234,53 @@ class ResumingTrainer(AdaptingTrainer):
         checkpoint.load_weights(self.model, folder)
 
     def _first_layout(self, start_up: StartUp) -> Layout:
-        """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew."""
-        if self._resumption is None:
+        """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew.
+
+        Unless it does not fit the processes or the settings of this run: then as many layers stay frozen.
+        """
+        if self._resumption is None or self._resumption.is_plain:
+            self._is_elsewhere = self._resumption is not None
             return super()._first_layout(start_up)
         layout, step, plan = self._resumption.layout, self._resumption.step, self._replayed_layouts
         structure = start_up.probe.structure
-        if layout.num_layers != structure.num_layers or not set(layout.boundaries) <= set(structure.cut_positions()):
+        if layout.num_layers != structure.num_layers:
             raise ValueError(
-                f"{self._resumption.folder!r} has its stages cut at {layout.boundaries}, expected cuts at some of "
-                f"{structure.cut_positions()}: pass the same splitter as in the run that was saved."
+                f"{self._resumption.folder!r} has {layout.num_layers} layers, expected {structure.num_layers}: pass "
+                "the same splitter as in the run that was saved."
             )
+        self._is_elsewhere = not self._is_still_asked_for(layout, structure.cut_positions())
         planned = plan[max(start for start in plan if start < step)] if plan is not None else layout
-        if planned != layout:
+        if planned.num_frozen_layers != layout.num_frozen_layers or (planned != layout and not self._is_elsewhere):
             raise ValueError(
                 f"layout_plan={self.args.layout_plan!r} has before step {step}: {planned}; boundaries "
                 f"{planned.boundaries}. {self._resumption.folder!r} was saved under {layout}; boundaries "
                 f"{layout.boundaries}. Resume with the plan of the run that was saved."
             )
-        return layout
+        if not self._is_elsewhere:
+            return layout
+        if plan is not None:
+            return planned
+        return start_up.layout(self.args.per_device_train_batch_size, layout.num_frozen_layers)
+
+    def _is_still_asked_for(self, layout: Layout, cut_positions: Collection[int]) -> bool:
+        """Whether the layout of the run that was saved may stay: the same processes, and the same wishes."""
+        assert self._resumption is not None
+        before, now = self._resumption.state["arguments"], self._run_description["arguments"]
+        return (
+            layout.num_stages * layout.num_replicas == self.topology.world_size
+            and set(layout.boundaries) <= set(cut_positions)
+            and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
+        )
 
     def _layout_of_first_step(self) -> Layout:
         if self._began_under is None:
             saved = self._resumption
-            self._began_under = super()._layout_of_first_step() if saved is None else saved.first_layout
+            anew = saved is None or self._is_elsewhere
+            self._began_under = super()._layout_of_first_step() if anew or saved is None else saved.first_layout
         return self._began_under
 
     def _known_microbatches(self, layout: Layout) -> dict[int, int]:
-        if self._resumption is None:
+        if self._resumption is None or self._is_elsewhere:
             return super()._known_microbatches(layout)
         # The run that was saved may have found more since.
         known = self._resumption.state["adaptation"]["known_microbatches"]
@@ -202,33 +298,80 @@ class ResumingTrainer(AdaptingTrainer):
         """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already."""
         assert self._stage is not None and self._adaptation is not None
         state, stage = saved.state, self._stage
-        self._refused_alike(lambda: self._take_up_optimizer(saved.folder))
-        self._saved_here = self._refused_alike(
-            lambda: checkpoint.read_part(saved.folder, checkpoint.random_file(self.topology.rank))
-        )
+        if saved.is_plain:
+            self._take_up_plain(saved)
+            return
         self._refused_alike(lambda: check_same_kinds(saved.folder, state, self._kinds()))
-        self.lr_scheduler.load_state_dict(state["scheduler"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self._adaptation.load_state(state["adaptation"])
+        self._refused_alike(lambda: self._take_up_optimizer(saved))
         self._num_starts, self._num_transitions = state["num_starts"], state["num_transitions"]
+        self._saved_here = self._refused_alike(lambda: self._random_state_of(saved))
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self._adaptation.load_state(state["adaptation"], self._is_elsewhere)
         if self.is_world_process_zero():
             announce(f"Resumed from {saved.folder} at step {saved.step}: {stage.layout}.")
 
-    def _take_up_optimizer(self, folder: str) -> None:
+    def _take_up_plain(self, saved: Resumption) -> None:
+        """Optimizer, schedule and, on one process, random numbers of plain Trainer."""
         assert self._stage is not None and self._optimizer_state is not None
-        stage, own = self._stage, self._optimizer_state
-        tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(stage.groups.stage))
-        states = checkpoint.join_optimizer_state(tensors, header["values"])
-        trained = self._trained_here()
-        strangers = sorted(set(states) - set(trained))
-        if strangers:
-            raise ValueError(
-                f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which stage "
-                f"{stage.groups.stage} does not train: resume with the optimizer of the run that was saved."
-            )
+        own, trained, store = self._optimizer_state, self._trained_here(), self._stage.store
+        active = [name for name in store.named() if store.is_active(name)]
+        groups = trainers_groups(active, self._run_description["decaying"])
+        shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
+        states, options = self._refused_alike(
+            lambda: read_plain_optimizer(saved.folder, groups, shapes, own.optimizer.param_groups)
+        )
+        own.hold(trained, {name: state for name, state in states.items() if name in trained})
+        checkpoint.set_group_options(own.optimizer, options)
+        self.lr_scheduler.load_state_dict(self._refused_alike(lambda: read_plain_scheduler(saved.folder)))
+        if self.topology.world_size > 1 or not self._refused_alike(lambda: set_plain_random_state(saved.folder)):
+            self._separate_random_streams(self._stage)
+        tensors, values = checkpoint.random_state(self.args.device)
+        if self._shared_generator is not None:
+            tensors[_SHARED] = self._shared_generator.get_state()
+        self._saved_here = tensors, values | {"unlogged_loss": 0.0, "last_logged_step": saved.step}
+        if self.is_world_process_zero():
+            announce(f"Resumed from plain Trainer's {saved.folder} at step {saved.step}: {self._stage.layout}.")
+
+    def _take_up_optimizer(self, saved: Resumption) -> None:
+        """What this stage trains may lie in the files of any stages of the run that was saved."""
+        assert self._stage is not None and self._optimizer_state is not None
+        own, store, trained = self._optimizer_state, self._stage.store, self._trained_here()
+        states: dict[str, dict[str, Any]] = {}
+        for stage in range(saved.layout.num_stages):
+            name = checkpoint.optimizer_file(stage)
+            tensors, header = checkpoint.read_part(saved.folder, name, lambda key: key.rpartition("|")[0] in trained)
+            strangers = [name for name in header["names"] if not store.is_active(name)]
+            if strangers:
+                raise ValueError(
+                    f"{saved.folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this "
+                    "run does not train: resume with the optimizer of the run that was saved."
+                )
+            values = {key: value for key, value in header["values"].items() if key.rpartition("|")[0] in trained}
+            states |= checkpoint.join_optimizer_state(tensors, values)
         own.hold(trained, states)
         checkpoint.set_group_options(own.optimizer, header["groups"])
+
+    def _random_state_of(self, saved: Resumption) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""
+        assert self._stage is not None
+        layout, there = self._stage.layout, saved.layout
+        if (layout.num_stages, layout.num_replicas) == (there.num_stages, there.num_replicas):
+            return checkpoint.read_part(saved.folder, checkpoint.random_file(self.topology.rank))
+        first, values = checkpoint.read_part(saved.folder, checkpoint.random_file(0))
+        # What all ranks draw alike: one process draws it from its only generator.
+        common = first.get(_SHARED, first["torch"])
+        seed = self.args.seed + 1_000_003 * (1 + self.topology.rank) + 7_919 * (1 + saved.step)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        tensors, own_values = checkpoint.random_state(self.args.device)
+        tensors |= {_SHARED: common} if self.topology.world_size > 1 else {"torch": common}
+        if _ORDER in first:
+            tensors[_ORDER] = first[_ORDER]
+        own_values |= {key: value for key, value in values.items() if key in (_POSITION, "last_logged_step")}
+        return tensors, own_values | {"unlogged_loss": saved.state["unlogged_loss"]}
 
     def _trained_here(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose optimizer state this stage keeps."""
@@ -244,7 +387,46 @@ class ResumingTrainer(AdaptingTrainer):
 
     # ---- going on with the next batch ----
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size."""
+        values = super().set_initial_training_values(args, dataloader)
+        saved, place = self._resumption, None if self._resumption is None else self._resumption.state["place"]
+        if saved is None or place is None or not isinstance(dataloader, PipelineLoader):
+            return values
+        if is_stream(self.train_dataset):
+            self._check_same_batches(saved, dataloader)
+            return values
+        num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps = values
+        rest = self._remainder = find_remainder(
+            place,
+            saved.step,
+            dataloader.num_samples,
+            dataloader.total_batch_size,
+            args.dataloader_drop_last,
+            args.gradient_accumulation_steps,
+            skips=not args.ignore_data_skip,
+        )
+        if rest is not None and args.max_steps > 0:
+            num_epochs = rest.num_epochs(saved.step, max_steps, updates)
+        elif rest is not None:
+            max_steps = rest.last_step(saved.step, args.num_train_epochs, updates)
+        return num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps
+
+    def _check_same_batches(self, saved: Resumption, loader: PipelineLoader) -> None:
+        before, now = saved.state["place"]["global_batch"], loader.total_batch_size
+        if before != now:
+            raise ValueError(
+                f"{saved.folder!r} was saved with {before} samples a batch over all replicas, expected {now}: a data "
+                "set without indices goes on in batches of the same size. Change per_device_train_batch_size so that "
+                "its product with the number of processes stays the same."
+            )
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        return place if self._remainder is None else (self._remainder.epoch, 0)
+
     def _run_epoch(self, **kwargs: Any) -> None:
+        self._epoch_index = kwargs["epoch"]
         if self._saved_here is None or kwargs["epoch"] != kwargs["epochs_trained"]:
             super()._run_epoch(**kwargs)
             return
@@ -254,11 +436,28 @@ class ResumingTrainer(AdaptingTrainer):
             self._load_rng_state(None)
             self.control.should_training_stop = True
             return
-        if self._train_loader is not None:
+        if self._remainder is not None:
+            self._begin_remainder(self._remainder, kwargs)
+        elif self._train_loader is not None:
             # For an epoch's begin; in the middle Trainer asks for a skip.
             self._train_loader.starting_at(0, self._saved_here[0].get(_ORDER))
         with self._skipping_batches():
             super()._run_epoch(**kwargs)
+
+    def _begin_remainder(self, rest: Remainder, kwargs: dict[str, Any]) -> None:
+        """To Trainer the rest of the epoch is an epoch."""
+        assert self._train_loader is not None and self._resumption is not None and self._saved_here is not None
+        place = self._resumption.state["place"]
+        is_same_epoch = rest.epoch == place["epoch"] and rest.num_done == place["samples"]
+        order = self._saved_here[0].get(_ORDER) if is_same_epoch else None
+        self._train_loader.starting_at(rest.first, order, rest.num_done, place["group_size"])
+        kwargs |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        rest = self._remainder
+        if rest is not None and self._epoch_index == rest.epoch and self.state.epoch != self._corrected_epoch:
+            self.state.epoch = self._corrected_epoch = rest.epoch_at(self.state.epoch - rest.epoch)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @contextmanager
     def _skipping_batches(self) -> Iterator[None]:
@@ -344,7 +543,11 @@ class ResumingTrainer(AdaptingTrainer):
         if stage.groups.replica == 0:
             states = {name: own.state_of(parameter) for name, parameter in self._trained_here().items()}
             tensors, values = checkpoint.split_optimizer_state(states)
-            header = {"values": values, "groups": checkpoint.group_options(own.optimizer)}
+            header = {
+                "names": [name for name, state in states.items() if state],
+                "values": values,
+                "groups": checkpoint.group_options(own.optimizer),
+            }
             self._written |= checkpoint.write_part(
                 output_dir, checkpoint.optimizer_file(stage.groups.stage), tensors, header
             )
@@ -364,14 +567,18 @@ class ResumingTrainer(AdaptingTrainer):
             values[_POSITION] = self._train_loader.position
         values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
         self._written |= checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
-        for written in self.topology.gather(self._written):
-            self._written |= written
+        answers = self.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
+        for answer in answers:
+            self._written |= answer["written"]
+        self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.topology.world_size
 
     def _state_of_run(self) -> dict[str, Any]:
         assert self._stage is not None and self._adaptation is not None
         return {
             "step": self.state.global_step,
             "epoch": self.state.epoch,
+            "place": self._place(),
+            "unlogged_loss": self._unlogged_loss,
             "layout": self._stage.layout.as_event(),
             "first_layout": self._layout_of_first_step().as_event(),
             "num_starts": self._num_starts,
@@ -380,6 +587,19 @@ class ResumingTrainer(AdaptingTrainer):
             **self._schedules(),
             **self._kinds(),
             **self._run_description,
+        }
+
+    def _place(self) -> dict[str, Any] | None:
+        """Where the run is in its data; None where the loader is the user's own."""
+        loader = self._train_loader
+        if loader is None:
+            return None
+        is_at_end = loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
+        return {
+            "epoch": self._epoch_index + is_at_end,
+            "samples": 0 if is_at_end else loader.num_done,
+            "global_batch": loader.total_batch_size,
+            "group_size": loader.group_size,
         }
 
     def _check_savable(self) -> None:

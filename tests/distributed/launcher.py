@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 
-__all__ = ["LaunchError", "LaunchResult", "accelerate_launch", "launch", "launch_nodes"]
+__all__ = ["LaunchError", "LaunchResult", "accelerate_launch", "free_port", "launch", "launch_nodes"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -141,7 +141,7 @@ def launch_nodes(
 
     `outputs` has one text per node: torchrun merges its ranks.
     """
-    port = _free_port()
+    port = free_port()
     commands = [
         [
             *(sys.executable, "-m", "torch.distributed.run"),
@@ -174,7 +174,7 @@ def _run_ranks(
     grace: float,
     signal_on: tuple[str, signal.Signals] | None,
 ) -> LaunchResult:
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-u", str(script), *map(str, args)]
     environments = [_environment(env, rank, num_processes, port) for rank in range(num_processes)]
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
@@ -293,7 +293,8 @@ def _environment(
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -3,6 +3,8 @@
     resume_worker.py FOLDER --cases NAME ...    on as many processes as the cases need
     resume_worker.py FOLDER --strangers         on one process: checkpoints that a run on two must refuse
     resume_worker.py FOLDER --refuse            on two processes, after `--strangers`
+    resume_worker.py FOLDER --elsewhere         on one, then two, then four processes: each goes on from the one before
+    resume_worker.py FOLDER --nodes             on several nodes
     resume_worker.py FOLDER --die               on two processes: a run, and the same again, killed in the middle
     resume_worker.py FOLDER --go-on             on two processes, after `--die`
 
@@ -25,10 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.cli import main as main_of_cli
 from hf_pipetransformer.layout import Layout
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset
 
@@ -288,6 +293,7 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
         "layout": trainer.layout.as_event(),
         "steps": record.steps,
         "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
         "events": [json.loads(line) for line in lines],
         "num_transitions": trainer._num_transitions,
     }
@@ -323,26 +329,72 @@ def run_case(case: Case, folder: Path, name: str) -> None:
 SAVED = Case((2, 1), "bert_sequence", (2, 4), ADAMW | {"max_steps": 6})
 
 
-def strangers(folder: Path) -> None:
-    """A checkpoint of plain Trainer, one of a pipeline on one process, and one with the model only."""
-    args = TrainingArguments(
-        str(folder / "plain"), max_steps=2, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
+PLAIN = Case((1, 1), "bert_sequence", (3, 4), ADAMW | {"max_steps": 6}, dropout=0.0)
+
+
+def plain_trainer(output: Path, seed: int) -> Trainer:
+    """Plain Trainer with the settings of `PLAIN`, a checkpoint after every step."""
+    ours = arguments(output, 1, **PLAIN.options)
+    names = (
+        "output_dir",
+        "per_device_train_batch_size",
+        "learning_rate",
+        "weight_decay",
+        "max_steps",
+        "seed",
+        "optim",
     )
-    data = make_dataset("bert_sequence", NUM_SAMPLES)
-    Trainer(model=build_model("bert_sequence"), args=args, train_dataset=data, data_collator=collate).train()
+    args = TrainingArguments(
+        **{name: getattr(ours, name) for name in names},
+        save_steps=1,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    model = build_model(PLAIN.model, seed=seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    trainer = Trainer(
+        model=model, args=args, train_dataset=make_dataset(PLAIN.model, NUM_SAMPLES), data_collator=collate
+    )
+    trainer.model_accepts_loss_kwargs = False  # transformers#47688
+    return trainer
+
+
+def save_end(trainer: Trainer, path: Path) -> None:
+    save_file({name: p.detach().clone() for name, p in trainer.model.named_parameters()}, path)
+
+
+def strangers(folder: Path) -> None:
+    """A run of plain Trainer that a pipeline goes on with, one the other way round, and one that saves no state."""
+    trainer = plain_trainer(folder / "plain", seed=0)
+    trainer.train()
+    save_end(trainer, folder / "plain.safetensors")
+    trainer = make_trainer(PLAIN, folder / "from-plain", Record(), seed=3)
+    trainer.train(resume_from_checkpoint=str(folder / "plain" / "checkpoint-3"))
+    save_end(trainer, folder / "from-plain.safetensors")
+
+    make_trainer(PLAIN, folder / "to-plain", Record((3,)), seed=0).train()
+    exported = folder / "exported" / "checkpoint-3"
+    main_of_cli(["export-checkpoint", str(folder / "to-plain" / "checkpoint-3"), str(exported)])
+    trainer = plain_trainer(folder / "exported", seed=3)
+    trainer.train(resume_from_checkpoint=str(exported))
+    save_end(trainer, folder / "to-plain.safetensors")
+
     alone = replace(SAVED, layout=(1, 1))
-    make_trainer(alone, folder / "alone", Record((2,)), seed=0).train()
     model_only = replace(alone, options=alone.options | {"save_only_model": True})
     make_trainer(model_only, folder / "model-only", Record((2,)), seed=0).train()
 
 
-def changed(name: str, change: Callable[[Path], None]) -> Callable[[Path], Path]:
+def changed(name: str, change: Callable[[Path], None], of: str = "saved") -> Callable[[Path], Path]:
     """A copy of the checkpoint with something wrong in it."""
 
     def make(folder: Path) -> Path:
         copy = folder / name / "checkpoint-4"
         if RANK == 0:
-            shutil.copytree(folder / "saved" / "checkpoint-4", copy)
+            shutil.copytree(folder / of / "checkpoint-4", copy)
             change(copy)
         torch.distributed.barrier()
         return copy
@@ -406,27 +458,21 @@ class OtherOptimizerTrainer(PipeTransformerTrainer):
         return torch.optim.Adamax, {"lr": args.learning_rate}
 
 
-# Name of the attempt to what is different in it: `options`, `model`, `samples`, `trainer`, `plan`, or the `folder`.
+# Name of the attempt to what is different in it: `options`, `model`, `data`, `trainer`, `plan`, or the `folder`.
 ATTEMPTS: dict[str, dict[str, Any]] = {
-    "other_world_size": {"folder": lambda folder: folder / "alone" / "checkpoint-2"},
-    "other_stages": {"options": {"pipeline_parallel_size": 1}},
-    "other_microbatches": {"options": {"pipeline_parallel_num_microbatches": 4}},
-    "other_pipeline_schedule": {"options": {"pipeline_schedule": "gpipe"}},
-    "other_batch": {"options": {"per_device_train_batch_size": 2}},
-    "other_accumulation": {"options": {"gradient_accumulation_steps": 2}},
-    "other_seed": {"options": {"seed": 8}},
-    "other_data_seed": {"options": {"data_seed": 8}},
-    "other_learning_rate": {"options": {"learning_rate": 1e-4}},
-    "other_lr_schedule": {"options": COSINE},
-    "other_length": {"options": {"max_steps": 8}},
     "other_optim": {"options": {"optim": "sgd", "optim_args": None}},
     "other_optimizer_class": {"trainer": OtherOptimizerTrainer},
-    "other_policy": {"options": {"freeze_policy": "schedule"}},
     "other_head": {"model": five_labels},
     "other_freezing": {"model": frozen_embeddings},
-    "other_data": {"samples": NUM_SAMPLES - 1},
+    "other_number_of_samples": {"data": lambda: make_dataset("bert_sequence", NUM_SAMPLES - 1)},
+    "other_data": {"data": lambda: make_dataset("bert_sequence", NUM_SAMPLES, seed=1)},
     "other_plan": {"plan": another_plan},
-    "plain_trainer": {"folder": lambda folder: folder / "plain" / "checkpoint-2"},
+    "cut_plain": {"folder": changed("cut-plain", cut("optimizer.pt"), of="plain")},
+    "plain_other_optim": {
+        "folder": lambda folder: folder / "plain" / "checkpoint-4",
+        "options": {"optim": "sgd", "optim_args": None},
+    },
+    "plain_other_freezing": {"folder": lambda folder: folder / "plain" / "checkpoint-4", "model": frozen_embeddings},
     "model_only": {"folder": lambda folder: folder / "model-only" / "checkpoint-2"},
     "no_folder": {"folder": lambda folder: folder / "checkpoint-77"},
     "nothing_to_resume": {"folder": lambda folder: True},
@@ -469,8 +515,8 @@ def attempt(folder: Path, name: str, change: dict[str, Any]) -> dict[str, Any]:
         )
         if "model" in change:
             trainer.model = change["model"]()
-        if "samples" in change:
-            trainer.train_dataset = make_dataset(case.model, change["samples"])
+        if "data" in change:
+            trainer.train_dataset = change["data"]()
         trainer.train(resume_from_checkpoint=where if where in (None, True) else str(where))
     except Exception as error:
         return {"kind": type(error).__name__, "text": str(error), "steps": record.steps}
@@ -500,7 +546,83 @@ def skip_incomplete(folder: Path) -> None:
     (folder / f"skipped.rank{RANK}.json").write_text(json.dumps(ends))
 
 
+# ---- on other processes ----
+
+
+class Noting(Dataset):
+    """Notes which samples are read."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return self.samples[index]
+
+
+# One layer frozen before and one after the checkpoint that is resumed; one process, then two, then four.
+MOVED = Case(
+    (1, 1),
+    "bert_sequence",
+    (4, 8),
+    ADAMW | {"freeze_policy": "fixed", "freeze_at": "3:1,7:2", "elastic": False},
+    dropout=0.0,
+)
+MOVED_TO = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
+# To the end of the second epoch, in batches of half the size.
+SMALLER: dict[str, Any] = {
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": GLOBAL_BATCH // 2 // WORLD_SIZE,
+}
+
+
+def elsewhere(folder: Path) -> None:
+    """The run on one process from its beginning; on two from its step 4; on four from step 8 of those two."""
+    case, record = replace(MOVED, layout=MOVED_TO[WORLD_SIZE]), Record(MOVED.resume_at)
+    came_from = {1: None, 2: folder / "moved-1" / "checkpoint-4", 4: folder / "moved-2" / "checkpoint-8"}[WORLD_SIZE]
+    found = {"end": go_elsewhere(case, folder / f"moved-{WORLD_SIZE}", record, came_from)}
+    if WORLD_SIZE == 2:
+        smaller = replace(case, options=case.options | SMALLER | {"freeze_policy": "none", "freeze_at": None})
+        found["smaller"] = go_elsewhere(smaller, folder / "smaller", Record((9,)), came_from)
+        found["again"] = go_elsewhere(smaller, folder / "again", Record(), folder / "smaller" / "checkpoint-9")
+    if WORLD_SIZE == 2:
+        trainer = make_trainer(replace(PLAIN, layout=(2, 1)), folder / "plain-on-two", Record((4,)), seed=3)
+        trainer.train(resume_from_checkpoint=str(folder / "plain" / "checkpoint-3"))
+        if RANK == 0:
+            save_end(trainer, folder / "plain-on-two.safetensors")
+    (folder / f"elsewhere-{WORLD_SIZE}.rank{RANK}.json").write_text(json.dumps(found))
+
+
+def go_elsewhere(case: Case, output: Path, record: Record, came_from: Path | None) -> dict[str, Any]:
+    trainer = make_trainer(case, output, record, seed=0 if came_from is None else 3)
+    data = trainer.train_dataset = Noting(trainer.train_dataset.with_format(None))
+    record.on_train_begin = lambda *_args, **_kwargs: data.read.clear()
+    trainer.train(resume_from_checkpoint=None if came_from is None else str(came_from))
+    save_end(trainer, output / f"weights.rank{RANK}.safetensors")
+    return end_of(trainer, record) | {"read": data.read}
+
+
 # ---- a run that dies ----
+
+
+def nodes(folder: Path) -> None:
+    """On several nodes: with an output folder of each node's own, and with one for all."""
+    found = {}
+    for name, where in (("own", f"node{os.environ['GROUP_RANK']}"), ("shared", "all")):
+        record = Record()
+        case = Case((1, WORLD_SIZE), "bert_sequence", (), ADAMW | {"max_steps": 1})
+        try:
+            make_trainer(case, folder / where, record, seed=0).train()
+            found[name] = {"text": "", "steps": record.steps}
+        except ValueError as error:
+            found[name] = {"text": str(error), "steps": record.steps}
+    (folder / f"nodes.rank{RANK}.json").write_text(json.dumps(found))
+
 
 KILLED = Case((2, 1), "vit", (3, 7), ADAMW | _TWO | {"save_total_limit": 1})
 
@@ -522,12 +644,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cases", nargs="*", default=[])
-    for name in ("strangers", "refuse", "die", "go-on"):
+    for name in ("strangers", "refuse", "elsewhere", "nodes", "die", "go-on"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     equal(options.folder, options.cases)
-    for act in (strangers, refuse, die, go_on):
+    for act in (strangers, refuse, elsewhere, nodes, die, go_on):
         if getattr(options, act.__name__):
             act(options.folder)
     if torch.distributed.is_initialized():

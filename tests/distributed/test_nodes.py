@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.distributed.transition_cases import NODES, WORLD_SIZE
 from tests.distributed.transition_runs import WORKER, read_outcome
 from tests.models import has_zero_gradient
 
+
+RESUME_WORKER = WORKER.with_name("resume_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -37,6 +40,18 @@ def test_two_nodes_train_as_one_process(tmp_path: Path):
         for name, weight in one.weights.items():
             if not has_zero_gradient(NODES.model, name):
                 assert tensor_difference(ours.weights[name], weight) <= NODES.tolerance, name
+
+
+def test_output_folders_that_nodes_do_not_share_are_noticed_at_the_start(tmp_path: Path):
+    launch_nodes(RESUME_WORKER, [tmp_path, "--nodes"], 2, 1, timeout=150)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"nodes.rank{rank}.json").read_text())
+        assert re.search(
+            r"output_dir is \S+node0 on rank 0 .* another folder, \S+node1, on rank 1", found["own"]["text"]
+        )
+        assert found["own"]["steps"] == 0
+        assert found["shared"] == {"text": "", "steps": 1}
+    assert not list(tmp_path.rglob(".pipetransformer-*"))
 
 
 def layouts_of(outcome) -> list[str]:

@@ -1,0 +1,100 @@
+"""What is left of an epoch is dealt anew: every sample comes once, whatever the sizes of the batches were and are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import BatchSampler
+
+from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
+from hf_pipetransformer.fingerprint import are_other_data, describe_data
+from hf_pipetransformer.trainer.remainder import find_remainder
+
+
+def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> ReplicaBatchSampler:
+    order = SeedableRandomSampler(range(num_samples), generator=torch.Generator(), data_seed=5)
+    return ReplicaBatchSampler(BatchSampler(order, batch_size, drops_last), 0, 1)
+
+
+CASES = list(itertools.product((1, 16, 37), (1, 4, 8, 16), (1, 3, 4, 8), (1, 2, 3), (False, True)))
+
+
+@pytest.mark.parametrize(("num_samples", "before", "now", "accumulation", "drops_last"), CASES)
+def test_every_sample_of_an_epoch_comes_once(
+    num_samples: int, before: int, now: int, accumulation: int, drops_last: bool
+):
+    old, new = make_sampler(num_samples, before, drops_last), make_sampler(num_samples, now, drops_last)
+    for num_batches in range(0, len(old), accumulation):
+        old.begin_epoch()
+        done = [index for batch in old.draw()[:num_batches] for index in batch]
+        # Steps of epochs before this one are not those of batches of the size that they have now.
+        step = 1_000 + num_batches // accumulation
+        place = {"epoch": 7, "samples": len(done)}
+        rest = find_remainder(place, step, num_samples, now, drops_last, accumulation, skips=True)
+        if not len(new):
+            assert rest is None
+            continue
+        assert rest is not None
+        new.begin_epoch(rest.num_done)
+        left = new.draw()[rest.first :]
+        drawn = [index for batch in left for index in batch]
+        assert len(left) == rest.num_batches and rest.num_updates == math.ceil(len(left) / accumulation)
+        assert all(0 < len(batch) <= now for batch in left)
+        if rest.epoch == 7:
+            missing = set(range(num_samples)) - {*done, *drawn}
+            assert len({*done, *drawn}) == len(done) + len(drawn)
+            assert len(missing) < now if drops_last else not missing
+        else:
+            assert drops_last and num_samples - len(done) < now and rest.num_done == 0
+        assert rest.epoch_at(1.0) == rest.epoch + 1
+        assert rest.epoch_at(0.0) == pytest.approx(rest.epoch + rest.first / len(new))
+
+
+def test_where_trainers_count_of_steps_leads_to_the_same_place_nothing_is_dealt_anew():
+    # Five batches an epoch: 7 steps are one epoch and two batches.
+    assert find_remainder({"epoch": 1, "samples": 16}, 7, 37, 8, False, 1, skips=True) is None
+    assert find_remainder({"epoch": 2, "samples": 0}, 10, 37, 8, False, 1, skips=True) is None
+    assert find_remainder({"epoch": 1, "samples": 16}, 7, 37, 8, False, 1, skips=False) is None
+    assert find_remainder({"epoch": 1, "samples": 8}, 7, 37, 8, False, 1, skips=True) is not None
+
+
+def test_a_run_ends_with_its_epochs():
+    # Two epochs of 5 batches of 8; after 7 steps 21 samples are left: 6 batches of 4, 2 of 16.
+    for now, updates_per_epoch, expected in ((4, 10, 7 + 6), (16, 3, 7 + 2)):
+        rest = find_remainder({"epoch": 1, "samples": 16}, 7, 37, now, False, 1, skips=True)
+        assert rest is not None
+        assert rest.last_step(7, 2, updates_per_epoch) == expected
+        assert rest.last_step(7, 1, updates_per_epoch) == 7
+        assert rest.last_step(7, 4, updates_per_epoch) == expected + 2 * updates_per_epoch
+        assert rest.num_epochs(7, expected + 1, updates_per_epoch) == 3
+        assert rest.num_epochs(7, expected, updates_per_epoch) == 2
+
+
+class Samples(list):
+    """Samples by index that are not the same twice if `noise` is not zero."""
+
+    noise = 0.0
+
+    def __getitem__(self, index):
+        return {"x": super().__getitem__(index) + self.noise * torch.rand(20), "name": "a"}
+
+
+def test_other_data_of_equal_length_are_noticed():
+    first, same = Samples(torch.eye(20)), Samples(torch.eye(20))
+    other = Samples(2 * torch.eye(20))
+    assert not are_other_data(describe_data(first), describe_data(same))
+    assert are_other_data(describe_data(first), describe_data(other))
+    # The fingerprint of equal content may differ: what the samples hold counts.
+    processed = {**describe_data(same), "fingerprint": "b"}
+    assert not are_other_data({**describe_data(first), "fingerprint": "a"}, processed)
+
+
+def test_samples_drawn_at_random_are_no_other_data():
+    noisy, again = Samples(torch.eye(20)), Samples(torch.eye(20))
+    noisy.noise = again.noise = 1.0
+    assert describe_data(noisy)["samples"] is None
+    assert not are_other_data(describe_data(noisy), describe_data(again))
