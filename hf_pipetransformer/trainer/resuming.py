@@ -1,27 +1,23 @@
-"""Saving the state of a run beside its model, and going on from it: to the bit under the same layout, or elsewhere."""
+"""Going on from a checkpoint: to the bit under the same layout, or elsewhere."""
 
 from __future__ import annotations
 
 import os
 import random
-import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
 import transformers.trainer as stock
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
+from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import is_stream
-from hf_pipetransformer.fingerprint import describe_data
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.manifest import Entry
 from hf_pipetransformer.plain_checkpoint import (
     is_plain,
     read_plain_optimizer,
@@ -30,28 +26,14 @@ from hf_pipetransformer.plain_checkpoint import (
     set_plain_random_state,
     trainers_groups,
 )
-from hf_pipetransformer.refusals import TOLD_ARGUMENTS, check_same_kinds, check_same_run
+from hf_pipetransformer.refusals import check_same_kinds, check_same_run
 from hf_pipetransformer.report.events import announce, logger
 from hf_pipetransformer.startup import StartUp, check_agreement
-from hf_pipetransformer.trainer.adapting import AdaptingTrainer
 from hf_pipetransformer.trainer.remainder import Remainder, find_remainder
-from hf_pipetransformer.transition import check_replicas_agree
+from hf_pipetransformer.trainer.saving import ORDER, POSITION, SHARED, SavingTrainer
 
-
-T = TypeVar("T")
-
-_ORDER = "order"
-"""Key of the state that the order of the samples was drawn from."""
-
-_POSITION = "position"
-"""Key of the batches that were read of this pass over a stream without length."""
-
-_CPU = torch.device("cpu")
 
 _LAYOUT_ARGUMENTS = ("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule")
-
-_SHARED = "shared generator"
-"""Key of the state of the generator that stands for the global one of one process."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +69,16 @@ class Resumption:
         return Layout.from_event(self.state["first_layout"])
 
 
-class ResumingTrainer(AdaptingTrainer):
-    """Saves all of a run in its checkpoints, and goes on from them."""
-
-    optimizer: Any
+class ResumingTrainer(SavingTrainer):
+    """Goes on from checkpoints."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._resumption: Resumption | None = None
-        self._run_description: dict[str, Any] = {}
         self._began_under: Layout | None = None
         self._saved_here: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
-        self._written: dict[str, Entry] = {}
         self._is_elsewhere = False
         self._remainder: Remainder | None = None
-        self._epoch_index = 0
-        self._unlogged_loss = 0.0
         self._corrected_epoch: float | None = None
 
     # ---- which checkpoint, and whether this run may go on from it ----
@@ -118,7 +94,7 @@ class ResumingTrainer(AdaptingTrainer):
         check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
         self._check_shared_folder()
         self._run_description = self._from_first_rank(self._described_run)
-        self._began_under = self._saved_here = self._remainder = None
+        self._began_under = self._saved_here = self._remainder = self._data_description = None
         self._is_elsewhere = False
         if where is not None:
             self._resumption = Resumption(**self._from_first_rank(lambda: self._read_resumption(where)))
@@ -126,29 +102,6 @@ class ResumingTrainer(AdaptingTrainer):
             yield None if self._resumption is None else self._resumption.folder
         finally:
             self._resumption = None
-
-    def _check_shared_folder(self) -> None:
-        """Whether all nodes see one output folder: each rank writes a part of a checkpoint.
-
-        Raises:
-            ValueError: on every rank, names the first that sees another folder.
-        """
-        saves = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
-        if not saves or self.topology.local_world_size >= self.topology.world_size:
-            return
-        token = self._from_first_rank(lambda: checkpoint.leave_token(self.args.output_dir))
-        own = {"sees": checkpoint.sees_token(self.args.output_dir, token), "host": socket.gethostname()}
-        answers = self.topology.gather({**own, "output_dir": os.path.abspath(self.args.output_dir)})
-        if self.topology.rank == 0:
-            checkpoint.remove_token(self.args.output_dir, token)
-        for rank, answer in enumerate(answers):
-            if not answer["sees"]:
-                raise ValueError(
-                    f"output_dir is {answers[0]['output_dir']} on rank 0 ({answers[0]['host']}) and another folder, "
-                    f"{answer['output_dir']}, on rank {rank} ({answer['host']}): every node would hold a part of each "
-                    "checkpoint, and no resume could find the whole. Set output_dir to a folder that all nodes share, "
-                    "or save_only_model=True or save_strategy='no'."
-                )
 
     def _read_resumption(self, where: Any) -> dict[str, Any]:
         folder = self._latest_checkpoint() if where is True else os.fspath(where)
@@ -159,7 +112,7 @@ class ResumingTrainer(AdaptingTrainer):
                 "known. The run goes on with its weights, optimizer and learning rates."
             )
         else:
-            told = check_same_run(folder, state, self._run_description)
+            told = check_same_run(folder, state, {**self._run_description, "data": self._described_data()})
             if told is not None:
                 logger.warning(told)
         return {"folder": folder, "state": state}
@@ -167,7 +120,7 @@ class ResumingTrainer(AdaptingTrainer):
     def _read_checkpoint(self, folder: str) -> dict[str, Any]:
         if not is_plain(folder):
             return checkpoint.read_state(folder)
-        num_samples = self._run_description["data"]["num_samples"]
+        num_samples = self._described_data()["num_samples"]
         return read_plain_state(folder, num_samples, self.args.dataloader_drop_last)
 
     def _latest_checkpoint(self) -> str:
@@ -180,43 +133,6 @@ class ResumingTrainer(AdaptingTrainer):
         for reason in reasons:
             logger.warning(f"Passed over on the way to {folder!r}: {reason}")
         return folder
-
-    def _described_run(self) -> dict[str, Any]:
-        """What must be equal for a run to go on; see `check_same_run`."""
-        model, arguments = self.model, self.args.to_dict()
-        return {
-            "world_size": self.topology.world_size,
-            "arguments": {name: _comparable(arguments[name]) for name in TOLD_ARGUMENTS},
-            "has_plan": self.args.layout_plan is not None,
-            "policy": self._policy.describe(),
-            "data": self._described_data(),
-            "decaying": list(self.get_decay_parameter_names(model)),
-            "model": type(model).__name__,
-            "parameters": {
-                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-                for name, p in model.named_parameters()
-            },
-        }
-
-    def _described_data(self) -> dict[str, Any]:
-        """By what the training data are known; reading them leaves no trace in the random numbers of the run."""
-        states = checkpoint.random_state(_CPU)
-        try:
-            return describe_data(self.train_dataset)
-        finally:
-            checkpoint.set_random_state(*states, _CPU)
-
-    def _refused_alike(self, call: Callable[[], T]) -> T:
-        """Run a call on every rank; what one rank refuses is refused on all, in the same words."""
-        value, refusal = None, None
-        try:
-            value = call()
-        except ValueError as error:
-            refusal = str(error)
-        for text in self.topology.gather(refusal):
-            if text is not None:
-                raise ValueError(text)
-        return cast(T, value)
 
     # ---- taking up what was saved ----
 
@@ -329,7 +245,7 @@ class ResumingTrainer(AdaptingTrainer):
             self._separate_random_streams(self._stage)
         tensors, values = checkpoint.random_state(self.args.device)
         if self._shared_generator is not None:
-            tensors[_SHARED] = self._shared_generator.get_state()
+            tensors[SHARED] = self._shared_generator.get_state()
         self._saved_here = tensors, values | {"unlogged_loss": 0.0, "last_logged_step": saved.step}
         if self.is_world_process_zero():
             announce(f"Resumed from plain Trainer's {saved.folder} at step {saved.step}: {self._stage.layout}.")
@@ -361,23 +277,17 @@ class ResumingTrainer(AdaptingTrainer):
             return checkpoint.read_part(saved.folder, checkpoint.random_file(self.topology.rank))
         first, values = checkpoint.read_part(saved.folder, checkpoint.random_file(0))
         # What all ranks draw alike: one process draws it from its only generator.
-        common = first.get(_SHARED, first["torch"])
+        common = first.get(SHARED, first["torch"])
         seed = self.args.seed + 1_000_003 * (1 + self.topology.rank) + 7_919 * (1 + saved.step)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         tensors, own_values = checkpoint.random_state(self.args.device)
-        tensors |= {_SHARED: common} if self.topology.world_size > 1 else {"torch": common}
-        if _ORDER in first:
-            tensors[_ORDER] = first[_ORDER]
-        own_values |= {key: value for key, value in values.items() if key in (_POSITION, "last_logged_step")}
+        tensors |= {SHARED: common} if self.topology.world_size > 1 else {"torch": common}
+        if ORDER in first:
+            tensors[ORDER] = first[ORDER]
+        own_values |= {key: value for key, value in values.items() if key in (POSITION, "last_logged_step")}
         return tensors, own_values | {"unlogged_loss": saved.state["unlogged_loss"]}
-
-    def _trained_here(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters whose optimizer state this stage keeps."""
-        assert self._stage is not None
-        stage = self._stage
-        return {name: p for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Nothing here: `_begin_adapting` does it, when parameters and their groups are known by name."""
@@ -440,7 +350,7 @@ class ResumingTrainer(AdaptingTrainer):
             self._begin_remainder(self._remainder, kwargs)
         elif self._train_loader is not None:
             # For an epoch's begin; in the middle Trainer asks for a skip.
-            self._train_loader.starting_at(0, self._saved_here[0].get(_ORDER))
+            self._train_loader.starting_at(0, self._saved_here[0].get(ORDER))
         with self._skipping_batches():
             super()._run_epoch(**kwargs)
 
@@ -449,7 +359,7 @@ class ResumingTrainer(AdaptingTrainer):
         assert self._train_loader is not None and self._resumption is not None and self._saved_here is not None
         place = self._resumption.state["place"]
         is_same_epoch = rest.epoch == place["epoch"] and rest.num_done == place["samples"]
-        order = self._saved_here[0].get(_ORDER) if is_same_epoch else None
+        order = self._saved_here[0].get(ORDER) if is_same_epoch else None
         self._train_loader.starting_at(rest.first, order, rest.num_done, place["group_size"])
         kwargs |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
 
@@ -475,7 +385,7 @@ class ResumingTrainer(AdaptingTrainer):
             assert self._saved_here is not None
             tensors, values = self._saved_here
             # Trainer counts from the first step on where it does not know how long an epoch is.
-            return loader.starting_at(values.get(_POSITION, num_batches), tensors.get(_ORDER))
+            return loader.starting_at(values.get(POSITION, num_batches), tensors.get(ORDER))
 
         stock.skip_first_batches = skip
         try:
@@ -495,7 +405,7 @@ class ResumingTrainer(AdaptingTrainer):
         if self._saved_here is not None:
             checkpoint.set_random_state(*self._saved_here, self.args.device)
             if self._shared_generator is not None:
-                self._shared_generator.set_state(self._saved_here[0][_SHARED])
+                self._shared_generator.set_state(self._saved_here[0][SHARED])
             self._saved_here = None
 
     def _take_up_unlogged_loss(self) -> None:
@@ -505,134 +415,3 @@ class ResumingTrainer(AdaptingTrainer):
         self._tr_loss += values["unlogged_loss"]
         self._globalstep_last_logged = values["last_logged_step"]
         self._total_loss_scalar -= sum(self.topology.gather(values["unlogged_loss"])) / self.topology.world_size
-
-    # ---- saving ----
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self.is_world_process_zero():
-            # Before the model: `save_model` ends at a barrier, behind it the others write their parts.
-            (checkpoint.clear if self.args.save_only_model else checkpoint.begin)(folder)
-        self._written = {}
-        with nullcontext() if self.args.save_only_model else self._sealing(folder):
-            super()._save_checkpoint(model, trial)
-
-    @contextmanager
-    def _sealing(self, folder: str) -> Iterator[None]:
-        """Inside, Trainer's last file of a checkpoint, `trainer_state.json`, is followed by `state.json`.
-
-        Only then are older checkpoints removed, and the new one pushed to the hub: Trainer does both right after.
-        """
-        state, last = self.state, os.path.join(folder, TRAINER_STATE_NAME)
-
-        def save(path: str) -> None:
-            type(state).save_to_json(state, path)
-            if path == last and self.is_world_process_zero():
-                checkpoint.write_state(folder, self._state_of_run(), self._written)
-
-        state.save_to_json = save
-        try:
-            yield
-        finally:
-            del state.save_to_json
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self._stage is not None and self._optimizer_state is not None
-        stage, own = self._stage, self._optimizer_state
-        check_replicas_agree(stage, own)
-        if stage.groups.replica == 0:
-            states = {name: own.state_of(parameter) for name, parameter in self._trained_here().items()}
-            tensors, values = checkpoint.split_optimizer_state(states)
-            header = {
-                "names": [name for name, state in states.items() if state],
-                "values": values,
-                "groups": checkpoint.group_options(own.optimizer),
-            }
-            self._written |= checkpoint.write_part(
-                output_dir, checkpoint.optimizer_file(stage.groups.stage), tensors, header
-            )
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Nothing here: it is in `state.json`."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""
-        tensors, values = checkpoint.random_state(self.args.device)
-        order = None if self._train_loader is None else self._train_loader.order_state()
-        if order is not None:
-            tensors[_ORDER] = order
-        if self._shared_generator is not None:
-            tensors[_SHARED] = self._shared_generator.get_state()
-        if self._train_loader is not None and not has_length(self._train_loader):
-            values[_POSITION] = self._train_loader.position
-        values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
-        self._written |= checkpoint.write_part(output_dir, checkpoint.random_file(self.topology.rank), tensors, values)
-        answers = self.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
-        for answer in answers:
-            self._written |= answer["written"]
-        self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.topology.world_size
-
-    def _state_of_run(self) -> dict[str, Any]:
-        assert self._stage is not None and self._adaptation is not None
-        return {
-            "step": self.state.global_step,
-            "epoch": self.state.epoch,
-            "place": self._place(),
-            "unlogged_loss": self._unlogged_loss,
-            "layout": self._stage.layout.as_event(),
-            "first_layout": self._layout_of_first_step().as_event(),
-            "num_starts": self._num_starts,
-            "num_transitions": self._num_transitions,
-            "adaptation": self._adaptation.state(),
-            **self._schedules(),
-            **self._kinds(),
-            **self._run_description,
-        }
-
-    def _place(self) -> dict[str, Any] | None:
-        """Where the run is in its data; None where the loader is the user's own."""
-        loader = self._train_loader
-        if loader is None:
-            return None
-        is_at_end = loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
-        return {
-            "epoch": self._epoch_index + is_at_end,
-            "samples": 0 if is_at_end else loader.num_done,
-            "global_batch": loader.total_batch_size,
-            "group_size": loader.group_size,
-        }
-
-    def _check_savable(self) -> None:
-        """Raises ValueError for an optimizer or schedule that no checkpoint can hold."""
-        assert self._stage is not None and self._optimizer_state is not None
-        optimizer = self._optimizer_state.optimizer
-        self._schedules()
-        checkpoint.group_options(optimizer)
-        known = {id(parameter) for parameter in self._stage.store.held().values()}
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        if foreign:
-            raise ValueError(
-                f"The optimizer trains {len(foreign)} parameters that are not the model's, and a checkpoint holds the "
-                "model's only: make them parameters of the model, or set save_only_model=True."
-            )
-
-    def _schedules(self) -> dict[str, Any]:
-        """State of the schedules as JSON values."""
-        scaler, name = self.accelerator.scaler, type(self.lr_scheduler).__name__
-        return {
-            "scheduler": checkpoint.plain(self.lr_scheduler.state_dict(), f"The state of {name}"),
-            "scaler": None
-            if scaler is None
-            else checkpoint.plain(scaler.state_dict(), "The state of the grad scaler"),
-        }
-
-    def _kinds(self) -> dict[str, str]:
-        assert self._optimizer_state is not None
-        return {
-            "optimizer_class": type(self._optimizer_state.optimizer).__name__,
-            "scheduler_class": type(self.lr_scheduler).__name__,
-        }
-
-
-def _comparable(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -2,9 +2,9 @@
 
     python -m tests.distributed.kill_runs --kills 200 --folder runs/faults --output benchmarks/faults.json
 
-Chains of kills: a run is killed (one rank or all, aimed at the moment around a checkpoint), goes on from
-`resume_from_checkpoint=True`, is killed again, and at last ends. Half of the chains stay on as many processes, and
-must end with the same bits; the others go on with other numbers of processes and stages, and must end within 1e-5.
+Chains of kills: a run is killed (one rank or all, around the moment of a checkpoint, sometimes while it starts), goes
+on from `resume_from_checkpoint=True`, is killed again, and at last ends. Half of the chains stay on as many processes,
+and must end with the same bits; the others go on with other numbers of processes and stages, and must end within 1e-5.
 
 Ranks are forked from this process, which has imported everything. It goes on where it stopped: chains that are in
 the folder are not run again.
@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.checkpoint import latest_sound
+from hf_pipetransformer.checkpoint import STATE_FOLDER, latest_sound
 from tests.distributed.launcher import free_port
 from tests.models import build_model, collate, has_zero_gradient, make_dataset
 
@@ -53,6 +53,9 @@ RUN_SECONDS = 240
 """A run that takes longer is stuck."""
 MOST_SECONDS_LATE = 0.15
 """A kill comes up to this long after the folder of a checkpoint appears: before, while and after it is written."""
+SHARE_AT_START = 0.15
+MOST_SECONDS_OF_START = 1.5
+"""This share of the kills comes while a run starts or resumes, up to so long after its processes began."""
 TOLERANCE = 1e-5
 FINAL = "final.safetensors"
 
@@ -71,7 +74,7 @@ def train(output: Path, world_size: int, where: str | None) -> None:
         weight_decay=0.05,
         max_steps=NUM_STEPS,
         save_steps=1,
-        save_total_limit=2,
+        save_total_limit=1,
         logging_steps=3,
         report_to="none",
         disable_tqdm=True,
@@ -161,6 +164,7 @@ class Kill:
     Args:
         world_size: processes.
         target: a rank, or "all".
+        at_start: whether it came while the run started.
         interrupted: whether the newest checkpoint was left incomplete.
         others_ended: whether the other ranks ended by themselves; None if all were killed.
         step: of the newest sound checkpoint then; None if there was none.
@@ -168,6 +172,7 @@ class Kill:
 
     world_size: int
     target: str
+    at_start: bool
     interrupted: bool
     others_ended: bool | None
     step: int | None
@@ -175,6 +180,15 @@ class Kill:
 
 def step_of(folder: str | None) -> int | None:
     return None if folder is None else int(folder.rpartition("-")[2])
+
+
+def stamp_of(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from one of the same name that was there before; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def run_once(output: Path, world_size: int, log: Path) -> bool:
@@ -192,22 +206,31 @@ def run_and_kill(output: Path, world_size: int, log: Path, draw: random.Random) 
     begins_at = (step_of(where) or 0) + draw.randint(1, 2)
     if begins_at >= NUM_STEPS:
         return None
-    awaited = output / f"checkpoint-{begins_at}"
-    shutil.rmtree(awaited, ignore_errors=True)  # What a kill left there is not what this run begins.
+    # A kill may have left a folder there; begun anew, it is another one.
+    awaited = output / f"checkpoint-{begins_at}" / STATE_FOLDER
+    before, at_start = stamp_of(awaited), draw.random() < SHARE_AT_START
     ranks = fork_ranks(world_size, log, lambda: train(output, world_size, where))
-    codes = wait(ranks, RUN_SECONDS, awaited.exists)
-    if codes or not awaited.exists():
+    if at_start:
+        codes = wait(ranks, draw.uniform(0, MOST_SECONDS_OF_START))
+    else:
+        codes = wait(ranks, RUN_SECONDS, lambda: stamp_of(awaited) not in (None, before))
+        time.sleep(draw.uniform(0, MOST_SECONDS_LATE))
+    if codes:
         end(ranks, codes)
         return f"ended with {sorted(codes.values())} before step {begins_at}, from {where}"
-    time.sleep(draw.uniform(0, MOST_SECONDS_LATE))
     victim = draw.choice([*range(world_size), None])
     for pid in ranks if victim is None else [ranks[victim]]:
         os.kill(pid, signal.SIGKILL)
     codes |= wait(ranks, PIPELINE_TIMEOUT + 30)
     others_ended = None if victim is None or world_size == 1 else len(codes) == world_size
     end(ranks, codes)
+    if (output / FINAL).exists():
+        return None
     sound, passed_over = latest_sound(str(output))
-    return Kill(world_size, "all" if victim is None else str(victim), bool(passed_over), others_ended, step_of(sound))
+    if where is not None and (step_of(sound) or 0) < (step_of(where) or 0):
+        return f"lost {where}: {passed_over}"
+    target = "all" if victim is None else str(victim)
+    return Kill(world_size, target, at_start, bool(passed_over), others_ended, step_of(sound))
 
 
 def run_chain(folder: Path, index: int, seed: int, references: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any]:
@@ -284,6 +307,7 @@ def summary(chains: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "kills": len(kills),
         "kills_by_world_size": {str(size): sum(kill["world_size"] == size for kill in kills) for size in STAGES},
+        "kills_at_start": sum(kill["at_start"] for kill in kills),
         "checkpoints_left_incomplete": sum(kill["interrupted"] for kill in kills),
         "kills_of_one_rank_of_several": sum(kill["others_ended"] is not None for kill in kills),
         "of_which_the_others_ended": sum(kill["others_ended"] is True for kill in kills),
