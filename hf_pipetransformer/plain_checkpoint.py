@@ -119,12 +119,12 @@ def read_plain_optimizer(
         for position, name in zip(group["params"], names, strict=True)
     }
     found = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
-    for theirs, own in zip(found, options, strict=False):
-        if len(options) != len(found) or set(theirs) - {"initial_lr"} != set(own) - {"initial_lr"}:
-            raise ValueError(
-                f"{folder!r} holds another kind of optimizer: its groups have the options {sorted(theirs)}, expected "
-                f"{sorted(own)} in {len(options)} groups. Choose the `optim` of the run that was saved."
-            )
+    if [_kinds(group) for group in found] != [_kinds(group) for group in options]:
+        raise ValueError(
+            f"{folder!r} holds another kind of optimizer: its {len(found)} groups have the options "
+            f"{_kinds(found[0])}, expected {len(options)} groups with {_kinds(options[0])}. Choose the `optim` "
+            "of the run that was saved."
+        )
     states = {name_of[position]: state for position, state in saved["state"].items()}
     for name, state in states.items():
         for key, value in state.items():
@@ -136,6 +136,11 @@ def read_plain_optimizer(
                     "optimizer trained other parameters, or in another order."
                 )
     return states, found
+
+
+def _kinds(group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's options; a schedule adds one."""
+    return sorted(set(group) - {"initial_lr"})
 
 
 def read_plain_scheduler(folder: str) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class ResumingTrainer(SavingTrainer):
         groups = trainers_groups(active, self._run_description["decaying"])
         shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
         states, options = self._refused_alike(
-            lambda: read_plain_optimizer(saved.folder, groups, shapes, own.optimizer.param_groups)
+            lambda: read_plain_optimizer(saved.folder, groups, shapes, checkpoint.group_options(own.optimizer))
         )
         own.hold(trained, {name: state for name, state in states.items() if name in trained})
         checkpoint.set_group_options(own.optimizer, options)
