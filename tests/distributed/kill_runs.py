@@ -56,6 +56,7 @@ MOST_SECONDS_LATE = 0.15
 SHARE_AT_START = 0.15
 MOST_SECONDS_OF_START = 1.5
 """This share of the kills comes while a run starts or resumes, up to so long after its processes began."""
+SECONDS_OF_LAUNCHER = 3
 TOLERANCE = 1e-5
 FINAL = "final.safetensors"
 
@@ -166,7 +167,7 @@ class Kill:
         target: a rank, or "all".
         at_start: whether it came while the run started.
         interrupted: whether the newest checkpoint was left incomplete.
-        others_ended: whether the other ranks ended by themselves; None if all were killed.
+        others_ended: whether the other ranks ended by themselves; None if all were killed, or while the run started.
         step: of the newest sound checkpoint then; None if there was none.
     """
 
@@ -203,7 +204,7 @@ def run_once(output: Path, world_size: int, log: Path) -> bool:
 def run_and_kill(output: Path, world_size: int, log: Path, draw: random.Random) -> Kill | str | None:
     """Go on and be killed; None if the run came to its end before, a text if it failed by itself."""
     where = latest_sound(str(output))[0]
-    begins_at = (step_of(where) or 0) + draw.randint(1, 2)
+    begins_at = draw.randint(1, 3) if where is None else (step_of(where) or 0) + draw.randint(1, 2)
     if begins_at >= NUM_STEPS:
         return None
     # A kill may have left a folder there; begun anew, it is another one.
@@ -221,8 +222,9 @@ def run_and_kill(output: Path, world_size: int, log: Path, draw: random.Random) 
     victim = draw.choice([*range(world_size), None])
     for pid in ranks if victim is None else [ranks[victim]]:
         os.kill(pid, signal.SIGKILL)
-    codes |= wait(ranks, PIPELINE_TIMEOUT + 30)
-    others_ended = None if victim is None or world_size == 1 else len(codes) == world_size
+    # Before they have met, ranks wait for each other as long as torch lets them; a launcher ends them.
+    codes |= wait(ranks, SECONDS_OF_LAUNCHER if at_start else PIPELINE_TIMEOUT + 30)
+    others_ended = None if victim is None or world_size == 1 or at_start else len(codes) == world_size
     end(ranks, codes)
     if (output / FINAL).exists():
         return None
