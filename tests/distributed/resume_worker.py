@@ -550,7 +550,7 @@ def skip_incomplete(folder: Path) -> None:
 
 
 class Noting(Dataset):
-    """Notes which samples are read."""
+    """Notes which samples are read in batches, as by a loader."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -560,8 +560,11 @@ class Noting(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
         return self.samples[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.read.extend(indices)
+        return [self.samples[index] for index in indices]
 
 
 # One layer frozen before and one after the checkpoint that is resumed; one process, then two, then four.
