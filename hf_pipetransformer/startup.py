@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import psutil
@@ -15,7 +14,6 @@ from torch import nn
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import CommonLength
 from hf_pipetransformer.autodp.padding import pad_batch
-from hf_pipetransformer.autodp.stream import is_stream
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, stage_bytes, unit_loads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
@@ -28,11 +26,12 @@ from hf_pipetransformer.autopipe.planner import (
 )
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
+from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, Parts, find_loss_rule
+from hf_pipetransformer.samples import with_two_labels
 from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
-from hf_pipetransformer.splitters.packing import check_not_packed
+from hf_pipetransformer.splitters.check import Probe, gradient_norms, gradients_discarded, probe_model, undisturbed
 from hf_pipetransformer.splitters.padding_check import sees_padding
+from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
 from hf_pipetransformer.splitters.profile import (
     UnitProfile,
     affordable_samples,
@@ -42,19 +41,9 @@ from hf_pipetransformer.splitters.profile import (
 )
 
 
-NUM_PROBE_SAMPLES = 6
-
 ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
 ReadBatch = Callable[[int], dict[str, Any]]
 """A batch of so many samples from all over the data set."""
-
-
-@dataclass(frozen=True)
-class FoundRule:
-    """How losses add up, and whether the model's loss ignores `num_items_in_batch`."""
-
-    rule: LossRule
-    ignores_num_items: bool
 
 
 class StartUp:
@@ -99,31 +88,40 @@ class StartUp:
         assert self._probe is not None, "run() comes first"
         return self._probe
 
-    def run(self, samples: dict[str, Any], compute: ProbeCompute, count: Callable[[Any], int]) -> FoundRule:
+    def run(
+        self, samples: dict[str, Any], compute: ProbeCompute, count: Callable[[Any], int], is_training: bool
+    ) -> FoundRule:
         """Check on a tiny batch that the model can be split and that its loss can.
+
+        What is found is rank 0's. Checks are made in full precision, whatever the run computes in.
+
+        Args:
+            compute: the loss of the whole model, given the number of items to divide by.
+            count: items of a batch that the model's mean runs over.
+            is_training: whether the model says so when it is asked.
 
         Raises:
             UnsupportedModelError: the split model gives other numbers.
             LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
         """
-        main_input = main_input_of(self.model)
-        is_exact = self._probe_device().type == "cpu" and not (self.args.bf16 or self.args.fp16)
-        tolerance = 1e-5 if is_exact else 3e-2
-        device = self._probe_device()
+        main_input, device = main_input_of(self.model), self._probe_device()
         self.model.to(device)
         inputs = {key: _moved(value, device) for key, value in samples.items()}
         total = count(inputs)
         self.pad_token_id = getattr(self.model.config, "pad_token_id", None) or 0
-        with undisturbed(self.model):
-            self._probe = probe_model(
-                self.model, self.splitter, lambda part: compute(part, total), inputs, main_input, tolerance
-            )
-            rule = self._find_rule(inputs, compute, count, 10 * tolerance)
-            self.common_length = self._find_common_length(inputs, main_input, lambda part: compute(part, total))
-            self._profile(inputs, lambda part: compute(part, total))
+
+        def whole(part: dict[str, Any]) -> torch.Tensor:
+            return compute(part, total)
+
+        with undisturbed(self.model, is_training):
+            probe = probe_model(self.model, self.splitter, whole, inputs, main_input)
+            self._probe = replace(probe, placeholders=frozenset(self.topology.broadcast(sorted(probe.placeholders))))
+            with in_full_precision(self.model):
+                exact = in_float32(inputs)
+                rule = self._find_rule(exact, compute, count)
+                self._look_at_padding(exact, main_input, whole)
+            self._profile(inputs, whole)
             self.main_dtype = inputs[main_input].dtype
-            if self.args.activation_cache != "off":
-                self.sees_padding = self._sees_padding(inputs, main_input, lambda part: compute(part, total))
         if self.args.num_stages != 1 and self.topology.world_size > 1:
             self.model.to("cpu")
         return rule
@@ -217,23 +215,31 @@ class StartUp:
         if self.device.type != "cuda":
             return self.device
         free, _ = torch.cuda.mem_get_info(self.device)
-        needed = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        # Beside the weights: float32 ones, two sets of gradients.
+        needed = sum(p.numel() * (p.element_size() + 3 * 4) for p in self.model.parameters())
         return self.device if needed < free / 2 else torch.device("cpu")
 
-    def _find_common_length(
+    def _look_at_padding(
         self, inputs: dict[str, Any], main_input: str, compute: Callable[[dict[str, Any]], torch.Tensor]
-    ) -> CommonLength | None:
-        """Whether the loss sees padding (a softmax over positions does), so that replicas must pad alike."""
+    ) -> None:
+        """Whether the loss sees padding (a softmax over positions does): replicas must pad alike, and rows keep it."""
+        pads_alike = self._must_pad_alike(inputs, main_input, compute)
+        keeps = self.args.activation_cache == "off" or self._sees_padding(inputs, main_input, compute)
+        pads_alike, self.sees_padding = self.topology.broadcast([pads_alike, keeps])
+        self.common_length = CommonLength(main_input, self.pad_token_id) if pads_alike else None
+
+    def _must_pad_alike(
+        self, inputs: dict[str, Any], main_input: str, compute: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> bool:
         tokens = inputs[main_input]
         if self.topology.world_size == 1 or tokens.dim() != 2 or tokens.is_floating_point():
-            return None
-        rule = CommonLength(main_input, self.pad_token_id)
+            return False
         padded = self._padded_more(inputs, main_input)
         if padded is None:
-            return rule
+            return True
         with torch.no_grad():
             expected, found = float(compute(inputs)), float(compute(padded))
-        return rule if abs(found - expected) > 1e-6 * abs(expected) else None
+        return abs(found - expected) > 1e-6 * abs(expected)
 
     def _sees_padding(
         self, inputs: dict[str, Any], main_input: str, compute: Callable[[dict[str, Any]], torch.Tensor]
@@ -253,21 +259,25 @@ class StartUp:
             return None
         return pad_batch(inputs, main_input, tokens.shape[1] + 1, self.pad_token_id)
 
-    def _find_rule(
-        self, inputs: dict[str, Any], compute: ProbeCompute, count: Callable[[Any], int], tolerance: float
-    ) -> FoundRule:
-        def loss_of(part: dict[str, Any], total: int) -> float:
-            with torch.no_grad():
-                return float(compute(part, total))
+    def _find_rule(self, inputs: dict[str, Any], compute: ProbeCompute, count: Callable[[Any], int]) -> FoundRule:
+        def measure(parts: Parts, num_items: int) -> torch.Tensor:
+            with gradients_discarded(self.model):
+                sum_of_losses = torch.zeros((), dtype=torch.float64)
+                for part, weight in parts:
+                    if weight:
+                        loss = compute(dict(part), num_items) * weight
+                        sum_of_losses += loss.detach().double().cpu()
+                        if loss.requires_grad:
+                            loss.backward()
+                return torch.cat([sum_of_losses.reshape(1), gradient_norms(self.model).double().cpu()])
 
-        total = count(inputs)
-        ignores = abs(loss_of(inputs, total) - loss_of(inputs, 2 * total)) <= 1e-6 * abs(loss_of(inputs, total))
-        try:
-            return FoundRule(find_loss_rule(loss_of, inputs, count, tolerance), ignores)
-        except LossDoesNotDecomposeError:
-            if self.topology.world_size == 1 and self.args.num_microbatches in (None, 1):
-                return FoundRule(LossRule.MEAN, ignores)
-            raise
+        found = find_loss_rule(measure, with_two_labels(inputs), count)
+        answer = self.topology.broadcast([found.rule.value, found.ignores_num_items, found.refusal])
+        found = FoundRule(LossRule(answer[0]), *answer[1:])
+        is_whole = self.topology.world_size == 1 and self.args.num_microbatches in (None, 1)
+        if found.refusal is not None and not is_whole:
+            raise LossDoesNotDecomposeError(found.refusal)
+        return found
 
     def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
         """The layout of the start, chosen by rank 0.
@@ -360,13 +370,6 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     return -(-samples // (args.num_microbatches or choose_num_microbatches(num_stages, samples)))
 
 
-def read_batch(dataset: Any, collate: Any, num_samples: int) -> dict[str, Any]:
-    """A batch of samples from all over the data set, of a stream its beginning."""
-    if is_stream(dataset):
-        return dict(collate(list(islice(dataset, num_samples))))
-    return dict(collate([dataset[i * len(dataset) // num_samples] for i in range(num_samples)]))
-
-
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model draws random masks in training: a module, or the config, holds a rate above 0."""
     holders: list[Any] = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
@@ -379,30 +382,6 @@ def main_input_of(model: nn.Module) -> str:
     """Name of the input that the embeddings read."""
     name: str = getattr(model, "main_input_name", "input_ids")
     return name
-
-
-def probe_samples(dataset: Any, collate: Any, main_input: str) -> dict[str, Any]:
-    """A tiny batch from all over the data set: sorted data would show one label only. Of a stream its beginning.
-
-    Raises:
-        ValueError: the data set is empty, or the batch is no batch of its samples.
-    """
-    if is_stream(dataset):
-        if iter(dataset) is iter(dataset):
-            raise ValueError(
-                f"The {type(dataset).__name__} can be iterated once only, and a run looks at its first samples before "
-                "it starts. Let `__iter__` begin anew each time."
-            )
-        samples = list(islice(dataset, NUM_PROBE_SAMPLES))
-    elif len(dataset):
-        samples = [dataset[i * len(dataset) // NUM_PROBE_SAMPLES] for i in range(NUM_PROBE_SAMPLES)]
-    else:
-        samples = []
-    if not samples:
-        raise ValueError("The data set is empty: expected at least one sample.")
-    batch: Mapping[str, Any] = collate(samples)
-    check_not_packed(batch, len(samples), main_input)
-    return dict(batch)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Samples, micro-batches, item counts, loss rules and messages: the pure parts of the data path."""
+"""Samples, micro-batches, item counts and messages: the pure parts of the data path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.batches import batch_size, count_items, join_outputs, split_batch
 from hf_pipetransformer.messages import pack, unpack
-from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError, LossRule, find_loss_rule
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -90,24 +89,6 @@ def test_items_that_a_mean_runs_over(inputs: dict[str, torch.Tensor], expected: 
 
 def test_items_of_a_loss_that_shifts_labels() -> None:
     assert count_items({"labels": torch.tensor([[1, 2, -100]])}, shifts_labels=True) == 1
-
-
-def loss_rule_of(loss: Any) -> LossRule:
-    labels = torch.tensor([[1, 2, -100], [3, -100, -100], [4, 5, 6]])
-    values = labels.clamp(min=0).float() ** 2
-
-    def loss_of(part: dict[str, Any], total: int) -> float:
-        kept = part["values"][part["labels"] != -100]
-        return float(loss(kept, total))
-
-    return find_loss_rule(loss_of, {"labels": labels, "values": values}, count_items, tolerance=1e-5)
-
-
-def test_loss_rules_are_recognised() -> None:
-    assert loss_rule_of(lambda kept, total: kept.mean()) is LossRule.MEAN
-    assert loss_rule_of(lambda kept, total: kept.sum() / total) is LossRule.SUM
-    with pytest.raises(LossDoesNotDecomposeError, match="mean over"):
-        loss_rule_of(lambda kept, total: kept.max())
 
 
 def test_outputs_of_micro_batches_are_joined() -> None:

@@ -20,7 +20,7 @@ FLOORS = [
     {"trainer"},
     {"adaptation"},
     {"execution", "startup"},
-    {"transition", "cli"},
+    {"transition", "cli", "samples"},
     {"autopipe"},
     {"simulator", "autocache"},
     {"pipeline", "autodp", "plain_checkpoint"},

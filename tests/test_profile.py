@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer import PipeTransformerArguments, startup
+from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
+from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, probe_samples, read_batch
 from hf_pipetransformer.splitters import find_splitter, profile
 from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
-from hf_pipetransformer.startup import StartUp, probe_samples, read_batch, samples_per_microbatch
+from hf_pipetransformer.startup import StartUp, samples_per_microbatch
 from tests.models import build_model, collate, make_rows
 
 
@@ -37,7 +38,8 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
     read = partial(read_batch, rows, collate) if with_batches else None
     args = arguments(folder, **options)
     start_up = StartUp(model, find_splitter(model), args, Topology(60, 1), torch.device("cpu"), read)
-    start_up.run(probe_samples(rows, collate, model.main_input_name), compute, lambda batch: count_items(batch, False))
+    samples = probe_samples(rows, collate, model.main_input_name, count_items)
+    start_up.run(samples, compute, count_items, is_training=True)
     return start_up, sizes
 
 
@@ -58,7 +60,7 @@ def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
 
 def test_what_only_evaluates_measures_what_it_probed_with(tmp_path: Path) -> None:
     _, sizes = started(tmp_path, "vit", with_batches=False, per_device_train_batch_size=26)
-    assert max(sizes) == startup.NUM_PROBE_SAMPLES
+    assert max(sizes) == NUM_PROBE_SAMPLES
 
 
 def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
@@ -66,8 +68,8 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
 ) -> None:
     monkeypatch.setattr(profile, "PROFILE_SECONDS", 1e-6)
     start_up, sizes = started(tmp_path, "vit", per_device_train_batch_size=26)
-    assert max(sizes) == startup.NUM_PROBE_SAMPLES
-    assert start_up.describe(start_up.layout(26), 26, "none")["measured_samples"] == startup.NUM_PROBE_SAMPLES
+    assert max(sizes) == NUM_PROBE_SAMPLES
+    assert start_up.describe(start_up.layout(26), 26, "none")["measured_samples"] == NUM_PROBE_SAMPLES
 
 
 def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:

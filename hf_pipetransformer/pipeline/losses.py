@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hf_pipetransformer.batches import batch_size, take_samples
+import torch
+
+from hf_pipetransformer.batches import IGNORED_LABEL, batch_size, take_rows
+
+
+SAME_INPUTS_TOLERANCE = 1e-5
+"""Relative difference of two losses of the same inputs that still counts as equal."""
+PARTS_TOLERANCE = 1e-4
+"""Relative difference between a batch and its parts that still counts as rounding: kernels differ by shape."""
+SMALLEST_SCALE = 1e-3
+"""Losses and gradients below it are compared as if they were as large as it."""
 
 
 class LossRule(Enum):
@@ -23,48 +34,138 @@ class LossRule(Enum):
         return num_items / total_items if total_items else 1.0
 
 
+@dataclass(frozen=True)
+class FoundRule:
+    """What is known of a loss.
+
+    Args:
+        rule: how losses of parts add up.
+        ignores_num_items: whether the loss ignores `num_items_in_batch`.
+        refusal: why the loss of a batch is not made of the losses of its parts; None if it is.
+    """
+
+    rule: LossRule
+    ignores_num_items: bool
+    refusal: str | None = None
+
+
 class LossDoesNotDecomposeError(ValueError):
     """The loss of a batch is neither the weighted mean nor the sum of the losses of its parts."""
 
 
+Parts = Sequence[tuple[dict[str, Any], float]]
+Measure = Callable[[Parts, int], torch.Tensor]
+"""The weighted sum of the losses of some parts, given the number of items to divide by, as a vector, `(1 + n,)`: the
+loss and the norms of its gradient by parameter."""
+
+_REMEDY = (
+    "Micro-batches and replicas need a loss that is a mean (or a sum divided by num_items_in_batch) over samples or "
+    "label tokens. Use such a loss, or one process with pipeline_parallel_num_microbatches=1."
+)
+
+
 def find_loss_rule(
-    loss_of: Callable[[dict[str, Any], int], float],
-    inputs: Mapping[str, Any],
-    count: Callable[[Mapping[str, Any]], int],
-    tolerance: float,
-) -> LossRule:
-    """Compare the loss of a whole batch with those of an uneven split in two.
+    measure: Measure, inputs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
+) -> FoundRule:
+    """Decide how losses add up, and check on several splits of a batch that they do.
+
+    Whether the loss divides by the items that it is told shows when it is told twice as many; whether it is a mean or
+    a sum over the batch shows when samples are there twice. Neither depends on which samples have labels.
 
     Args:
-        loss_of: loss of some inputs, given the number of items of the whole batch.
-        inputs: a tiny batch.
+        measure: computes loss and gradient in full precision.
+        inputs: a tiny batch, with different labels where there are any.
         count: items of a batch that the model's mean runs over.
-        tolerance: relative difference that still counts as equal.
 
-    Raises:
-        LossDoesNotDecomposeError: neither rule holds (a loss that compares samples with each other, say).
+    Returns:
+        The rule; with a refusal if none holds (a loss that compares samples with each other, say), or if only a part
+        of the loss is divided by `num_items_in_batch`.
     """
-    size = batch_size(inputs)
-    if size < 2:
-        return LossRule.MEAN
-    cut = max(1, 2 * size // 3)
-    parts = [take_samples(inputs, slice(0, cut)), take_samples(inputs, slice(cut, size))]
+    size, total = batch_size(inputs), count(inputs)
+    if size == 0 or total == 0:
+        return FoundRule(LossRule.MEAN, ignores_num_items=False)
+    whole = measure([(dict(inputs), 1.0)], total)
+    if not whole[0].isfinite():
+        text = (
+            f"The loss of {size} samples is {float(whole[0]):.7g} before the first step, so that nothing can be told "
+            "of it. Expected a finite loss: look at the data, the labels and the weights."
+        )
+        return FoundRule(LossRule.MEAN, ignores_num_items=False, refusal=text)
+    told_more = measure([(dict(inputs), 1.0)], 2 * total)
+    ignores = _equal(told_more, whole, SAME_INPUTS_TOLERANCE, smallest=0.0)
+    if not ignores and not _equal(2 * told_more, whole, SAME_INPUTS_TOLERANCE, smallest=0.0):
+        text = (
+            f"The loss is {float(whole[0]):.7g} with num_items_in_batch={total} and {float(told_more[0]):.7g} with "
+            f"{2 * total}: a part of it is divided by num_items_in_batch and another is not. {_REMEDY}"
+        )
+        return FoundRule(LossRule.MEAN, ignores, refusal=text)
+    with_items = [row for row in range(size) if count(take_rows(inputs, torch.tensor([row])))]
+    if not with_items:
+        return FoundRule(LossRule.MEAN, ignores)
+    rule = _rule_of(measure, inputs, with_items, total)
+    refusals = (_refused_split(measure, inputs, count, rows, rule, whole) for rows in _splits(inputs, with_items))
+    return FoundRule(rule, ignores, next((text for text in refusals if text is not None), None))
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float, smallest: float = SMALLEST_SCALE) -> bool:
+    """Whether loss and norms of gradients differ by no more than a share of what they are."""
+    pairs = [(found[:1], expected[:1]), (found[1:], expected[1:])]
+    return all(float((a - b).norm()) <= tolerance * max(float(b.norm()), smallest) for a, b in pairs)
+
+
+def _rule_of(measure: Measure, inputs: Mapping[str, Any], rows: list[int], total: int) -> LossRule:
+    """What half of the samples give once and twice; all of them twice might not fit into memory."""
+    half = torch.tensor(rows[: (len(rows) + 1) // 2])
+    once, twice = (measure([(take_rows(inputs, half.repeat(times)), 1.0)], total) for times in (1, 2))
+    adds_up = (twice - 2 * once).norm() < (twice - once).norm()
+    return LossRule.SUM if adds_up else LossRule.MEAN
+
+
+def _splits(inputs: Mapping[str, Any], with_items: list[int]) -> list[list[list[int]]]:
+    """Splits of a batch into parts with items, as row numbers: equal labels lie together in one, mixed in the other.
+
+    Weights of classes show where the parts hold different classes.
+    """
+    size, labels, order = batch_size(inputs), inputs.get("labels"), list(with_items)
+    if isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) == size:
+        order.sort(key=lambda row: _mean_label(labels[row]))
+    splits = [_parts_of(order, 2), _parts_of(order[1:] + order[:1], 4)]
+    for split in splits:
+        split[-1].extend(row for row in range(size) if row not in with_items)
+    return [split for split in splits if len(split) > 1]
+
+
+def _parts_of(rows: list[int], part_size: int) -> list[list[int]]:
+    """Rows in parts; a last one alone joins the part before it, if it can: single samples are a case of their own."""
+    if len(rows) < 4:
+        return [[row] for row in rows]
+    starts = list(range(0, len(rows) - 1, part_size))
+    return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)]
+
+
+def _mean_label(labels: torch.Tensor) -> float:
+    kept = labels[labels != IGNORED_LABEL]
+    return float(kept.double().mean()) if kept.numel() else 0.0
+
+
+def _refused_split(
+    measure: Measure,
+    inputs: Mapping[str, Any],
+    count: Callable[[Mapping[str, Any]], int],
+    rows: list[list[int]],
+    rule: LossRule,
+    whole: torch.Tensor,
+) -> str | None:
+    """What is wrong with the loss if the parts of a split do not give that of the whole batch."""
+    parts = [take_rows(inputs, torch.tensor(part)) for part in rows]
     counts = [count(part) for part in parts]
     total = sum(counts)
-    if total == 0:
-        return LossRule.MEAN
-    whole = loss_of(dict(inputs), total)
-    losses = [loss_of(part, total) if items else 0.0 for part, items in zip(parts, counts, strict=True)]
-    mean = sum(loss * LossRule.MEAN.weight(items, total) for loss, items in zip(losses, counts, strict=True))
-    bound = tolerance * max(abs(whole), 1e-3)
-    if abs(mean - whole) <= bound:
-        return LossRule.MEAN
-    if abs(sum(losses) - whole) <= bound:
-        return LossRule.SUM
-    raise LossDoesNotDecomposeError(
-        f"The loss of {size} samples is {whole:.7g}, but its parts of {cut} and {size - cut} samples give "
-        f"{losses[0]:.7g} and {losses[1]:.7g}, whose mean over {counts} items is {mean:.7g}. "
-        "Micro-batches and replicas need a loss that is a mean (or a sum divided by "
-        "num_items_in_batch) over samples or label tokens. Use such a loss, or one process with "
-        "pipeline_parallel_num_microbatches=1."
+    found = measure([(part, rule.weight(items, total)) for part, items in zip(parts, counts, strict=True)], total)
+    if _equal(found, whole, PARTS_TOLERANCE):
+        return None
+    sizes = " and ".join(str(len(part)) for part in rows)
+    return (
+        f"The loss of {batch_size(inputs)} samples is {float(whole[0]):.7g}, its gradient's norm "
+        f"{float(whole[1:].norm()):.7g}, but the {rule.value} over {counts} items in parts of {sizes} samples is "
+        f"{float(found[0]):.7g}, with {float(found[1:].norm()):.7g}. {_REMEDY}"
     )

@@ -14,9 +14,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
 from hf_pipetransformer.splitters.structure import Structure, trace_structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 
+
+LOSS_TOLERANCE = 1e-5
+"""Relative difference between the losses of the split and of the whole model that still counts as rounding."""
+GRADIENT_TOLERANCE = 1e-4
+"""The same for the norms of the gradients."""
 
 Compute = Callable[[dict[str, Any]], torch.Tensor]
 
@@ -66,7 +72,7 @@ class Probe:
         unit_flops: forward floating-point operations of each unit on the probe.
         boundary_dtypes: dtype of the activation after each unit but the head.
         activation: shape rule at the boundaries.
-        placeholders: batch entries that only the embeddings read.
+        placeholders: batch entries that only the embeddings read: other values of them on later stages change no bit.
     """
 
     structure: Structure
@@ -77,53 +83,104 @@ class Probe:
 
 
 def probe_model(
-    model: nn.Module,
-    splitter: Splitter,
-    compute: Compute,
-    inputs: dict[str, Any],
-    main_input: str,
-    tolerance: float,
+    model: nn.Module, splitter: Splitter, compute: Compute, inputs: dict[str, Any], main_input: str
 ) -> Probe:
     """Trace the model and check that cutting it at every possible place changes neither result nor gradients.
+
+    The comparison is made in full precision, whatever the run computes in.
 
     Args:
         compute: runs the whole model on inputs and returns a scalar to compare, the loss where there are labels.
         inputs: a tiny batch on the model's device.
         main_input: name of the input that the embeddings read.
-        tolerance: relative difference that still counts as equal.
 
     Raises:
         UnsupportedModelError: the split model differs from the whole one.
     """
-    if not isinstance(inputs.get(main_input), torch.Tensor):
+    value = inputs.get(main_input)
+    if not isinstance(value, torch.Tensor):
         raise UnsupportedModelError(
             f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}; it has "
             f"{sorted(inputs)}."
         )
     structure = trace_structure(model, splitter, lambda: compute(inputs))
+    chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
+    with torch.no_grad():
+        chain.run()
+    activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]))
+    _check_shape(model, chain.hidden_shape, activation.of(inputs))
+    with in_full_precision(model):
+        is_read = _check_split(model, splitter, structure, compute, in_float32(inputs), main_input)
+    placeholders = frozenset[str]() if is_read else frozenset({main_input})
+    return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
+
+
+def _check_split(
+    model: nn.Module,
+    splitter: Splitter,
+    structure: Structure,
+    compute: Compute,
+    inputs: dict[str, Any],
+    main_input: str,
+) -> bool:
+    """Compare the split model with the whole one; the answer is whether its later stages read the main input."""
     with gradients_discarded(model):
         expected = compute(inputs)
-        expected.backward()
+        if expected.requires_grad:
+            expected.backward()
         expected_norms = gradient_norms(model)
+    found = _run_split(model, StageView(model, splitter, structure), structure, compute, inputs, inputs)
+    same_loss = _is_close(float(found.loss), float(expected.detach()), LOSS_TOLERANCE)
+    if not same_loss or not _norms_close(found.norms, expected_norms, GRADIENT_TOLERANCE):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {float(found.loss):.8g} when it is split into pipeline stages and "
+            f"{float(expected.detach()):.8g} when it is whole (gradient norms {_total(found.norms):.8g} and "
+            f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a "
+            "Splitter that knows it, or use transformers.Trainer."
+        )
     value = inputs[main_input]
-    is_large = value.is_floating_point()
-    for placeholders in [frozenset({main_input}), frozenset[str]()] if is_large else [frozenset[str]()]:
-        with gradients_discarded(model):
-            chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, placeholders)
-            found = chain.run()
-            found_norms = gradient_norms(model)
-        if _is_close(found.item(), expected.item(), tolerance) and _norms_close(
-            found_norms, expected_norms, 10 * tolerance
-        ):
-            activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]))
-            _check_shape(model, chain.hidden_shape, activation.of(inputs))
-            return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
-    raise UnsupportedModelError(
-        f"{type(model).__name__} gives {found.item():.8g} when it is split into pipeline stages and "
-        f"{expected.item():.8g} when it is whole (gradient norms {_total(found_norms):.8g} and "
-        f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a Splitter "
-        "that knows it, or use transformers.Trainer."
-    )
+    if not value.is_floating_point():
+        return True
+    others = {**inputs, main_input: _noise_like(value)}
+    with_others = _run_split(model, StageView(model, splitter, structure), structure, compute, inputs, others)
+    return not found.has_the_bits_of(with_others)
+
+
+def _noise_like(value: torch.Tensor) -> torch.Tensor:
+    """Other values from the same range: whoever reads them gives something else, zeros might make no difference."""
+    low, high = value.aminmax()
+    return torch.where(high > low, low + (high - low) * torch.rand_like(value), value + 1)
+
+
+@dataclass(frozen=True)
+class _SplitRun:
+    """What the model gave as a chain of stages: its loss, what the stages sent, gradients and their norms."""
+
+    loss: torch.Tensor
+    sent: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    norms: torch.Tensor
+
+    def has_the_bits_of(self, other: _SplitRun) -> bool:
+        pairs = zip([*self.sent, *self.gradients], [*other.sent, *other.gradients], strict=True)
+        return all(a is b is None or (a is not None and b is not None and _same_bits(a, b)) for a, b in pairs)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _run_split(
+    model: nn.Module,
+    view: StageView,
+    structure: Structure,
+    compute: Compute,
+    inputs: dict[str, Any],
+    later_inputs: dict[str, Any],
+) -> _SplitRun:
+    with gradients_discarded(model):
+        sent = _Chain(view, structure, compute, inputs, later_inputs).run()
+        return _SplitRun(sent[-1], sent, [p.grad for p in _leaves(model)], gradient_norms(model))
 
 
 def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -143,32 +200,30 @@ class _Chain:
         structure: Structure,
         compute: Compute,
         inputs: dict[str, Any],
-        placeholders: frozenset[str],
+        later_inputs: dict[str, Any],
     ) -> None:
         self.view = view
         self.cuts = structure.cut_positions()
         self.compute = compute
         self.inputs = inputs
-        self.later_inputs = {
-            key: value.new_zeros(1).expand(value.shape) if key in placeholders else value
-            for key, value in inputs.items()
-        }
+        self.later_inputs = later_inputs
         self.flops = [0.0] * structure.num_units
         self.dtypes = [torch.float32] * (structure.num_units - 1)
         self.hidden_shape: tuple[int, ...] = ()
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> list[torch.Tensor]:
+        """What each stage gives, the loss last; with the backward if there is one."""
         received: torch.Tensor | None = None
         done: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         try:
             for start, end in zip(self.cuts, self.cuts[1:], strict=False):
                 output = self._run_stage(range(start, end), received)
                 done.append((received, output))
-                received = output.detach().requires_grad_()
+                received = output.detach().requires_grad_(torch.is_grad_enabled())
         finally:
             self.view.remove()
         self._backward(done)
-        return done[-1][1].detach()
+        return [output.detach() for _, output in done]
 
     def _run_stage(self, units: range, received: torch.Tensor | None) -> torch.Tensor:
         self.view.install(units)
@@ -228,11 +283,16 @@ def gradients_discarded(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and no trace left in any random number generator or module mode."""
+def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
+    """Evaluation mode, and no trace left in any random number generator or module mode.
+
+    Args:
+        is_training: whether the outermost module says that it trains, which a loss may ask.
+    """
     modes = {module: module.training for module in model.modules()}
     python_state, numpy_state = random.getstate(), np.random.get_state()
     model.eval()
+    model.training = is_training
     try:
         device = next(model.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

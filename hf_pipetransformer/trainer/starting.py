@@ -34,10 +34,11 @@ from hf_pipetransformer.refusals import (
     warn_about_options,
 )
 from hf_pipetransformer.report.events import EventLog, logger, read_layouts
+from hf_pipetransformer.samples import probe_samples, read_batch
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of, probe_samples, read_batch
+from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
 
@@ -120,11 +121,12 @@ class StartingTrainer(Trainer):
         self._check_model(self.model, args, (self.optimizer if self._has_users_optimizer else None, None))
         splitter = self._splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
+        self._shell.training = is_training
         columns = self._dataset_and_collator(dataset, what)
         read = partial(read_batch, *columns) if is_training else None
         start_up = StartUp(self.model, splitter, args, self.topology, args.device, read)
         with undisturbed(self.model):
-            parts = (*columns, main_input_of(self.model))
+            parts = (*columns, main_input_of(self.model), self._count_items)
             if is_stream(dataset):
                 # It is read by rank 0 alone.
                 samples = self._from_first_rank(lambda: probe_samples(*parts))
@@ -132,7 +134,8 @@ class StartingTrainer(Trainer):
                 samples = self.topology.broadcast(probe_samples(*parts))
         self._has_labels = "labels" in samples
         needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
-        rule = start_up.run(samples, self._probe_loss if needs_loss else self._probe_output, self._count_items)
+        compute = self._probe_loss if needs_loss else self._probe_output
+        rule = start_up.run(samples, compute, self._count_items, is_training)
         if needs_loss and rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).
@@ -212,7 +215,8 @@ class StartingTrainer(Trainer):
             self._shell.run_pipeline = lambda inputs: runner.predict(inputs, self._predict_forward)
 
     def _probe_loss(self, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
-        items = torch.tensor(num_items, device=self.args.device) if self._passes_num_items(inputs) else None
+        device = next(self.model.parameters()).device  # The CPU for a model that is too large for the device.
+        items = torch.tensor(num_items, device=device) if self._passes_num_items(inputs) else None
         loss: torch.Tensor = self.compute_loss(self._shell, dict(inputs), num_items_in_batch=items)
         return loss
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -32,6 +33,28 @@ class EveryThird(PipeTransformerTrainer):
         return SequentialSampler(range(3))
 
 
+class Taught:
+    """A user's `compute_loss`: in training a teacher looks at the images too."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss
+        if self.model.training:
+            wanted = 30 * inputs["pixel_values"].mean(dim=(-2, -1))
+            loss = loss + torch.nn.functional.mse_loss(outputs.logits, wanted)
+        return (loss, outputs) if return_outputs else loss
+
+
+class TaughtTrainer(Taught, Trainer):
+    pass
+
+
+class TaughtPipeTransformerTrainer(Taught, PipeTransformerTrainer):
+    pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("plain", "ours"))
@@ -44,6 +67,7 @@ def main() -> None:
     parser.add_argument("--pad_to_the_longest", action="store_true")
     parser.add_argument("--predict_first", action="store_true", help="predict without labels before training")
     parser.add_argument("--evaluate_three", action="store_true", help="evaluate with a sampler of three samples")
+    parser.add_argument("--taught", action="store_true", help="a loss that reads the images")
     options = parser.parse_args()
 
     set_seed(0)
@@ -61,7 +85,8 @@ def main() -> None:
     }
     model = build_model(options.model)
     if options.kind == "plain":
-        trainer = Trainer(model, TrainingArguments(per_device_train_batch_size=8, **common), **data)
+        arguments = TrainingArguments(per_device_train_batch_size=8, **common)
+        trainer = (TaughtTrainer if options.taught else Trainer)(model, arguments, **data)
         trainer.model_accepts_loss_kwargs = options.model == "vit"
     else:
         args = PipeTransformerArguments(
@@ -69,7 +94,8 @@ def main() -> None:
             pipeline_parallel_num_microbatches="2", pipeline_schedule=options.schedule, pipeline_timeout=60,
             freeze_policy="none", **common,
         )  # fmt: skip
-        trainer = (EveryThird if options.evaluate_three else PipeTransformerTrainer)(model, args, **data)
+        trainer_class = EveryThird if options.evaluate_three else PipeTransformerTrainer
+        trainer = (TaughtPipeTransformerTrainer if options.taught else trainer_class)(model, args, **data)
     if options.predict_first:
         rows = make_rows(options.model, 5)
         trainer.predict([{key: value for key, value in row.items() if key != "labels"} for row in rows])

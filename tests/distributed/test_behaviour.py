@@ -47,6 +47,12 @@ def test_predicting_without_labels_first_changes_no_training(tmp_path: Path):
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
+def test_a_loss_that_reads_the_images_in_training_gets_them_on_the_last_stage(tmp_path: Path):
+    plain = run(tmp_path, "plain", "vit", 1, "--taught")
+    ours = run(tmp_path, "ours", "vit", 2, "--taught")
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
 def test_a_users_evaluation_sampler_decides_how_many_samples_count(tmp_path: Path):
     ours = run(tmp_path, "ours", "vit", 2, "--evaluate_three", "--num_stages", "1")
     assert ours["evaluated"] == 3
