@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -99,12 +99,38 @@ class Stage:
         return [entry.parameter for entry in self.shared if not entry.is_owner]
 
     def set_modes(self) -> None:
-        """Put the model in training mode, the frozen prefix in evaluation mode: no dropout there."""
-        model, structure = self.view.model, self.view.structure
-        model.train()
-        if self.layout.num_frozen_layers:
-            for module in [*structure.entries, *structure.layers[: self.layout.num_frozen_layers]]:
-                module.eval()
+        """Training mode; evaluation mode, without dropout, for what the run froze and for what is stored.
+
+        What the user froze trains on with dropout, as in Trainer, unless its activations are stored.
+        """
+        self.view.model.train()
+        for block, modules in self._frozen_blocks():
+            if block in self._cached_blocks() or block in self._trainable_blocks:
+                for module in modules:
+                    module.eval()
+
+    def stores_what_the_user_froze(self) -> bool:
+        """Whether layers are in evaluation mode for no other reason than that their activations are stored."""
+        return not self._trainable_blocks.issuperset(self._cached_blocks())
+
+    def _frozen_blocks(self) -> Iterator[tuple[int, list[nn.Module]]]:
+        """The frozen prefix by number and modules: 0 is the embeddings, the layers follow."""
+        structure, num_frozen = self.view.structure, self.layout.num_frozen_layers
+        if num_frozen:
+            yield 0, structure.entries
+            for index, layer in enumerate(structure.layers[:num_frozen]):
+                yield index + 1, [layer]
+
+    def _cached_blocks(self) -> range:
+        return range(self.layout.cache_level + 1 if self.layout.cache_level else 0)
+
+    @cached_property
+    def _trainable_blocks(self) -> frozenset[int]:
+        """The blocks with parameters that the user did not freeze."""
+        units = self.view.structure.units_of_parameter
+        return frozenset(
+            (unit + 1) // 2 for name, is_trained in self.store.trainable.items() if is_trained for unit in units[name]
+        )
 
     @property
     def is_spread(self) -> bool:

@@ -64,6 +64,7 @@ class CachingTrainer(EvaluatingTrainer):
         self._watch: PrefixWatch | None = None
         self._cache_scalars: dict[str, float] = {}
         self._unit_digests: dict[int, str] = {}
+        self._said_evaluation_mode = False
 
     # ---- may there be a cache ----
 
@@ -197,8 +198,19 @@ class CachingTrainer(EvaluatingTrainer):
         if self._cache is None:
             return
         stage.engine.keep = self._cache.keep
+        self._say_who_is_in_evaluation_mode(stage)
         self._enter_level(stage)
         loader.take_from(self._cache)
+
+    def _say_who_is_in_evaluation_mode(self, stage: Stage) -> None:
+        if self._said_evaluation_mode or not stage.stores_what_the_user_froze() or not self.is_world_process_zero():
+            return
+        self._said_evaluation_mode = True
+        logger.warning(
+            f"What the script froze of the embeddings and the first {stage.layout.cache_level} layers runs in "
+            "evaluation mode, without dropout, because its activations are stored. activation_cache='off' keeps it in "
+            "training mode, as in Trainer."
+        )
 
     def _opened(self, loader: PipelineLoader, source: SampleSource) -> ActivationCache | None:
         """A store for the samples of a loader, shared by all ranks; None if there is no room. A collective call."""

@@ -204,6 +204,7 @@ class PipeTransformerTrainer(ResumingTrainer):
     def _run_batch(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any, is_last: bool) -> torch.Tensor:
         assert self._runner is not None and self._stage is not None
         inputs = self._current(inputs, self._train_loader)
+        model.training = True  # The shell's own flag, which a loss may ask: an evaluation has cleared it.
         self._stage.set_modes()
         self._settings.meter.count(batch_size(inputs), self._count_tokens(inputs))
         if callable(getattr(self.optimizer, "train", None)):

@@ -1,0 +1,124 @@
+"""Which layers run in training mode, and what user code sees of it: as with Trainer, in one process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.models import build_model, collate, make_dataset
+
+
+NUM_STEPS = 4
+
+
+def model_with_dropout() -> PreTrainedModel:
+    model = build_model("bert_sequence")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    return model
+
+
+def freeze(model: PreTrainedModel, num_layers: int) -> None:
+    """What a script does that trains the upper layers only."""
+    for module in [model.bert.embeddings, *model.bert.encoder.layer[:num_layers]]:
+        module.requires_grad_(False)
+
+
+class Watch(TrainerCallback):
+    """Notes which of the embeddings and layers trained in each step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks = [model.bert.embeddings, *model.bert.encoder.layer]
+        self.steps: list[list[bool]] = []
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        assert all(len({m.training for m in block.modules()}) == 1 for block in self.blocks)
+        self.steps.append([block.training for block in self.blocks])
+
+
+def train(
+    trainer_class: type[Trainer], num_frozen: int, folder: Path, **options: Any
+) -> tuple[list[float], list[list[bool]]]:
+    """Losses, and what trained, by step."""
+    set_seed(3)
+    model = model_with_dropout()
+    freeze(model, num_frozen)
+    watch = Watch(model)
+    args_class = TrainingArguments if trainer_class is Trainer else PipeTransformerArguments
+    args = args_class(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=NUM_STEPS, logging_steps=1, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, learning_rate=1e-3, **options,
+    )  # fmt: skip
+    data = {"train_dataset": make_dataset("bert_sequence", 10), "data_collator": collate, "callbacks": [watch]}
+    trainer = trainer_class(model, args, **data)
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], watch.steps
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_layers_that_the_script_froze_keep_their_dropout(tmp_path: Path, recompute: str) -> None:
+    plain, _ = train(Trainer, 2, tmp_path / "plain")
+    options = {"pipeline_checkpoint": recompute, "freeze_policy": "none", "activation_cache": "off"}
+    ours, modes = train(PipeTransformerTrainer, 2, tmp_path / "ours", **options)
+    assert ours == plain
+    assert modes == [[True] * 5] * NUM_STEPS
+
+
+def test_layers_that_the_run_freezes_lose_theirs(tmp_path: Path) -> None:
+    options = {"freeze_policy": "fixed", "freeze_at": "2:3", "activation_cache": "off"}
+    _, modes = train(PipeTransformerTrainer, 1, tmp_path, **options)
+    assert modes == [[True] * 5] * 2 + [[True, True, False, False, True]] * 2
+
+
+def test_layers_whose_activations_are_stored_lose_theirs_and_the_run_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other tests may have told transformers' logging not to hand records on.
+    monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
+    options = {"activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache")}
+    with caplog.at_level(logging.WARNING):
+        _, modes = train(PipeTransformerTrainer, 2, tmp_path, freeze_policy="none", **options)
+    assert modes[-1] == [False, False, False, True, True]
+    said = [record.message for record in caplog.records if "without dropout" in record.message]
+    assert len(said) == 1
+    assert "the first 2 layers" in said[0]
+
+
+class AsksWhetherItTrains(PipeTransformerTrainer):
+    """A user's loss that adds something in training only."""
+
+    asked: list[tuple[bool, bool]]
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.asked = [*getattr(self, "asked", []), (model.training, self.model.training)]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_loss_that_asks_whether_the_model_trains_gets_the_answer_of_trainer(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=2, eval_strategy="steps", eval_steps=1,
+        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, freeze_policy="none",
+    )  # fmt: skip
+    data = make_dataset("bert_sequence", 8)
+    trainer = AsksWhetherItTrains(
+        build_model("bert_sequence"),
+        args,
+        train_dataset=data,
+        eval_dataset=data.select(range(2)),
+        data_collator=collate,
+    )
+    trainer.train()
+    start, ends = trainer.asked[:-4], trainer.asked[-4:]
+    assert set(start) == {(True, True)}
+    assert ends == [(True, True), (False, False)] * 2
+    trainer.asked = []
+    trainer.evaluate()
+    assert set(trainer.asked) == {(False, False)}
