@@ -1,10 +1,12 @@
-"""`hf-pipetransformer`: look at a schedule before paying for devices, hand a checkpoint over to plain Trainer."""
+"""`hf-pipetransformer`: draw a schedule, hand a checkpoint over to plain Trainer, look after activation stores."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from hf_pipetransformer.autocache.folder import default_base
+from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, verify_stores
 from hf_pipetransformer.pipeline.schedules import SCHEDULES, build_table
 from hf_pipetransformer.plain_checkpoint import export_checkpoint
 from hf_pipetransformer.simulator import Durations, draw, simulate
@@ -21,17 +23,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawing.add_argument("--backward", type=float, default=2.0, help="time of a backward; a forward takes 1")
     drawing.add_argument("--hop", type=float, default=0.0, help="time of a message between neighbours")
     drawing.add_argument("--frozen_stages", type=int, default=0, help="stages at the bottom that run forward only")
+    drawing.set_defaults(run=_simulate)
     exporting = commands.add_parser("export-checkpoint", help="write a checkpoint that plain Trainer resumes")
     exporting.add_argument("checkpoint", help="a checkpoint-N of a pipeline")
     exporting.add_argument("output", help="folder to write, such as outputs/checkpoint-N")
+    exporting.set_defaults(run=_export_checkpoint)
+    caching = commands.add_parser("cache", help="list, verify or delete the activation stores of earlier runs")
+    caching.add_argument("action", choices=("list", "verify", "prune"))
+    caching.add_argument("--activation_cache_dir", default=default_base(), help="as in the runs; %(default)s")
+    caching.add_argument("--kept", action="store_true", help="prune: also the stores that are meant to be kept")
+    caching.set_defaults(run=_cache)
     options = parser.parse_args(argv)
-    if options.command == "export-checkpoint":
-        for text in export_checkpoint(options.checkpoint, options.output):
-            print(text)
-        print(f"{options.output} can be resumed by transformers.Trainer.")
-        return
+    options.run(options)
+
+
+def _simulate(options: argparse.Namespace) -> None:
     stages = options.stages
     table = build_table(options.schedule, stages, options.microbatches, options.frozen_stages)
     timeline = simulate(table, Durations((1.0,) * stages, (options.backward,) * stages, options.hop))
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
+
+
+def _export_checkpoint(options: argparse.Namespace) -> None:
+    for text in export_checkpoint(options.checkpoint, options.output):
+        print(text)
+    print(f"{options.output} can be resumed by transformers.Trainer.")
+
+
+def _cache(options: argparse.Namespace) -> None:
+    """What is damaged, or a folder that cannot be trusted, ends the command with an error."""
+    base, is_sound = options.activation_cache_dir, True
+    try:
+        if options.action == "list":
+            lines = list_stores(base)
+        elif options.action == "verify":
+            lines, is_sound = verify_stores(base)
+        else:
+            lines = prune_stores(base, options.kept)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    none = f"No activation store under {base}" + (" to delete." if options.action == "prune" else ".")
+    print("\n".join(lines) or none)
+    if not is_sound:
+        raise SystemExit(1)

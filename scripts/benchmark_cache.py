@@ -4,7 +4,7 @@
 
 Three pieces; each takes medians over alternating rounds, and is merged into the file with its date and machine:
 
-1. `read`: random batches of 64 rows of 197 x 192 float32 out of the store, checksums compared, beside fancy indexing
+1. `read`: random batches of 64 rows of 197 x 192 float32 out of the store, hashes compared, beside fancy indexing
    of a `numpy.memmap` of the same rows and beside copying 64 rows within memory; then two processes at once, and the
    share of its rate alone that each keeps. All files are in the page cache.
 2. `write`: two processes, ViT: the share of step time that storing takes in the first epoch after F layers froze, and
@@ -96,7 +96,6 @@ def _read_process(options: argparse.Namespace, folder: Path, number: int, barrie
     source, target = (np.ones((NUM_ROWS_READ, *shape[1:]), np.float32) for _ in range(2))
     contenders: dict[str, Callable[[Any], Any]] = {
         "store": lambda batch: store.read(batch, NUM_TOKENS),
-        "store, checksums not compared": lambda batch: store.read(batch, NUM_TOKENS, verify=False),
         "memmap": lambda batch: mapped[batch],
         "memcpy": lambda batch: np.copyto(target, source),
     }

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hf_pipetransformer.autocache.parts import Indices, Parts, SampleSource, merged, positions_of
-from hf_pipetransformer.autocache.rows import Rows
+from hf_pipetransformer.autocache.rows import Rows, field_column
 from hf_pipetransformer.autocache.samples import real_lengths
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
@@ -78,7 +78,7 @@ class ActivationCache:
         self.stamp = 0
         """How often the weights that rows count for were named."""
         self._level_id = 0
-        self._level_of_id: Indices = np.zeros(1, dtype=np.int64)
+        self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
         self._is_off = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
@@ -92,15 +92,9 @@ class ActivationCache:
         """
         self.stamp += 1
         self._ahead = None
-        try:
-            ids = [self.store.level_of(key) if level and not self._is_off else 0 for level, key in enumerate(keys)]
-        except (OSError, StoreDamagedError) as error:
-            self.switch_off(str(error))
-            ids = [0] * len(keys)
-        self.level, self._level_id = len(keys) - 1, ids[-1]
-        self._level_of_id = np.zeros(max(ids) + 1, dtype=np.int64)
-        self._level_of_id[ids] = np.arange(len(ids))
-        self._level_of_id[0] = 0
+        self._level_of_id = {self.store.level_of(key): level for level, key in enumerate(keys) if level}
+        self.level = len(keys) - 1
+        self._level_id = self.store.level_of(keys[-1])
 
     def switch_off(self, reason: str) -> None:
         """Serve and store nothing any more, on no rank of this node."""
@@ -118,7 +112,7 @@ class ActivationCache:
 
     def select(self, samples: list[int]) -> list[int]:
         """Those of `samples` that must be read from the data set."""
-        levels = self._levels(np.asarray(samples, dtype=np.int64))
+        levels = self._known(self._entries(np.asarray(samples, dtype=np.int64)))
         return [sample for sample, level in zip(samples, levels, strict=True) if not level]
 
     def complete(
@@ -142,21 +136,22 @@ class ActivationCache:
         self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
     ) -> dict[str, Any]:
         index = np.asarray(samples, dtype=np.int64)
-        hit = self._levels(index) > 0
+        entries = self._entries(index)
+        hit = self._known(entries) > 0
         parts = Parts(self.source)
         # What was read although it is stored by now is taken from the store; what was counted on and is gone is read.
         is_read = positions_of(read, samples)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
-        known: Any = self.store.sample_field(index[hit], LENGTH_FIELD) if self.source.is_text and hit.any() else []
+        known = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
         length = agree(self._padded_length(parts, known))
         if self.source.keeps_padding:
             # It was stored for a shorter batch.
-            hit = self._without(hit, self.store.lengths(index) < length, parts, samples)
+            hit = self._without(hit, entries["length"] < length, parts, samples)
         rows = self._read_rows(index[hit], length) if hit.any() else None
         if rows is not None:
             lost = np.zeros_like(hit)
-            lost[hit] = self._known(rows.levels) == 0
+            lost[hit] = self._levels_of(rows.levels) == 0
             if lost.any():
                 # Another process was writing it.
                 rows = rows.take(~lost[hit])
@@ -174,19 +169,20 @@ class ActivationCache:
         length = agree(batch[source.main_input].shape[1])
         return pad_batch(batch, source.main_input, length, source.pad_token_id)
 
-    def _levels(self, index: Indices) -> Indices:
-        if not self._is_off:
-            try:
-                return self._known(self.store.levels(index))
-            except StoreDamagedError as error:
-                self.switch_off(str(error))
-        return np.zeros(len(index), dtype=np.int64)
+    def _entries(self, index: Indices) -> Any:
+        """What the index says of samples; zeros once the cache is off."""
+        try:
+            return self.store.entries(index)
+        except StoreDamagedError as error:
+            self.switch_off(str(error))
+            return self.store.entries(index)
 
-    def _known(self, ids: Indices) -> Indices:
+    def _known(self, entries: Any) -> Indices:
         """Layers that each row holds the output of; 0 if not of the weights that are loaded now."""
-        table = self._level_of_id
-        levels: Indices = table[np.where(ids < len(table), ids, 0)]
-        return levels
+        return self._levels_of(entries["level"])
+
+    def _levels_of(self, ids: Indices) -> Indices:
+        return np.array([self._level_of_id.get(level_id, 0) for level_id in ids.tolist()], dtype=np.int64)
 
     def _without(self, hit: npt.NDArray[np.bool_], lost: Any, parts: Parts, samples: list[int]) -> Any:
         """`hit` without what turned out not to be there, which is read from the data set now."""
@@ -217,17 +213,14 @@ class ActivationCache:
         """Begin to read the rows of the next batch, if it will need nothing else: a guess that may come to nothing."""
         self._ahead = None
         index = np.asarray(samples, dtype=np.int64)
-        if not len(index) or not (self._levels(index) > 0).all():
+        entries = self._entries(index)
+        if not len(index) or not (self._known(entries) > 0).all():
             return
         length = self.source.row_length
         if self.source.is_text:
             rule = self.source.report.padding
             assert rule is not None
-            try:
-                length = rule.length(int(self.store.sample_field(index, LENGTH_FIELD).max()))
-            except StoreDamagedError as error:
-                self.switch_off(str(error))
-                return
+            length = rule.length(int(entries[field_column(LENGTH_FIELD)].max()))
         self._ahead = _ReadAhead(index, length, self._reader.submit(self._read_and_pin, index, length))
 
     def _read_and_pin(self, index: Indices, length: int) -> Rows:
@@ -258,7 +251,8 @@ class ActivationCache:
         sample = index[:1]
         _, found = self.source.digests(self.source.read(sample.tolist()))
         self.counts.checked += 1
-        if found[0] != self.store.input_digests(sample)[0]:
+        (entry,) = self.store.entries(sample)
+        if entry["level"] and found[0] != entry["input_digest"]:
             raise StoreDamagedError(
                 f"sample {sample[0]} of the data set is not what it was when its activation was stored. The data set "
                 "or its transform changes: set activation_cache='off', or make it give the same sample each time."
@@ -273,7 +267,7 @@ class ActivationCache:
             digests[where] = found
         hidden = None
         if rows is not None and hit.any():
-            levels[hit] = self._known(rows.levels)
+            levels[hit] = self._levels_of(rows.levels)
             hidden = rows.activation
             if not hit.all():
                 hidden = hidden.new_zeros(len(index), *hidden.shape[1:])
@@ -327,7 +321,7 @@ class ActivationCache:
             lengths = lengths if self.source.keeps_padding else real
         try:
             digests = prefix.digests[rows].numpy().view(np.uint64)
-            digests = np.where(prefix.levels[rows].numpy() > 0, self.store.input_digests(index), digests)
+            digests = np.where(prefix.levels[rows].numpy() > 0, self.store.entries(index)["input_digest"], digests)
             self.counts.written += self.store.write(index, self._level_id, activation.cpu(), lengths, fields, digests)
         except (StoreDamagedError, OSError, ValueError) as error:
             self.switch_off(str(error))

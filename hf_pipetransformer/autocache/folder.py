@@ -6,13 +6,18 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hf_pipetransformer.autocache.files import Folder
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
 from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.report.events import logger
 
 
 CACHE_FOLDER = "_activation_cache"
@@ -22,99 +27,195 @@ NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs", "glusterfs"),
     *("fuse.sshfs", "fuse.glusterfs"),
 )
+MARKER = b"An activation store of hf_pipetransformer: its files may be deleted when no run holds it.\n"
+"""Content of the lock file of every folder of a store: only what has it is ever deleted."""
+
 _MOUNT_TABLE = Path("/proc/mounts")
 _LOCK_FILE = "lock"
 _KEEP_FILE = "keep"
+_STORE_FILES = re.compile(r"(store\.json|index\.arrow|shard-\d+-\d+\.arrow|dropped|keep)(\.tmp)?")
+_LOCK_SECONDS = 10.0
 
 
 class StoreFolder:
-    """`<base>/_activation_cache/<key>`, held by this run until it is released or the process ends.
+    """`<base>/_activation_cache/<key>`, held by this run until it is released or the process ends."""
 
-    If another live run holds it, `<key>-2`, `<key>-3`, ... is taken. What dead runs left under the same base is
-    deleted, unless it was meant to be kept (`keep`).
+    def __init__(self, root: Folder, folder: Folder, lock: int) -> None:
+        self.folder = folder
+        self._root = root
+        self._lock = lock
 
-    Args:
-        base: a folder on a disk of this node; made if it is missing.
-        key: a name for what is stored, fit for a file name; equal for runs that can use each other's rows.
+    @classmethod
+    def take(cls, base: str | os.PathLike[str], key: str) -> StoreFolder:
+        """Make a folder for a store, or take one that was kept.
 
-    Raises:
-        ValueError: `base` is on a network file system.
-        OSError: it cannot be written.
-    """
+        If another live run holds it, or something in it is not a store's, `<key>-2`, `<key>-3`, ... is taken. What
+        dead runs left under the same base is deleted, unless it was meant to be kept (`keep`).
 
-    def __init__(self, base: str | os.PathLike[str], key: str) -> None:
+        Args:
+            base: a folder on a disk of this node; made if it is missing.
+            key: a name for what is stored, fit for a file name; equal for runs that can use each other's rows.
+
+        Raises:
+            ValueError: `base` is on a network file system, is a link, or other users may write there.
+            OSError: it cannot be written.
+        """
         assert re.fullmatch(r"\w[\w.-]*", key), key
         check_local(base)
-        self._root = Path(base) / CACHE_FOLDER
-        self._root.mkdir(parents=True, exist_ok=True)
-        with _locked(self._root):
-            self.path, self._lock = self._take(key)
-            if not self.is_kept:
-                self.clear()
-            self._delete_leftovers()
+        root = open_root(base, create=True)
+        with _locked(root):
+            found = _take(root, key)
+        delete_leftovers(root)
+        return found
+
+    @property
+    def path(self) -> Path:
+        """Where the folder is."""
+        return self.folder.path
 
     @property
     def is_kept(self) -> bool:
         """Whether the folder outlives its run."""
-        return (self.path / _KEEP_FILE).exists()
+        return self.folder.holds(_KEEP_FILE)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is this process that holds the folder, and not another."""
+        return self._lock >= 0
 
     def is_reusable(self, num_samples: int, row_format: RowFormat, num_writers: int) -> bool:
         """Whether an earlier run kept a store of exactly these rows here, that as many processes can write."""
         if not self.is_kept:
             return False
         try:
-            header = Header.read(self.path)
+            header = Header.read(self.folder)
         except StoreDamagedError:
             return False
-        fits = header.num_writers >= num_writers and not (self.path / DROPPED_FILE).exists()
+        fits = header.num_writers >= num_writers and not self.folder.holds(DROPPED_FILE)
         return fits and (header.num_samples, header.row_format) == (num_samples, row_format)
 
     def keep(self) -> None:
         """Let the folder outlive this run, for a later one with the same key."""
-        (self.path / _KEEP_FILE).touch()
+        self.folder.write(_KEEP_FILE, b"")
 
-    def clear(self) -> None:
-        """Delete what is in the folder; it stays this run's."""
+    def clear(self) -> bool:
+        """Delete the files of a store in the folder, which stays this run's; whether nothing else is in it."""
         # The header first: a folder that is half deleted holds no store.
-        (self.path / HEADER_FILE).unlink(missing_ok=True)
-        for path in self.path.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != _LOCK_FILE:
-                path.unlink()
+        self.folder.unlink(HEADER_FILE)
+        for name in self.folder.names():
+            if _STORE_FILES.fullmatch(name):
+                self.folder.unlink(name)
+        return self.folder.names() in ([_LOCK_FILE], [])
 
     def release(self) -> None:
         """Let another run have the folder; the files stay."""
-        if self._lock >= 0:
+        if self.is_held:
             # Closing alone would leave it to the workers of a loader, which have it from their parent.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 
     def remove(self) -> None:
-        """Delete the folder."""
-        with _locked(self._root):
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Delete the folder, unless there is something in it that is not a store's. It never raises, it warns."""
+        try:
+            with _locked(self._root):
+                if self.clear():
+                    self.folder.unlink(_LOCK_FILE)
+                    self._root.rmdir(self.path.name)
+                else:
+                    logger.warning(f"{self.path} stays: there are files in it that are not of an activation store.")
+        except OSError as error:
+            logger.warning(f"The activation cache in {self.path} could not be deleted: {error}")
+        finally:
             self.release()
 
-    def _take(self, key: str) -> tuple[Path, int]:
-        attempt = 1
-        while True:
-            path = self._root / (key if attempt == 1 else f"{key}-{attempt}")
-            path.mkdir(exist_ok=True)
-            lock = _try_lock(path)
-            if lock is not None:
-                return path, lock
-            attempt += 1
 
-    def _delete_leftovers(self) -> None:
-        for path in self._root.iterdir():
-            if path == self.path or not (path / _LOCK_FILE).exists() or (path / _KEEP_FILE).exists():
-                continue
-            lock = _try_lock(path)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+def take_store(
+    base: str | os.PathLike[str],
+    key: str,
+    num_samples: int,
+    row_format: RowFormat,
+    max_bytes: int,
+    num_writers: int,
+    row_length: int = 0,
+) -> tuple[StoreFolder, ActivationStore]:
+    """The store that an earlier run kept under `key`, or a new one; this process is writer 0.
+
+    Args and raises: see `StoreFolder.take` and `ActivationStore.create`.
+    """
+    folder = StoreFolder.take(base, key)
+    if folder.is_reusable(num_samples, row_format, num_writers):
+        try:
+            return folder, ActivationStore.open(folder.folder, 0)
+        except StoreDamagedError as error:
+            logger.warning(f"The activation cache of an earlier run is made anew: {error}")
+    if not folder.clear():
+        # Something that is not a store's is in the way of the new files.
+        folder.release()
+        folder = StoreFolder.take(base, key)
+    try:
+        return folder, ActivationStore.create(
+            folder.folder, num_samples, row_format, max_bytes, num_writers, row_length=row_length
+        )
+    except BaseException:
+        folder.remove()
+        raise
+
+
+def default_base() -> Path:
+    """The folder under the temporary folder where this user's stores are if none is named."""
+    return Path(tempfile.gettempdir()) / f"hf_pipetransformer_{os.geteuid()}"
+
+
+def open_root(base: str | os.PathLike[str], create: bool = False) -> Folder:
+    """The folder of all stores under `base`; raises as `Folder.under`."""
+    return Folder.under(base, CACHE_FOLDER, create)
+
+
+def check_base(base: str | os.PathLike[str]) -> None:
+    """Refuse a folder that a store cannot be in; nothing is made.
+
+    Raises:
+        ValueError: it is on a network file system, a link, another user's, or others may write to it.
+    """
+    check_local(base)
+    with suppress(FileNotFoundError):
+        open_root(base)
+
+
+def find_stores(root: Folder, with_kept: bool = True) -> list[StoreFolder]:
+    """The stores in a folder; those that no live run holds are held now by this process.
+
+    Args:
+        root: see `open_root`.
+        with_kept: also those that are meant to be kept.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = []
+    with _locked(root):
+        for name in root.names():
+            with suppress(OSError, ValueError):
+                folder = root.child(name)
+                lock = _try_lock(folder)
+                if lock is None:
+                    continue
+                store = StoreFolder(root, folder, lock)
+                if with_kept or not store.is_kept:
+                    found.append(store)
+                else:
+                    # Before another run may look for it.
+                    store.release()
+    return found
+
+
+def delete_leftovers(root: Folder) -> None:
+    """Delete the stores that dead runs left, unless they are meant to be kept; what fails is left for the next run."""
+    with suppress(OSError):
+        for store in find_stores(root, with_kept=False):
+            if store.is_held:
+                store.remove()
 
 
 def safe_max_bytes(base: str | os.PathLike[str]) -> int:
@@ -158,20 +259,65 @@ def _unescaped(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
-def _try_lock(path: Path) -> int | None:
-    """Lock a run's folder; the kernel frees the lock when the process ends, however it ends."""
-    lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+def _take(root: Folder, key: str) -> StoreFolder:
+    attempt = 1
+    while True:
+        name = key if attempt == 1 else f"{key}-{attempt}"
+        with suppress(ValueError):
+            folder = root.child(name, create=True)
+            # A kill may have come before its lock was marked.
+            is_new = not folder.names() or (folder.names() == [_LOCK_FILE] and folder.holds(_LOCK_FILE))
+            lock = _try_lock(folder, is_new)
+            if lock is not None and lock >= 0:
+                found = StoreFolder(root, folder, lock)
+                if found.is_kept or found.clear():
+                    return found
+                found.release()
+        attempt += 1
+
+
+def _try_lock(folder: Folder, is_new: bool = False) -> int | None:
+    """Lock a store's folder; the kernel frees the lock when the process ends, however it ends.
+
+    Returns:
+        None if it is not marked as a store's, -1 if another process has it; a new one is marked now.
+    """
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
+        lock = folder.open(_LOCK_FILE, os.O_RDWR | (os.O_CREAT if is_new else 0))
+    except OSError:
+        if is_new:
+            raise
         return None
-    return lock
+    found = os.pread(lock, len(MARKER) + 1, 0)
+    if found == MARKER or (is_new and not found):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(lock, MARKER, 0)
+            return lock
+        except BlockingIOError:
+            found = MARKER
+    os.close(lock)
+    return -1 if found == MARKER else None
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Hold the lock of all folders under one base: they are taken and deleted by one run at a time."""
-    with open(root / _LOCK_FILE, "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(root: Folder) -> Iterator[None]:
+    """Hold the lock of all folders under one base: they are taken and deleted by one run at a time.
+
+    Raises:
+        TimeoutError: another process has held it for ten seconds; it takes a moment only, so that one was stopped.
+    """
+    with os.fdopen(root.open(_LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"Another process holds {root.path / _LOCK_FILE} for {_LOCK_SECONDS:g} s: end it, or set "
+                        "activation_cache_dir to another folder."
+                    ) from None
+                time.sleep(0.02)
         yield

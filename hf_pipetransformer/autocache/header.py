@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import xxhash
+
+from hf_pipetransformer.autocache.files import Folder
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.table import StoreDamagedError
 
@@ -14,7 +17,8 @@ from hf_pipetransformer.autocache.table import StoreDamagedError
 HEADER_FILE = "store.json"
 DROPPED_FILE = "dropped"
 
-_VERSION = 1
+# The heads of tables are compared with what Arrow writes now.
+_VERSION = f"2, Arrow {pa.__version__}"
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,18 @@ class Header:
     row_length: int = 0
 
     @classmethod
-    def read(cls, folder: Path) -> Header:
+    def read(cls, folder: Folder) -> Header:
         """The header of the store in `folder`.
 
         Raises:
-            StoreDamagedError: there is none, or it is of another version.
+            StoreDamagedError: there is none, it is not what was written, or it is of another version.
         """
-        path = folder / HEADER_FILE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(folder.read(HEADER_FILE))
             if values["version"] != _VERSION:
                 raise ValueError(f"version {values['version']}, expected {_VERSION}")
+            if values.pop("hash") != _hash(values):
+                raise ValueError("its hash does not hold")
             return cls(
                 store_id=str(values["store_id"]),
                 num_samples=int(values["num_samples"]),
@@ -48,13 +53,16 @@ class Header:
                 row_format=RowFormat.from_json(values["row_format"]),
                 row_length=int(values["row_length"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreDamagedError(
-                f"{path} is not the header of an activation store ({type(error).__name__}: {error})."
+                f"{folder.path / HEADER_FILE} is not the header of an activation store "
+                f"({type(error).__name__}: {error})."
             ) from error
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Folder) -> None:
         values = {"version": _VERSION, **vars(self), "row_format": self.row_format.to_json()}
-        unfinished = folder / (HEADER_FILE + ".tmp")
-        unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        os.rename(unfinished, folder / HEADER_FILE)
+        folder.write(HEADER_FILE, json.dumps({**values, "hash": _hash(values)}, indent=2).encode() + b"\n")
+
+
+def _hash(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
+from hf_pipetransformer.autocache.folder import StoreFolder
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
@@ -85,7 +85,7 @@ class CachePlanner:
         try:
             self._speed = self._speed or self._measure()
             share = self.stored_share() if stored_level and self.mode != "off" else 0.0
-        except (OSError, StoreDamagedError) as error:
+        except (OSError, ValueError, StoreDamagedError) as error:
             self.mode, self._speed, share = "off", self._speed or StorageSpeed(0.0, 0.0), 0.0
             logger.warning(f"The activation cache stays off: {error}")
         costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
@@ -122,9 +122,8 @@ class CachePlanner:
 
 
 def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
-    """Write and read some rows of `length` tokens where the store will lie."""
-    base.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="measured-", dir=base))
+    """Write and read some rows of `length` tokens where the store will lie; raises as `StoreFolder.take`."""
+    folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
     samples = np.arange(MEASURED_ROWS)
     lengths = np.full(MEASURED_ROWS, length)
     activation = torch.randn(MEASURED_ROWS, length, row_format.hidden_size)
@@ -135,7 +134,7 @@ def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSp
     digests = np.zeros(MEASURED_ROWS, dtype=np.uint64)
     try:
         store = ActivationStore.create(
-            folder / "store", MEASURED_ROWS, row_format, 2**40, num_writers=1, row_length=length
+            folder.folder, MEASURED_ROWS, row_format, 2**40, num_writers=1, row_length=length
         )
         level = store.level_of("measured")
 
@@ -146,7 +145,7 @@ def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSp
         read = min(_seconds(lambda: store.read(samples[::-1].copy(), length)) for _ in range(3))
         store.close()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
     # The first write also made the shards, which a run does now and then.
     return StorageSpeed(read / MEASURED_ROWS, sum(seconds) / 2 / MEASURED_ROWS)
 

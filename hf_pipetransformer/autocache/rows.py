@@ -1,13 +1,14 @@
-"""What a stored row looks like: its columns on the disk, its values in torch, its checksum."""
+"""What a stored row looks like: its columns on the disk, its values in torch, its hash."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from hf_pipetransformer.autocache.table import Array, Column
 
@@ -27,10 +28,7 @@ _STORED: dict[torch.dtype, type[np.generic]] = {
     torch.uint8: np.uint8,
     torch.bool: np.uint8,
 }
-_UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _INT32 = np.iinfo(np.int32)
-
-LEVEL_FACTOR, LENGTH_FACTOR, DIGEST_FACTOR, FIRST_FIELD_FACTOR = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -72,16 +70,22 @@ class RowFormat:
             columns[field_column(name)] = Column(stored_token_dtype(dtype))
         return columns
 
-    def index_columns(self) -> dict[str, Column]:
-        """Columns of the index, whose rows are samples. `dropped` is about the whole store; row 0 counts."""
-        plain = {"level": "i8", "shard": "i4", "start": "i8", "length": "i4", "capacity": "i4"}
-        plain |= {"checksum": "u8", "input_digest": "u8", "dropped": "u1"}
-        columns = {name: Column(np.dtype(code)) for name, code in plain.items()}
-        for name, (dtype, shape) in self.sample_fields.items():
-            width = int(np.prod(shape, dtype=np.int64))
-            if width:
-                columns[field_column(name)] = Column(np.dtype(_STORED[dtype]), width)
-        return columns
+    def entry_dtype(self) -> np.dtype[Any]:
+        """An entry of the index.
+
+        `level` says what the row was computed with, 0 if there is none; its tokens are `length` of the `capacity`
+        ones from `start` on in a `shard`, and have the hash `tokens`. `hash` is that of all before it, of the
+        sample's number and of the store.
+        """
+        parts: list[Any] = [("level", "<i8"), ("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
+        parts += [("shard", "<i4"), ("length", "<i4"), ("capacity", "<i4")]
+        parts += [
+            (field_column(name), np.dtype(_STORED[dtype]), shape)
+            for name, (dtype, shape) in self.sample_fields.items()
+        ]
+        # Whole words: a level never lies on two pages.
+        parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,)), ("hash", "<u8")]
+        return np.dtype(parts)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -173,39 +177,13 @@ def stored_token_field(name: str, values: torch.Tensor) -> Array:
     return array.astype(np.int32)
 
 
-def unsigned(array: Array) -> Array:
-    """The bits of each number, as an integer; the same memory."""
-    return array.view(_UNSIGNED[array.itemsize])
-
-
-def word_dtype(token_bytes: int) -> np.dtype[Any]:
-    """The widest integer whose size divides the bytes of a token's activation."""
-    return np.dtype(next(_UNSIGNED[size] for size in (8, 4, 2) if token_bytes % size == 0))
-
-
-def factor(place: int) -> np.uint64:
-    """An odd number for each part of a checksum.
-
-    A checksum is the sum modulo 2**64 of all words of a row, each part times its factor. One flipped bit changes one
-    word by a power of two, and a power of two below 2**64 times an odd number is never 0 modulo 2**64.
-    """
-    return np.uint64((2 * place + 1) * 0x9E3779B97F4A7C15 % 2**64)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def place_sum(levels: Array, lengths: Array, input_digests: Array) -> Array:
-    """`(n,)` uint64: the part of the checksums that comes from the index itself."""
-    return (
-        levels.astype(np.uint64) * factor(LEVEL_FACTOR)
-        + lengths.astype(np.uint64) * factor(LENGTH_FACTOR)
-        + input_digests * factor(DIGEST_FACTOR)
-    )
-
-
-def field_sum(values: Array, field: int) -> Array:
-    """`(n,)` uint64: the part of the checksums that side field number `field`, `(n, ...)` in stored form, gives."""
-    bits = unsigned(values)
-    return bits.sum(axis=tuple(range(1, bits.ndim)), dtype=np.uint64) * factor(FIRST_FIELD_FACTOR + field)
+def hash_of(parts: Iterable[Array]) -> int:
+    """64 bits of the bytes of a row's columns, C-contiguous, one behind the other: it knows their places."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part.data)
+    return hasher.intdigest()

@@ -1,21 +1,21 @@
-"""The shard files: who maps them, and where a new row finds its place."""
+"""The shard files: who opens them, and where a new row finds its place."""
 
 from __future__ import annotations
 
 import errno
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_pipetransformer.autocache.rows import RowFormat, field_column, word_dtype
+from hf_pipetransformer.autocache.files import Folder
+from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
 
 
 MIN_SHARD_BYTES = 256 * 1024
 MAX_SHARD_BYTES = 256 * 1000 * 1000
-GROWTH = 32
+GROWTH = 36
 """A new shard is this part of what its writer has: little is reserved in vain, and the number of files stays small."""
 
 _WRITER_FACTOR = 1 << 16
@@ -23,55 +23,38 @@ _SHARD_NAME = re.compile(r"shard-(\d+)-(\d+)\.arrow")
 _NUM_OPEN_TAILS = 16
 
 
-def shard_path(folder: Path, shard: int) -> Path:
+def shard_name(shard: int) -> str:
     """File of a shard; its number says which writer made it and as which of its shards."""
     writer, index = divmod(shard, _WRITER_FACTOR)
-    return folder / f"shard-{writer}-{index}.arrow"
+    return f"shard-{writer}-{index}.arrow"
 
 
-def list_shards(folder: Path) -> dict[int, Path]:
-    """The whole shards in a folder, by number."""
-    found = {}
-    for path in folder.iterdir():
-        match = _SHARD_NAME.fullmatch(path.name)
-        if match:
-            found[int(match[1]) * _WRITER_FACTOR + int(match[2])] = path
-    return dict(sorted(found.items()))
+def list_shards(folder: Folder) -> dict[int, str]:
+    """The names of the whole shards in a folder, by number."""
+    matches = [match for name in folder.names() if (match := _SHARD_NAME.fullmatch(name))]
+    return dict(sorted((int(match[1]) * _WRITER_FACTOR + int(match[2]), match[0]) for match in matches))
 
 
-class Shard:
-    """A mapped shard; `words` is the activation as `(tokens, words)` integers, `fields` are the token fields."""
-
-    __slots__ = ("table", "num_tokens", "activation", "words", "fields")
-
-    def __init__(self, table: ArrowTable, row_format: RowFormat) -> None:
-        self.table = table
-        self.num_tokens = table.num_rows
-        # A hidden size of 1 makes a plain column.
-        self.activation: Array = table.columns["activation"].reshape(table.num_rows, row_format.hidden_size)
-        self.words: Array = self.activation.view(word_dtype(self.activation.itemsize * row_format.hidden_size))
-        self.fields: list[Array] = [table.columns[field_column(name)] for name in row_format.token_fields]
+def writer_of(shard: Any) -> Any:
+    """Number of the writer of a shard, or of each of several."""
+    return shard // _WRITER_FACTOR
 
 
-class ShardMap(dict[int, Shard]):
-    """The shards of a folder, by number, each mapped when it is first asked for."""
+class ShardMap(dict[int, ArrowTable]):
+    """The shards of a folder, by number, each opened when it is first asked for."""
 
-    def __init__(self, folder: Path, row_format: RowFormat, store_id: str) -> None:
+    def __init__(self, folder: Folder, row_format: RowFormat, store_id: str) -> None:
         super().__init__()
         self.folder = folder
         self.store_id = store_id
         self.row_format = row_format
         self.columns = row_format.shard_columns()
 
-    def __missing__(self, shard: int) -> Shard:
+    def __missing__(self, shard: int) -> ArrowTable:
         if shard < 0:
-            raise StoreDamagedError(f"{self.folder}: the index names shard number {shard}.")
-        table = ArrowTable.open(shard_path(self.folder, shard), self.columns, self.store_id)
-        return self.add(shard, table)
-
-    def add(self, shard: int, table: ArrowTable) -> Shard:
-        self[shard] = found = Shard(table, self.row_format)
-        return found
+            raise StoreDamagedError(f"{self.folder.path}: the index names shard number {shard}.")
+        table = self[shard] = ArrowTable.open(self.folder, shard_name(shard), self.columns, self.store_id)
+        return table
 
 
 class Arena:
@@ -133,26 +116,28 @@ class Arena:
             self.reason = self.reason or f"the bound of {self._max_bytes} bytes for this process is reached"
             return None
         shard = self._next_shard
-        path = shard_path(self._shards.folder, shard)
-        if path.exists():
-            raise StoreDamagedError(f"{path} exists already: two processes write to the store under the same number.")
+        folder, name = self._shards.folder, shard_name(shard)
+        if name in folder.names():
+            raise StoreDamagedError(
+                f"{folder.path / name} exists already: two processes write to the store under the same number."
+            )
         try:
-            table = ArrowTable.create(path, self._shards.columns, tokens, self._shards.store_id)
+            table = ArrowTable.create(folder, name, self._shards.columns, tokens, self._shards.store_id)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # Not tried again: a disk that is full belongs to others too, and each try takes what little is left.
             self._may_grow = False
-            self.reason = f"the disk of {self._shards.folder} is full"
+            self.reason = f"the disk of {folder.path} is full"
             return None
         self._next_shard += 1
         self._own_bytes += table.num_bytes
-        self._shards.add(shard, table)
+        self._shards[shard] = table
         self._add_tail(shard, 0)
         return shard
 
     def _add_tail(self, shard: int, used: int) -> None:
-        self._tails[shard] = [used, self._shards[shard].num_tokens]
+        self._tails[shard] = [used, self._shards[shard].num_rows]
         if len(self._tails) > _NUM_OPEN_TAILS:
             # The search stays short; what is left of a tail is less than a row of usual length.
             del self._tails[min(self._tails, key=lambda other: self._tails[other][1] - self._tails[other][0])]

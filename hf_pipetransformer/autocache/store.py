@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 
 import numpy as np
 import torch
+import xxhash
 
+from hf_pipetransformer.autocache.files import Folder
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
-from hf_pipetransformer.autocache.levels import LEVELS_FILE, LevelTable
+from hf_pipetransformer.autocache.index import INDEX_FILE, Index, index_columns
 from hf_pipetransformer.autocache.reading import read_rows
-from hf_pipetransformer.autocache.rows import RowFormat, Rows, field_column
-from hf_pipetransformer.autocache.shards import Arena, ShardMap, list_shards, used_tokens
+from hf_pipetransformer.autocache.rows import RowFormat, Rows
+from hf_pipetransformer.autocache.shards import Arena, ShardMap, list_shards, used_tokens, writer_of
 from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
 from hf_pipetransformer.autocache.writing import write_rows
 from hf_pipetransformer.report.events import logger
-
-
-INDEX_FILE = "index.arrow"
 
 
 class ActivationStore:
@@ -28,33 +27,31 @@ class ActivationStore:
 
     Any process may read any row; one thread of one process writes under each number of a writer, and no two processes
     write the same sample at the same time. A row has a level, an id of what it was computed with (`level_of`). It is
-    cleared before a row is written and set again when the row is whole, and a reader takes it before and after it
-    copies: a row that was being written, by a process that lives or that was killed, reads as level 0.
+    cleared before a row is written and set again when the row is whole, and a row counts only if its hashes hold: one
+    that was being written, by a process that lives or that was killed, reads as level 0.
 
     Made by `create` in one process, opened by `open` in the others.
     """
 
-    def __init__(self, folder: Path, header: Header, writer: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Folder, header: Header, writer: int) -> None:
+        self.folder = folder.path
         self.num_samples = header.num_samples
         self.row_format = header.row_format
-        self._index = ArrowTable.open(folder / INDEX_FILE, header.row_format.index_columns(), header.store_id)
-        if self._index.num_rows != header.num_samples:
-            raise StoreDamagedError(
-                f"{self._index.path} has {self._index.num_rows} samples: expected {header.num_samples}."
-            )
-        self._columns = self._index.columns
+        self._held = folder
+        table = ArrowTable.open(folder, INDEX_FILE, index_columns(header.row_format), header.store_id)
+        if table.num_rows != header.num_samples:
+            raise StoreDamagedError(f"{table.path} has {table.num_rows} samples: expected {header.num_samples}.")
+        self._store_id = header.store_id
+        self._index = Index(table, header.row_format, header.store_id)
         self._shards = ShardMap(folder, header.row_format, header.store_id)
-        self._levels = LevelTable(folder)
         self._arena = self._open_arena(header, writer)
         self._has_warned = False
-        if (folder / DROPPED_FILE).exists():
-            self._columns["dropped"][0] = 1
+        self._is_dropped = False
 
     @classmethod
     def create(
         cls,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Folder,
         num_samples: int,
         row_format: RowFormat,
         max_bytes: int,
@@ -79,53 +76,55 @@ class ActivationStore:
             OSError: the disk has no room for the index, or cannot be written.
         """
         assert num_samples > 0 and 0 <= writer < num_writers
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        index_bytes = table_bytes(row_format.index_columns(), num_samples)
+        held = folder if isinstance(folder, Folder) else Folder.at(folder, create=True)
+        index_bytes = table_bytes(index_columns(row_format), num_samples)
         if index_bytes > max_bytes:
             raise ValueError(
                 f"The activation cache may take {max_bytes} bytes, and the index of {num_samples} samples alone takes "
                 f"{index_bytes}. Raise activation_cache_max_gb, or set activation_cache to off."
             )
-        for old in (path / HEADER_FILE, path / INDEX_FILE, path / LEVELS_FILE, path / DROPPED_FILE):
-            old.unlink(missing_ok=True)
-        for old in list_shards(path).values():
-            old.unlink()
+        for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *list_shards(held).values()):
+            held.unlink(old)
         header = Header(uuid.uuid4().hex, num_samples, max_bytes, num_writers, row_format, row_length)
-        ArrowTable.create(path / INDEX_FILE, row_format.index_columns(), num_samples, header.store_id)
-        header.write(path)
-        return cls(path, header, writer)
+        ArrowTable.create(held, INDEX_FILE, index_columns(row_format), num_samples, header.store_id)
+        header.write(held)
+        return cls(held, header, writer)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], writer: int) -> ActivationStore:
+    def open(cls, folder: str | os.PathLike[str] | Folder, writer: int) -> ActivationStore:
         """Open the store that another process made, or an earlier run.
 
         Raises:
             StoreDamagedError: there is none, or a file of it was cut, changed or deleted.
+            ValueError: the folder is a link, another user's, or others may write to it.
+            OSError: it is missing.
         """
-        header = Header.read(Path(folder))
+        held = folder if isinstance(folder, Folder) else Folder.at(folder)
+        header = Header.read(held)
         assert 0 <= writer < header.num_writers
-        return cls(Path(folder), header, writer)
+        return cls(held, header, writer)
 
     def _open_arena(self, header: Header, writer: int) -> Arena:
-        own = {number: path for number, path in list_shards(self.folder).items() if number >> 16 == writer}
-        for unfinished in self.folder.glob(f"shard-{writer}-*.tmp"):
-            unfinished.unlink(missing_ok=True)
-        own_bytes = sum(path.stat().st_size for path in own.values())
+        own = [number for number in list_shards(self._held) if writer_of(number) == writer]
+        for name in self._held.names():
+            if name.startswith(f"shard-{writer}-") and name.endswith(".tmp"):
+                self._held.unlink(name)
+        shard, start, capacity = self._index.all_slots()
+        named = np.unique(shard[(capacity > 0) & (writer_of(shard) == writer)]).tolist()
+        used = used_tokens(shard, start, capacity, sorted({*own, *named}))
+        own_bytes = sum(self._shards[number].num_bytes for number in used)
         if writer == 0:
-            own_bytes += self._index.num_bytes
-        shard, capacity = self._columns["shard"], self._columns["capacity"]
-        named = np.unique(shard[(capacity > 0) & (shard >> 16 == writer)]).tolist()
-        used = used_tokens(shard, self._columns["start"], capacity, sorted({*own, *named}))
+            own_bytes += self._index.table.num_bytes
         expected = -(-header.num_samples // header.num_writers) * header.row_length
         return Arena(self._shards, writer, header.max_bytes // header.num_writers, own_bytes, used, expected)
 
     @property
     def bytes_stored(self) -> int:
         """Size of the index and of the shards of all writers; of the index alone if the folder is gone."""
-        if not self.folder.is_dir():
-            return self._index.num_bytes
-        return self._index.num_bytes + sum(path.stat().st_size for path in list_shards(self.folder).values())
+        total = self._index.table.num_bytes
+        with suppress(OSError):
+            total += sum(self._held.size(name) for name in list_shards(self._held).values())
+        return total
 
     @property
     def is_full(self) -> bool:
@@ -135,51 +134,44 @@ class ActivationStore:
     @property
     def dropped(self) -> str | None:
         """Why the store was given up, or None."""
-        if not self._columns["dropped"][0]:
+        if not self._is_dropped and not self._held.holds(DROPPED_FILE):
             return None
         try:
-            return (self.folder / DROPPED_FILE).read_text(encoding="utf-8")
+            return self._held.read(DROPPED_FILE).decode(errors="replace")
         except OSError:
             return "unknown reason"
 
     def drop(self, reason: str) -> None:
         """Give the store up, for all processes at once: from now on it holds nothing and takes nothing."""
+        self._is_dropped = True
         try:
-            self._index.check_size()
-            self._columns["dropped"][0] = 1
-            unfinished = self.folder / f"{DROPPED_FILE}.{os.getpid()}"
-            unfinished.write_text(reason, encoding="utf-8")
-            os.rename(unfinished, self.folder / DROPPED_FILE)
-        except (OSError, StoreDamagedError) as error:
+            self._held.write(DROPPED_FILE, reason.encode(errors="replace"))
+        except OSError as error:
             # Whatever is wrong with the folder: the other processes come upon it as this one did.
             logger.debug(f"The end of the store could not be noted: {error}")
 
     def level_of(self, key: str) -> int:
-        """The id, 1 or more, of a level's key, the same in all processes; a new key gets the next id."""
-        return self._levels.level_of(key)
+        """The id, 1 or more, of a level's key: a hash of the key and of this store.
+
+        No table gives it out, so none can be lost, and no id is ever that of another key or of another store.
+        """
+        return xxhash.xxh3_64_intdigest(f"{self._store_id}\0{key}".encode()) >> 1 or 1
+
+    def entries(self, samples: Array) -> Array:
+        """`(n,)` entries of the index as they are now, see `RowFormat.entry_dtype`; zero where nothing is stored.
+
+        Raises:
+            StoreDamagedError: the index has vanished, was cut, or is not what was written.
+        """
+        if self.dropped is not None:
+            return np.zeros(len(samples), self._index.dtype)
+        return self._index.entries(samples)
 
     def levels(self, samples: Array) -> Array:
-        """`(n,)` int64: the level of each sample's row, 0 where nothing is stored."""
-        found = self._take("level", samples)
-        return np.zeros_like(found) if self._columns["dropped"][0] else found
+        """`(n,)` int64: the level of each sample's row, 0 where nothing is stored; raises as `entries`."""
+        return self.entries(samples)["level"]
 
-    def lengths(self, samples: Array) -> Array:
-        """`(n,)` int32: stored tokens; means something only where the level is not 0."""
-        return self._take("length", samples)
-
-    def input_digests(self, samples: Array) -> Array:
-        """`(n,)` uint64: what `write` was given; means something only where the level is not 0."""
-        return self._take("input_digest", samples)
-
-    def sample_field(self, samples: Array, name: str) -> Array:
-        """One side field of each sample, `(n,)` or `(n, width)`, as it is now; meaningless where nothing is stored."""
-        return self._take(field_column(name), samples)
-
-    def _take(self, column: str, samples: Array) -> Array:
-        self._index.check_size()
-        return self._columns[column][samples]
-
-    def read(self, samples: Array, length: int, out: torch.Tensor | None = None, verify: bool = True) -> Rows:
+    def read(self, samples: Array, length: int, out: torch.Tensor | None = None) -> Rows:
         """Copy rows out.
 
         Args:
@@ -187,8 +179,6 @@ class ActivationStore:
             length: tokens of the result; longer rows are cut, shorter ones filled with zeros.
             out: `(n, length, hidden)` of the stored dtype, contiguous, on the CPU: filled and returned as
                 `Rows.activation`.
-            verify: compare checksums; without, a row that is written again at its own level while it is copied may
-                come out mixed.
 
         Raises:
             StoreDamagedError: a shard has vanished or was cut, or a row is not what was written.
@@ -198,7 +188,7 @@ class ActivationStore:
         if out is None:
             out = torch.empty(shape, dtype=self.row_format.dtype)
         assert out.shape == shape and out.dtype == self.row_format.dtype and out.is_contiguous(), out.shape
-        return read_rows(self._index, self._shards, samples, out, verify)
+        return read_rows(self.entries(samples), self._index, self._shards, samples, out)
 
     def write(
         self,
@@ -230,8 +220,8 @@ class ActivationStore:
             StoreDamagedError: a file of the store has vanished or was cut.
         """
         assert level > 0, level
-        self._index.check_size()
-        if self._columns["dropped"][0]:
+        self._index.table.check()
+        if self.dropped is not None:
             return 0
         stored = write_rows(
             self._index,
@@ -253,6 +243,5 @@ class ActivationStore:
         return stored
 
     def close(self) -> None:
-        """Let go of the maps; the files stay."""
+        """Let go of the shards; the files stay."""
         self._shards.clear()
-        self._columns.clear()

@@ -1,20 +1,22 @@
-"""One Arrow file of fixed-width columns that is changed in place through a memory map."""
+"""One Arrow file of fixed-width columns that is changed in place."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 
+from hf_pipetransformer.autocache.files import Folder
 
+
+T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _ID_KEY = b"activation_store"
@@ -23,7 +25,6 @@ _SIZE_DIGITS = 20
 _PADDING_KEY = b"padding"
 _ALIGNMENT = 64
 """The first column begins at a multiple of a cache line: copying out of it is then a fifth faster."""
-
 
 _MAX_BUFFERS = 512
 """Of one write; systems take 1024."""
@@ -61,32 +62,65 @@ class Column:
 Columns = Mapping[str, Column]
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything lies in the file of a table: it follows from the columns and the number of rows alone.
+
+    Attributes:
+        head: all bytes before the first column.
+        places: where in the file the numbers of each column begin.
+        end: all bytes behind the last column.
+        num_bytes: size of the file.
+    """
+
+    head: bytes
+    places: dict[str, int]
+    end: bytes
+    num_bytes: int
+
+    @classmethod
+    def of(cls, columns: Columns, num_rows: int, store_id: str) -> _Layout:
+        head_size = _head_size(tuple(columns.items()))
+        places, end = {}, head_size + -head_size % _ALIGNMENT
+        for name, column in columns.items():
+            places[name] = end
+            end += _column_bytes(column, num_rows)
+        num_bytes = end + len(_END)
+        # Arrow aligns to 8 bytes, so that the head grows by exactly what is added.
+        head = _head(columns, num_rows, store_id, num_bytes, -head_size % _ALIGNMENT)
+        return cls(head, places, _END, num_bytes)
+
+
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Of an Arrow stream."""
+
+
 def table_bytes(columns: Columns, num_rows: int) -> int:
     """Size of the file of a table with these columns."""
-    sink = pa.MockOutputStream()
-    _write_stream(sink, columns, num_rows, store_id="0" * 32, file_size=0)
-    return int(sink.size())
+    return _Layout.of(columns, num_rows, "0" * 32).num_bytes
 
 
 class ArrowTable:
-    """An Arrow IPC stream with one record batch, seen as writable numpy arrays that all processes share.
+    """An Arrow IPC stream with one record batch, written and read in place by all processes of a node.
 
-    `datasets.Dataset.from_file` reads the same file. Attributes: `path`, `num_rows`, `num_bytes` (of the file) and
-    `columns`, the array of each column: `(num_rows,)`, or `(num_rows, width)` for a width above 1.
+    `datasets.Dataset.from_file` reads the same file. It is read through its descriptor and not through a memory map:
+    as fast, and a file that is cut while it is read gives an error and not the end of the process. Attributes: `path`,
+    `num_rows`, `num_bytes` (of the file) and `columns`.
     """
 
-    def __init__(
-        self, path: Path, num_rows: int, num_bytes: int, columns: dict[str, Array], places: Mapping[str, int]
-    ) -> None:
+    def __init__(self, path: Path, descriptor: int, columns: Columns, num_rows: int, layout: _Layout) -> None:
+        self._fd = descriptor
         self.path = path
         self.num_rows = num_rows
-        self.num_bytes = num_bytes
+        self.num_bytes = layout.num_bytes
         self.columns = columns
-        self._places = places
-        self._path_text = os.fspath(path)
+        self._places = layout.places
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
     @classmethod
-    def create(cls, path: Path, columns: Columns, num_rows: int, store_id: str) -> ArrowTable:
+    def create(cls, folder: Folder, name: str, columns: Columns, num_rows: int, store_id: str) -> ArrowTable:
         """Make the file, all zeros, with its space on the disk reserved, and open it.
 
         It gets its name when it is whole: no process ever sees a part of it.
@@ -94,152 +128,167 @@ class ArrowTable:
         Raises:
             OSError: the disk is full (nothing is left behind), or the folder cannot be written.
         """
-        file_size = table_bytes(columns, num_rows)
-        unfinished = path.with_name(path.name + ".tmp")
+        layout = _Layout.of(columns, num_rows, store_id)
+        unfinished = name + ".tmp"
         try:
-            with open(unfinished, "wb") as file:
-                # Without a reservation a full disk would show as SIGBUS when a row is written through the map.
-                os.posix_fallocate(file.fileno(), 0, file_size)
-                _write_stream(pa.PythonFile(_SkippingZeros(file), "w"), columns, num_rows, store_id, file_size)
-                file.flush()
-            os.rename(unfinished, path)
+            descriptor = folder.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            table = cls(folder.path / name, descriptor, columns, num_rows, layout)
+            # Without a reservation a full disk would show only when a row is written.
+            os.posix_fallocate(descriptor, 0, layout.num_bytes)
+            os.pwrite(descriptor, layout.head, 0)
+            os.pwrite(descriptor, layout.end, layout.num_bytes - len(layout.end))
+            folder.rename(unfinished, name)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            folder.unlink(unfinished)
             raise
-        return cls.open(path, columns, store_id)
+        return table
 
     @classmethod
-    def open(cls, path: Path, columns: Columns, store_id: str) -> ArrowTable:
-        """Map an existing file.
+    def open(cls, folder: Folder, name: str, columns: Columns, store_id: str) -> ArrowTable:
+        """Open an existing file.
 
         Raises:
-            StoreDamagedError: it is missing, cut short, of another store, or has other columns.
+            StoreDamagedError: it is missing, a link, cut short, of another store, or has other columns.
         """
+        path = folder.path / name
         try:
-            with open(path, "r+b") as file:
-                mapped = mmap.mmap(file.fileno(), 0)
-            content = pa.py_buffer(mapped)
-            _check_head(path, content, columns, store_id)
-            num_rows, places = _find_columns(content, columns)
-        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            descriptor = folder.open(name, os.O_RDWR)
+        except OSError as error:
+            raise StoreDamagedError(f"{path} cannot be opened as a table ({error}).") from error
+        size = os.fstat(descriptor).st_size
+        # The number of rows follows from the size, so that nothing in the file is believed before it is compared.
+        num_rows = _num_rows(columns, size)
+        layout = _Layout.of(columns, num_rows, store_id)
+        table = cls(path, descriptor, columns, num_rows, layout)
+        if size != layout.num_bytes or os.pread(descriptor, len(layout.head), 0) != layout.head:
             raise StoreDamagedError(
-                f"{path} cannot be opened as a table ({type(error).__name__}: {error})."
-            ) from error
-        views = {}
-        for name, column in columns.items():
-            view = np.frombuffer(mapped, column.dtype, num_rows * column.width, places[name])
-            views[name] = view if column.width == 1 else view.reshape(num_rows, column.width)
-        return cls(path, num_rows, len(mapped), views, places)
+                f"{path}, of {size} bytes, does not begin as the table of {num_rows} rows of the activation store "
+                f"{store_id} that would have that size. It was cut or changed, or belongs to another store."
+            )
+        return table
 
-    @contextmanager
-    def writing(self) -> Iterator[Callable[[str, int, Sequence[Array]], None]]:
-        """A function that writes `rows` of a column one behind the other, from row `start` on.
-
-        Through the file and not through the map, which sees it at once: neighbouring rows are one call, while
-        through the map each page is faulted in on its own.
-        """
-        file = os.open(self._path_text, os.O_WRONLY)
-
-        def write(column: str, start: int, rows: Sequence[Array]) -> None:
-            view = self.columns[column]
-            place = self._places[column] + start * view.strides[0]
-            for first in range(0, len(rows), _MAX_BUFFERS):
-                part: list[Any] = [np.ascontiguousarray(row) for row in rows[first : first + _MAX_BUFFERS]]
-                size = sum(row.nbytes for row in part)
-                if os.pwritev(file, part, place) != size:
-                    raise OSError(errno.EIO, "a row was written in part", self._path_text)
-                place += size
-
-        try:
-            yield write
-        finally:
-            os.close(file)
-
-    def check_size(self) -> None:
-        """Notice a vanished or cut file before its map is touched, which would end the process with SIGBUS.
+    def read(self, column: str, start: int, out: Array) -> None:
+        """Fill `out`, C-contiguous, from row `start` of a column on.
 
         Raises:
-            StoreDamagedError: the file is gone, or its size is not what it was when it was mapped.
+            StoreDamagedError: the file ends before.
         """
+        place = self._places[column] + start * self.columns[column].row_bytes
+        if out.nbytes and self._read(lambda: os.preadv(self._fd, [out.data], place)) != out.nbytes:
+            raise self._ends_early()
+
+    def read_rows(self, column: str, rows: Sequence[int]) -> bytearray:
+        """The bytes of single rows of a column, one behind the other; raises as `read`."""
+        place, size = self._places[column], self.columns[column].row_bytes
+        found = self._read(lambda: bytearray().join([os.pread(self._fd, size, place + row * size) for row in rows]))
+        if len(found) != size * len(rows):
+            raise self._ends_early()
+        return found
+
+    def _read(self, call: Callable[[], T]) -> T:
         try:
-            found = os.stat(self._path_text).st_size
-        except FileNotFoundError:
+            return call()
+        except OSError as error:
+            raise StoreDamagedError(f"{self.path} cannot be read ({error}).") from error
+
+    def _ends_early(self) -> StoreDamagedError:
+        return StoreDamagedError(
+            f"{self.path} ends before the row that is read. Something outside the run changed it."
+        )
+
+    def write(self, column: str, start: int, rows: Sequence[Array]) -> None:
+        """Write `rows` of a column one behind the other, from row `start` on."""
+        place = self._places[column] + start * self.columns[column].row_bytes
+        for first in range(0, len(rows), _MAX_BUFFERS):
+            part: list[Any] = [np.ascontiguousarray(row) for row in rows[first : first + _MAX_BUFFERS]]
+            place += self._write(part, place)
+
+    def write_at(self, column: str, row: int, content: bytes) -> None:
+        """Write the first bytes of one row of a column."""
+        self._write([content], self._places[column] + row * self.columns[column].row_bytes)
+
+    def _write(self, part: list[Any], place: int) -> int:
+        size = sum(memoryview(row).nbytes for row in part)
+        if os.pwritev(self._fd, part, place) != size:
+            raise OSError(errno.EIO, "a row was written in part", os.fspath(self.path))
+        return size
+
+    def check(self) -> None:
+        """Notice a vanished or cut file.
+
+        Raises:
+            StoreDamagedError: the file is gone, or its size is not what it was when it was opened.
+        """
+        status = os.fstat(self._fd)
+        if not status.st_nlink:
             raise StoreDamagedError(
                 f"{self.path} has vanished: expected a file of {self.num_bytes} bytes. Something outside the run "
                 "deleted it; keep the folder of the activation cache away from cleaning jobs."
-            ) from None
-        if found != self.num_bytes:
+            )
+        if status.st_size != self.num_bytes:
             raise StoreDamagedError(
-                f"{self.path} has {found} bytes: expected {self.num_bytes}. Something outside the run changed it."
+                f"{self.path} has {status.st_size} bytes: expected {self.num_bytes}. Something outside the run "
+                "changed it."
             )
 
 
-def _schema(columns: Columns, metadata: Mapping[bytes, bytes] | None = None) -> Any:
+def _column_bytes(column: Column, num_rows: int) -> int:
+    """Arrow fills a column up to a multiple of 8 bytes."""
+    return -(-num_rows * column.row_bytes // 8) * 8
+
+
+def _num_rows(columns: Columns, num_bytes: int) -> int:
+    """Rows of a table whose file has this size; any number if no table has."""
+    body = num_bytes - _Layout.of(columns, 0, "0" * 32).num_bytes
+    most = max(body, 0) // sum(column.row_bytes for column in columns.values())
+    # Each column is filled up by less than 8 bytes, so that the number is not far below.
+    for num_rows in range(most, max(most - 8 * len(columns), 0), -1):
+        if sum(_column_bytes(column, num_rows) for column in columns.values()) == body:
+            return num_rows
+    return most
+
+
+def _head(columns: Columns, num_rows: int, store_id: str, num_bytes: int, num_added: int) -> bytes:
+    """What Arrow writes before the columns, `num_added` blanks included."""
+    metadata = {
+        _ID_KEY: store_id.encode(),
+        _SIZE_KEY: str(num_bytes).zfill(_SIZE_DIGITS).encode(),
+        _PADDING_KEY: b" " * num_added,
+    }
     fields = [pa.field(name, column.arrow_type, nullable=False) for name, column in columns.items()]
-    return pa.schema(fields, metadata=metadata)
-
-
-def _write_stream(sink: Any, columns: Columns, num_rows: int, store_id: str, file_size: int) -> None:
-    metadata = {_ID_KEY: store_id.encode(), _SIZE_KEY: str(file_size).zfill(_SIZE_DIGITS).encode(), _PADDING_KEY: b""}
-    head = pa.BufferOutputStream()
-    _write_zeros(head, columns, 1, metadata)
-    _, places = _find_columns(head.getvalue(), columns)
-    # Arrow aligns to 8 bytes, so that the head grows by exactly this much.
-    metadata[_PADDING_KEY] = b" " * (-min(places.values()) % _ALIGNMENT)
-    _write_zeros(sink, columns, num_rows, metadata)
-
-
-def _write_zeros(sink: Any, columns: Columns, num_rows: int, metadata: Mapping[bytes, bytes]) -> None:
-    schema = _schema(columns, metadata)
+    schema = pa.schema(fields, metadata=metadata)
     batch = pa.RecordBatch.from_arrays([column.zeros(num_rows) for column in columns.values()], schema=schema)
-    with pa.ipc.new_stream(sink, schema) as writer:
+    sink = _Beginning()
+    with pa.ipc.new_stream(pa.PythonFile(sink, "w"), schema) as writer:
         writer.write_batch(batch)
+    body = sum(_column_bytes(column, num_rows) for column in columns.values())
+    return bytes(sink.content[: sink.size - body - len(_END)])
 
 
-class _SkippingZeros:
-    """A file that steps over large writes: they are the columns, zeros like the reserved space below them."""
+@lru_cache
+def _head_size(columns: tuple[tuple[str, Column], ...]) -> int:
+    """Bytes before the columns without any blanks; their number of rows changes nothing."""
+    return len(_head(dict(columns), 1, "0" * 32, 0, 0))
+
+
+class _Beginning:
+    """A file that keeps what comes before the first large write: that is a column of zeros."""
 
     closed = False
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.size = 0
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        if size > 65536:
-            self._file.seek(size, os.SEEK_CUR)
-        else:
-            self._file.write(data)
+        if self.size == len(self.content) and size <= 65536:
+            self.content += data
+        self.size += size
         return size
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self.size
 
     def flush(self) -> None:
-        self._file.flush()
-
-
-def _check_head(path: Path, content: Any, columns: Columns, store_id: str) -> None:
-    with pa.ipc.open_stream(content) as reader:
-        schema = reader.schema
-    metadata = schema.metadata or {}
-    found = metadata.get(_ID_KEY)
-    if found != store_id.encode():
-        raise StoreDamagedError(
-            f"{path} belongs to the activation store {(found or b'none').decode(errors='replace')}: expected "
-            f"{store_id}. Something outside the run put it there."
-        )
-    expected_size = int(metadata[_SIZE_KEY])
-    if content.size != expected_size:
-        raise StoreDamagedError(f"{path} has {content.size} bytes: expected {expected_size}. It was cut or changed.")
-    if not schema.equals(_schema(columns)):
-        raise StoreDamagedError(f"{path} has the columns {schema}: expected {_schema(columns)}.")
-
-
-def _find_columns(content: Any, columns: Columns) -> tuple[int, dict[str, int]]:
-    """Number of rows, and where in the file the numbers of each column begin; only the file's head is touched."""
-    with pa.ipc.open_stream(content) as reader:
-        batch = reader.read_next_batch()
-    # Arrow's buffers lie in the map itself: nothing was copied.
-    places = {name: batch.column(name).buffers()[-1].address - content.address for name in columns}
-    return batch.num_rows, places
+        pass

@@ -65,6 +65,7 @@ class AdaptingTrainer(CachingTrainer):
                 "freeze_interval to a number of steps or a share of the run."
             )
         self._train_loader = loader if isinstance(loader, PipelineLoader) else None
+        self._delete_leftovers()
         if layout.num_frozen_layers or not isinstance(self._policy, NoFreezing) or self._replayed_layouts is not None:
             self._begin_cache(loader, steps_per_epoch)
         if self._replayed_layouts is not None and self._cache_planner is None:

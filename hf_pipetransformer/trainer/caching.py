@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache
 from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
-from hf_pipetransformer.autocache.folder import StoreFolder, check_local, safe_max_bytes
+from hf_pipetransformer.autocache.folder import (
+    StoreFolder,
+    check_base,
+    default_base,
+    delete_leftovers,
+    open_root,
+    safe_max_bytes,
+    take_store,
+)
 from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.autocache.parts import SampleSource
 from hf_pipetransformer.autocache.planner import CachePlanner, measure_storage
@@ -67,6 +73,12 @@ class CachingTrainer(EvaluatingTrainer):
         self._said_evaluation_mode = False
 
     # ---- may there be a cache ----
+
+    def _delete_leftovers(self) -> None:
+        """Whatever kind of run this is, it deletes the stores that killed ones left."""
+        if self.topology.rank == 0:
+            with suppress(OSError, ValueError):
+                delete_leftovers(open_root(self._cache_base()))
 
     def _begin_cache(self, loader: Any, steps_per_epoch: int) -> None:
         """Look whether what frozen layers give may be stored, before anything is. A collective call."""
@@ -139,14 +151,17 @@ class CachingTrainer(EvaluatingTrainer):
         return InputReport(reasons[0]) if reasons else report
 
     def _refused_base(self) -> str | None:
-        """Why the folder cannot hold a store; one that was asked for is refused."""
-        try:
-            check_local(self._cache_base())
-        except ValueError as error:
-            if self.args.activation_cache_dir is not None or self.args.activation_cache == "on":
-                raise
-            return str(error)
-        return None
+        """Why the folder cannot hold a store; one that was asked for is refused. A collective call."""
+        reason = None
+        if self.topology.rank == 0:
+            try:
+                check_base(self._cache_base())
+            except (OSError, ValueError) as error:
+                reason = str(error)
+        reason = self.topology.broadcast(reason)
+        if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
+            raise ValueError(reason)
+        return reason
 
     def _storable(self, report: InputReport) -> InputReport:
         """The report, or why rows of such fields and activations cannot be stored."""
@@ -167,8 +182,7 @@ class CachingTrainer(EvaluatingTrainer):
         return autocast or self._start_up.probe.boundary_dtypes[-1]
 
     def _cache_base(self) -> Path:
-        shared = Path(tempfile.gettempdir()) / f"hf_pipetransformer_{os.getuid()}"
-        return Path(self.args.activation_cache_dir or shared)
+        return Path(self.args.activation_cache_dir or default_base())
 
     def _max_cache_bytes(self) -> float:
         asked = self.args.activation_cache_max_gb
@@ -217,13 +231,13 @@ class CachingTrainer(EvaluatingTrainer):
         rank, store, error = self.topology.rank, None, None
         try:
             store = self._own_store(loader, source) if rank == 0 else None
-        except (OSError, ValueError) as found:
+        except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
         path, error = self.topology.broadcast(["" if store is None else str(store.folder), error])
         try:
             if error is None and store is None:
                 store = ActivationStore.open(Path(path), rank)
-        except (OSError, StoreDamagedError) as found:
+        except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
         errors = [answer for answer in self.topology.gather(error) if answer is not None]
         if store is None or errors:
@@ -239,24 +253,16 @@ class CachingTrainer(EvaluatingTrainer):
         """The store that this rank makes for all, or one that an earlier run kept."""
         num_samples, num_writers = len(loader.dataset), self.topology.world_size
         row_format, key = _row_format_of(source, self._stored_dtype()), self._data_key(loader, source)
-        folder = StoreFolder(self._cache_base(), key or f"unnamed-{uuid.uuid4().hex}")
+        folder, store = take_store(
+            self._cache_base(),
+            key or f"unnamed-{uuid.uuid4().hex}",
+            num_samples,
+            row_format,
+            int(self._max_cache_bytes()),
+            num_writers,
+            row_length=0 if source.is_text else source.row_length,
+        )
         self._cache_folders.append(folder)
-        store = None
-        if folder.is_reusable(num_samples, row_format, num_writers):
-            try:
-                store = ActivationStore.open(folder.path, self.topology.rank)
-            except StoreDamagedError as error:
-                logger.warning(f"The activation cache of an earlier run is made anew: {error}")
-        if store is None:
-            folder.clear()
-            store = ActivationStore.create(
-                folder.path,
-                num_samples,
-                row_format,
-                int(self._max_cache_bytes()),
-                num_writers,
-                row_length=0 if source.is_text else source.row_length,
-            )
         if self.args.activation_cache_keep and key is not None:
             folder.keep()
         return store

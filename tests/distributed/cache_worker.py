@@ -12,8 +12,11 @@ import argparse
 import json
 import logging
 import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache import cache
+from hf_pipetransformer.autocache.folder import StoreFolder
 from tests.distributed.transition_observer import encoder_parts
 from tests.models import build_model, collate, make_rows
 
@@ -409,6 +413,48 @@ def little_room(scenario: Scenario) -> None:
     scenario.both(lambda: Setting({"activation_cache_max_gb": 60e-6}))
 
 
+# ---- folders that are not the run's own
+
+
+def cleaned_before_the_end(scenario: Scenario) -> None:
+    """As cleaners of temporary folders do."""
+
+    def make() -> Setting:
+        setting = Setting()
+
+        def clean(**_kwargs: Any) -> None:
+            if RANK == 0 and setting.options.get("activation_cache") != "off":
+                shutil.rmtree(scenario.cache_folder(setting))
+
+        setting.callbacks = [At(EPOCHS * STEPS_PER_EPOCH, clean)]
+        return setting
+
+    scenario.both(make)
+
+
+def the_default_folder_is_a_link(scenario: Scenario) -> None:
+    place, home = scenario.path / "tmp", scenario.path / "home"
+    for folder in (place, home):
+        folder.mkdir(parents=True, exist_ok=True)
+    (home / "thesis.txt").write_text("years of work")
+    with suppress(FileExistsError):
+        (place / f"hf_pipetransformer_{os.geteuid()}").symlink_to(home)
+    tempfile.tempdir = str(place)
+    try:
+        scenario.both(lambda: Setting({"activation_cache": "auto", "activation_cache_dir": None}))
+    finally:
+        tempfile.tempdir = None
+    scenario.runs["with"]["home"] = [path.name for path in home.iterdir()]
+
+
+def left_by_a_killed_run(scenario: Scenario) -> None:
+    """The next run deletes it, whether it freezes anything or not."""
+    setting = Setting(OFF | {"freeze_policy": "none", "freeze_at": ""})
+    if RANK == 0:
+        StoreFolder.take(scenario.cache_folder(setting), "left").release()
+    scenario.run("with", setting)
+
+
 # ---- when there is one
 
 
@@ -533,6 +579,9 @@ PAIRED = [
     shards_are_deleted,
     a_byte_is_flipped,
     little_room,
+    cleaned_before_the_end,
+    the_default_folder_is_a_link,
+    left_by_a_killed_run,
     frozen_by_the_user,
     frozen_by_the_user_and_cut_anew,
     one_epoch_left,

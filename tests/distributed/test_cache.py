@@ -328,6 +328,29 @@ def test_little_room(outcome: Outcome):
     assert_equal_runs(outcome)
 
 
+# ---- folders that are not the run's own
+
+
+def test_cleaned_before_the_end(outcome: Outcome):
+    """A training that is done is not lost because its cache is gone."""
+    assert_served(outcome)
+    assert_equal_runs(outcome)
+    assert outcome.of("with", "left") == []
+
+
+def test_the_default_folder_is_a_link(outcome: Outcome):
+    """Nothing is done behind it, and the run goes on without the cache."""
+    (event,) = outcome.cache_events("with", "off")
+    assert "follows no links" in event["reason"]
+    assert len(warnings_of(outcome, "with", "follows no links")) == 1
+    assert outcome.of("with", "home") == ["thesis.txt"]
+    assert_equal_runs(outcome)
+
+
+def test_left_by_a_killed_run(outcome: Outcome):
+    assert outcome.of("with", "left") == []
+
+
 # ---- when there is one
 
 

@@ -1,0 +1,180 @@
+"""Folders and files of this user alone, held by descriptors: nothing in them is reached through a link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_NOT_A_FOLDER = (errno.ELOOP, errno.ENOTDIR)
+_REMEDY = "Set activation_cache_dir to a folder of your own, or activation_cache to off."
+
+
+class Folder:
+    """A folder of this user, mode 0700. What is done in it goes through its descriptor and follows no link.
+
+    Attributes: `path`, for messages and for other processes.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._fd = descriptor
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str], create: bool = False) -> Folder:
+        """Open a folder by its path, or make it; the folders above are the caller's choice.
+
+        Raises:
+            ValueError: it is a link, belongs to another user, or others may write to it.
+            OSError: it is missing, or cannot be made.
+        """
+        whole = Path(os.path.abspath(path))
+        if create:
+            whole.parent.mkdir(parents=True, exist_ok=True)
+        return cls._opened(whole, os.fspath(whole), None, create)
+
+    @classmethod
+    def _opened(cls, path: Path, name: str, dir_fd: int | None, create: bool) -> Folder:
+        # With descriptors a path that is changed by somebody else in between leads nowhere.
+        if create:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=dir_fd)
+        folder = cls(path, _open_folder(path, name, dir_fd))
+        status = os.fstat(folder._fd)
+        if status.st_uid != os.geteuid():
+            raise ValueError(f"{path} belongs to user {status.st_uid}: expected {os.geteuid()}. {_REMEDY}")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(
+                f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):04o}): what lies in it "
+                f"cannot be trusted. Delete it. {_REMEDY}"
+            )
+        os.fchmod(folder._fd, 0o700)
+        return folder
+
+    @classmethod
+    def under(cls, base: str | os.PathLike[str], name: str, create: bool = False) -> Folder:
+        """The folder `name` in one that the user named for the cache, or that lies in the temporary folder.
+
+        That one may belong to root and be open to all if it is sticky, as `/tmp` is: then what this user makes in it
+        stays this user's. Links above it are followed if they are root's or this user's.
+
+        Raises:
+            ValueError: either is a link or another user's, or others may write to it.
+            OSError: either is missing, or cannot be made.
+        """
+        path = Path(os.path.abspath(base))
+        descriptor = _open_base(path, create)
+        try:
+            return cls._opened(path / name, name, descriptor, create)
+        finally:
+            os.close(descriptor)
+
+    def child(self, name: str, create: bool = False) -> Folder:
+        """A folder in this one, under the same rules as `at`."""
+        return self._opened(self.path / name, name, self._fd, create)
+
+    def names(self) -> list[str]:
+        """Of all that lies in the folder; none if it has been removed."""
+        with suppress(FileNotFoundError):
+            return sorted(os.listdir(self._fd))
+        return []
+
+    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """A descriptor of a regular file of this user; with O_CREAT it has mode 0600.
+
+        Raises:
+            OSError: it is missing, or it is a link, another kind of file or another user's.
+        """
+        # A pipe would keep the caller waiting.
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+        try:
+            _check_own(os.fstat(descriptor), self.path / name)
+            if flags & os.O_CREAT:
+                os.fchmod(descriptor, 0o600)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def size(self, name: str) -> int:
+        """Bytes of a regular file of this user; raises as `open`."""
+        status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        _check_own(status, self.path / name)
+        return status.st_size
+
+    def holds(self, name: str) -> bool:
+        """Whether there is such a regular file of this user."""
+        try:
+            return self.size(name) >= 0
+        except OSError:
+            return False
+
+    def read(self, name: str, limit: int = 1 << 20) -> bytes:
+        """What is in a file, at most `limit` bytes; raises as `open`."""
+        with os.fdopen(self.open(name), "rb") as file:
+            return file.read(limit)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make a file, or replace it at once; raises as `open`."""
+        unfinished = name + ".tmp"
+        with os.fdopen(self.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(content)
+        self.rename(unfinished, name)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file of this folder another name in it."""
+        os.rename(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def unlink(self, name: str) -> None:
+        """Delete a regular file of this user; anything else of that name stays."""
+        if self.holds(name):
+            os.unlink(name, dir_fd=self._fd)
+
+    def rmdir(self, name: str) -> None:
+        """Delete an empty folder in this one.
+
+        Raises:
+            OSError: it is not empty, or it is none.
+        """
+        os.rmdir(name, dir_fd=self._fd)
+
+
+def _open_folder(path: Path, name: str, dir_fd: int | None) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in _NOT_A_FOLDER:
+            raise
+        raise ValueError(f"{path} is a link or no folder: the activation cache follows no links. {_REMEDY}") from None
+
+
+def _open_base(path: Path, create: bool) -> int:
+    trusted = (0, os.geteuid())
+    for parent in path.parents:
+        if parent.is_symlink() and parent.lstat().st_uid not in trusted:
+            raise ValueError(f"{parent}, on the way to {path}, is another user's link. {_REMEDY}")
+    if create and not path.is_symlink():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+    descriptor = _open_folder(path, os.fspath(path), None)
+    status = os.fstat(descriptor)
+    if status.st_uid in trusted and (not status.st_mode & stat.S_IWOTH or status.st_mode & stat.S_ISVTX):
+        return descriptor
+    os.close(descriptor)
+    raise ValueError(
+        f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}: expected a folder "
+        f"of user {os.geteuid()} that others may not write to. {_REMEDY}"
+    )
+
+
+def _check_own(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, f"not a regular file of user {os.geteuid()}", os.fspath(path))

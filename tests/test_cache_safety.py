@@ -1,0 +1,525 @@
+"""Whatever happens to the files of the activation cache, and whoever else is on the machine: nothing wrong is served,
+no run dies of it, and nothing that is not a store's is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_pipetransformer.autocache import folder as folder_module
+from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache
+from hf_pipetransformer.autocache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
+from hf_pipetransformer.autocache.inputs import InputReport
+from hf_pipetransformer.autocache.parts import SampleSource
+from hf_pipetransformer.autocache.planner import measure_storage
+from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autocache.samples import PaddingRule
+from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.cli import main
+from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.prefix import detach_prefix
+
+
+NUM_SAMPLES = 12
+HIDDEN = 4
+LENGTHS = [1 + sample * 5 % 7 for sample in range(NUM_SAMPLES)]
+REPORT = InputReport(
+    None,
+    PaddingRule("multiple", 1),
+    {"input_ids": torch.int64, "attention_mask": torch.int64},
+    {"labels": (torch.int64, ())},
+)
+ROW_FORMAT = RowFormat(
+    HIDDEN, torch.float32, REPORT.token_fields, REPORT.sample_fields | {LENGTH_FIELD: (torch.int32, ())}
+)
+PLAIN = RowFormat(HIDDEN, torch.float32, {}, {})
+STRANGER = 65534
+CHANGES = [
+    *("flip", "top bits", "swap", "reverse", "copy", "zero", "noise"),
+    *("cut", "empty", "longer", "gone", "link", "other"),
+]
+
+
+# ---- files that are changed by somebody ----
+
+
+def read(samples: list[int]) -> dict[str, torch.Tensor]:
+    """The data set, collated: token ids tell sample and place."""
+    length = max(LENGTHS[sample] for sample in samples)
+    places = torch.arange(length)
+    mask = places < torch.tensor([LENGTHS[sample] for sample in samples])[:, None]
+    ids = (100 * torch.tensor(samples)[:, None] + places + 1) * mask
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.tensor(samples)}
+
+
+def activation_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`(batch, seq, hidden)`: what the frozen layers give, no two numbers alike."""
+    return inputs["input_ids"][:, :, None] + torch.arange(HIDDEN) / 8
+
+
+SOURCE = SampleSource(
+    read=read,
+    main_input="input_ids",
+    report=REPORT,
+    row_length=max(LENGTHS),
+    hidden_size=HIDDEN,
+    main_shape=(),
+    main_dtype=torch.int64,
+    pad_token_id=0,
+    keeps_padding=False,
+)
+
+
+def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder: None) -> int:
+    """Two epochs of a run that keeps its store, disturbed after the first; how many activations came from it.
+
+    Whatever it is served is compared: inputs, and activations to the bit.
+    """
+    folder, store = take_store(base, "key", NUM_SAMPLES, ROW_FORMAT, 10**7, 1)
+    folder.keep()
+    cache = ActivationCache(store, SOURCE)
+    cache.enter(["", f"{weights} 1", f"{weights} 2"])
+    hits, order = 0, [sample * 7 % NUM_SAMPLES for sample in range(NUM_SAMPLES)]
+    batches = [order[:5], order[5:], order[::-1][:5], order[::-1][5:]]
+    for number, samples in enumerate(batches):
+        if number == 2:
+            cache.prefetch(samples)
+            disturb(folder.path)
+        missing = cache.select(samples)
+        whole = cache.complete(samples, missing, read(missing) if missing else {}, lambda length: length)
+        inputs, prefix = detach_prefix(whole)
+        expected = read(samples)
+        assert all(torch.equal(inputs[name], values) for name, values in expected.items())
+        if prefix is None:
+            # Given up, with a warning: all was read.
+            assert store.dropped is not None
+            continue
+        found = prefix.levels > 0
+        activation = activation_of(expected).float() * expected["attention_mask"][:, :, None]
+        if prefix.hidden is not None:
+            assert torch.equal(prefix.hidden[found], activation[found])
+        hits += int(found.sum())
+        cache.keep(MicroBatch(inputs, 1.0, tuple(activation.shape), prefix), activation)
+    cache.close()
+    folder.release()
+    return hits
+
+
+def change_file(path: Path, chance: random.Random, other: Path) -> None:
+    """Do to a file what disks, programs and people do."""
+    content = bytearray(path.read_bytes())
+    # The words that are in use, and any word.
+    words = [i for i in range(0, len(content) - 7, 8) if any(content[i : i + 8])]
+    first, second = chance.choice(words), chance.choice(words)
+    kind = chance.choice(
+        [
+            "flip",
+            "top bits",
+            "swap",
+            "reverse",
+            "copy",
+            "zero",
+            "noise",
+            "cut",
+            "empty",
+            "longer",
+            "gone",
+            "link",
+            "other",
+        ]
+    )
+    if kind == "flip":
+        content[first + chance.randrange(8)] ^= 1 << chance.randrange(8)
+    elif kind == "top bits":
+        for place in (first, second):
+            content[place + 7] ^= 0x80
+    elif kind == "swap":
+        content[first : first + 8], content[second : second + 8] = (
+            content[second : second + 8],
+            content[first : first + 8],
+        )
+    elif kind == "reverse":
+        content[first : first + 64] = content[first : first + 64][::-1]
+    elif kind == "copy":
+        content[first : first + 64] = content[second : second + 64].ljust(len(content[first : first + 64]), b"\0")
+    elif kind in ("zero", "noise"):
+        size = chance.choice([8, 64, 4096])
+        part = content[first : first + size]
+        content[first : first + size] = bytes(len(part)) if kind == "zero" else chance.randbytes(len(part))
+    elif kind == "cut":
+        del content[chance.randrange(len(content)) :]
+    elif kind == "empty":
+        content.clear()
+    elif kind == "longer":
+        content += chance.randbytes(chance.choice([1, 64, 5000]))
+    if kind == "gone":
+        path.unlink()
+    elif kind == "link":
+        path.rename(other / path.name)
+        path.symlink_to(other / path.name)
+    elif kind == "other":
+        shutil.copy(other / "foreign" / path.name, path)
+    elif chance.random() < 0.5:
+        path.write_bytes(content)
+    else:
+        # Another file under the same name.
+        unfinished = path.with_name("written")
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+
+
+def mutate(place: Path, times: int) -> None:
+    """Change a file of a store, between two runs or in the middle of one: `run` looks at what comes of it."""
+    original = place / "original"
+    assert run(original, "old") == NUM_SAMPLES
+    stored = original / "_activation_cache" / "key"
+    foreign = place / "foreign" / "_activation_cache" / "key"
+    run(place / "foreign", "other")
+    files = sorted(path.name for path in stored.iterdir() if path.name not in ("lock", "keep"))
+    assert files == ["index.arrow", "shard-0-0.arrow", "store.json"]
+    hits = []
+    for number in range(times):
+        chance = random.Random(number)
+        case, other = place / f"case-{number}", place / f"other-{number}"
+        shutil.copytree(original, case)
+        shutil.copytree(foreign, other / "foreign")
+        name = chance.choice(files)
+
+        def disturb(folder: Path) -> None:
+            change_file(folder / name, chance, other)  # noqa: B023
+
+        if number % 2:
+            hits.append(run(case, "old", disturb))
+        else:
+            disturb(case / "_activation_cache" / "key")
+            hits.append(run(case, "old"))
+        # And nothing of it reaches a run with other weights.
+        run(case, "new")
+        shutil.rmtree(case)
+        shutil.rmtree(other)
+    assert max(hits) == 2 * NUM_SAMPLES and min(hits) < NUM_SAMPLES
+
+
+def test_changed_files_give_no_wrong_rows_and_end_no_run(tmp_path: Path) -> None:
+    mutate(tmp_path, 60)
+
+
+@pytest.mark.slow
+def test_five_hundred_changed_files_give_no_wrong_rows_and_end_no_run(tmp_path: Path) -> None:
+    mutate(tmp_path, 500)
+
+
+def test_rows_of_other_weights_are_no_hits_whatever_is_lost_beside_them(tmp_path: Path) -> None:
+    assert run(tmp_path, "first") == NUM_SAMPLES
+    for path in (tmp_path / "_activation_cache" / "key").iterdir():
+        if path.suffix not in (".json", ".arrow") and path.name not in ("lock", "keep"):
+            path.unlink()
+    assert run(tmp_path, "second") == NUM_SAMPLES
+    assert run(tmp_path, "second") == 2 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("change", ["swapped words", "reversed", "two top bits"])
+def test_a_hash_knows_places(tmp_path: Path, change: str) -> None:
+    store = ActivationStore.create(tmp_path, 1, PLAIN, 10**7, 1)
+    values = torch.arange(1, 1 + 6 * HIDDEN).reshape(1, 6, HIDDEN).float()
+    store.write(np.array([0]), 1, values, np.array([6]), {}, np.zeros(1, np.uint64))
+    shard = tmp_path / "shard-0-0.arrow"
+    content = bytearray(shard.read_bytes())
+    row = values.numpy().tobytes()
+    start = content.find(row)
+    changed = bytearray(row)
+    if change == "swapped words":
+        changed[:8], changed[40:48] = row[40:48], row[:8]
+    elif change == "reversed":
+        changed.reverse()
+    else:
+        changed[7] ^= 0x80
+        changed[47] ^= 0x80
+    content[start : start + len(row)] = changed
+    shard.write_bytes(content)
+    with pytest.raises(StoreDamagedError, match="another hash"):
+        store.read(np.array([0]), 6)
+
+
+# ---- folders that are somebody else's, or lead there ----
+
+
+def as_stranger(act: Callable[[], Any]) -> bool:
+    """Do something as another user; whether the system let him."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+            os.umask(0)
+            act()
+            status = 0
+        except PermissionError:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """All that lies in a folder: kinds, owners, modes, and what is in the files."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        text = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        found[str(path)] = (status.st_mode, status.st_uid, text)
+    return found
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a second user")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that all users may write to, as /tmp is."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """What a neighbour would like to see deleted: it looks like a store as far as he can make it."""
+    folder = tmp_path / "home"
+    (folder / "_activation_cache" / "key").mkdir(parents=True, mode=0o700)
+    for place in (folder, folder / "_activation_cache", folder / "_activation_cache" / "key"):
+        (place / "thesis.txt").write_text("years of work")
+        (place / "store.json").write_text("{}")
+    return folder
+
+
+def plant_nothing(base: Path, home: Path) -> None:
+    """The folder is his."""
+    (base / "_activation_cache").mkdir(parents=True)
+
+
+def plant_store(base: Path, home: Path) -> None:
+    """A whole store with rows of his own, labels forged."""
+    base.mkdir(0o755)
+    run(base, "weights")
+
+
+def plant_link_at_the_base(base: Path, home: Path) -> None:
+    base.symlink_to(home)
+
+
+def plant_link_below_the_base(base: Path, home: Path) -> None:
+    base.mkdir()
+    (base / "_activation_cache").symlink_to(home)
+
+
+def plant_link_above_the_base(base: Path, home: Path) -> None:
+    base.parent.symlink_to(home)
+
+
+def assert_refused(base: Path, home: Path, stranger: Path) -> None:
+    before = contents(home), contents(stranger)
+    for act in (check_base, lambda place: StoreFolder.take(place, "key"), open_root):
+        with pytest.raises(ValueError, match="activation_cache_dir"):
+            act(base)
+    with pytest.raises(ValueError, match="activation_cache_dir"):
+        measure_storage(base, PLAIN, 4)
+    for action in (["list"], ["verify"], ["prune", "--kept"]):
+        with pytest.raises(SystemExit, match="activation_cache_dir"):
+            main(["cache", *action, "--activation_cache_dir", str(base)])
+    assert (contents(home), contents(stranger)) == before
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "plant", [plant_nothing, plant_store, plant_link_at_the_base, plant_link_below_the_base, plant_link_above_the_base]
+)
+def test_what_a_neighbour_planted_is_refused(shared: Path, home: Path, plant: Callable[[Path, Path], None]) -> None:
+    base = shared / ("his" if plant is plant_link_above_the_base else "") / "hf_pipetransformer_0"
+    assert as_stranger(lambda: plant(base, home))
+    assert contents(shared)
+    assert_refused(base, home, shared)
+
+
+@needs_root
+@pytest.mark.parametrize("plant", [plant_nothing, plant_store, plant_link_below_the_base])
+def test_a_folder_that_everybody_may_write_to_is_refused(
+    shared: Path, home: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    base = shared / "hf_pipetransformer_0"
+    assert as_stranger(lambda: plant(base, home))
+    os.chown(base, 0, 0)
+    base.chmod(0o777)
+    assert_refused(base, home, shared)
+
+
+@needs_root
+def test_a_neighbour_can_neither_read_nor_write_a_store(shared: Path) -> None:
+    os.umask(os.umask(0))
+    base = shared / "hf_pipetransformer_0"
+    run(base, "weights")
+    store = base / "_activation_cache" / "key"
+    for path in (base, *base.rglob("*")):
+        assert not path.stat().st_mode & 0o077, path
+    before = contents(base)
+    for name in ("store.json", "index.arrow", "shard-0-0.arrow"):
+        assert not as_stranger(lambda: (store / name).read_bytes())  # noqa: B023
+    assert not as_stranger(lambda: (store / "planted").symlink_to("/"))
+    assert not as_stranger(lambda: (base / "_activation_cache" / "planted").mkdir())
+    assert not as_stranger(lambda: base.rename(shared / "stolen"))
+    assert contents(base) == before
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_modes_do_not_hang_on_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        run(tmp_path / "base", "weights")
+    finally:
+        os.umask(before)
+    made = list((tmp_path / "base").rglob("*"))
+    assert {path.name for path in made} >= {"lock", "keep", "store.json", "index.arrow", "shard-0-0.arrow"}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize("level", ["base", "base/_activation_cache"])
+def test_the_users_own_links_are_refused_and_stay(tmp_path: Path, home: Path, level: str) -> None:
+    link = tmp_path / level
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(home)
+    assert_refused(tmp_path / "base", home, tmp_path)
+    assert link.is_symlink()
+
+
+def test_nothing_that_is_not_a_stores_is_deleted(tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Links and files of the user beside stores and in them."""
+    run(tmp_path, "weights")
+    root = tmp_path / "_activation_cache"
+    (root / "link").symlink_to(home)
+    (root / "notes").mkdir()
+    (root / "notes" / "store.json").write_text("mine")
+    (root / "notes" / "lock").write_text("mine")
+    (root / "key" / "keep").unlink()
+    (root / "key" / "shard-7-0.arrow").symlink_to(home / "thesis.txt")
+    (root / "key" / "dropped").symlink_to(home)
+    (root / "key" / "mine.txt").write_text("mine")
+    before = contents(home), contents(root / "notes")
+    with caplog.at_level(logging.WARNING):
+        StoreFolder.take(tmp_path, "another").remove()
+    assert "not of an activation store" in caplog.text
+    assert (contents(home), contents(root / "notes")) == before
+    left = {path.name for path in (root / "key").iterdir()}
+    assert left == {"lock", "shard-7-0.arrow", "dropped", "mine.txt"}
+    assert (root / "link").is_symlink() and (root / "key" / "dropped").is_symlink()
+    # Its name is not taken for a store either.
+    taken = StoreFolder.take(tmp_path, "notes")
+    assert taken.path.name == "notes-2"
+    taken.remove()
+    assert contents(root / "notes") == before[1]
+
+
+# ---- what dead runs left, and folders that vanish ----
+
+
+def left_behind(base: Path, key: str) -> Path:
+    """A store as a killed run leaves it."""
+    folder = StoreFolder.take(base, key)
+    ActivationStore.create(folder.folder, 4, PLAIN, 10**7, 1)
+    folder.folder.write("shard-0-3.arrow.tmp", b"half")
+    folder.release()
+    return folder.path
+
+
+def test_the_measuring_of_a_killed_run_is_deleted_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        # A kill does not come to the end.
+        patch.setattr(StoreFolder, "remove", StoreFolder.release)
+        measure_storage(tmp_path, PLAIN, 4)
+    (left,) = [path for path in (tmp_path / "_activation_cache").iterdir() if path.is_dir()]
+    assert left.name.startswith("measured-")
+    kept = left_behind(tmp_path, "kept")
+    (kept / "keep").touch()
+    delete_leftovers(open_root(tmp_path))
+    assert not left.exists() and kept.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["_activation_cache"]
+
+
+@pytest.mark.parametrize("what", ["store", "all stores", "base"])
+def test_a_folder_that_a_cleaner_removed_is_no_error_at_the_end(tmp_path: Path, what: str) -> None:
+    base = tmp_path / "base"
+    folder = StoreFolder.take(base, "key")
+    store = ActivationStore.create(folder.folder, NUM_SAMPLES, ROW_FORMAT, 10**7, 1)
+    cache = ActivationCache(store, SOURCE)
+    shutil.rmtree({"store": folder.path, "all stores": folder.path.parent, "base": base}[what])
+    cache.enter(["", "key"])
+    assert store.bytes_stored > 0 and not folder.is_kept
+    assert cache.select([0, 1]) == [0, 1]
+    cache.close()
+    folder.remove()
+
+
+def test_a_lock_that_a_stopped_process_holds_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StoreFolder.take(tmp_path, "key")
+    monkeypatch.setattr(folder_module, "_LOCK_SECONDS", 0.1)
+    with folder_module._locked(open_root(tmp_path)):
+        with pytest.raises(OSError, match="activation_cache_dir"):
+            StoreFolder.take(tmp_path, "other")
+        folder.remove()
+    delete_leftovers(open_root(tmp_path))
+    assert not folder.path.exists()
+
+
+# ---- the command line ----
+
+
+def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def call(*words: str) -> list[str]:
+        main(["cache", *words, "--activation_cache_dir", str(tmp_path)])
+        return capsys.readouterr().out.splitlines()
+
+    assert call("list") == [f"No activation store under {tmp_path}."]
+    run(tmp_path, "weights")
+    held = StoreFolder.take(tmp_path, "held")
+    ActivationStore.create(held.folder, 4, PLAIN, 10**7, 1)
+    left = left_behind(tmp_path, "left")
+    lines = [line.split("  ") for line in call("list")]
+    assert [(line[0], line[1], line[3]) for line in lines] == [
+        ("held", "in use", "0 of 4 samples stored"),
+        ("key", "kept", f"{NUM_SAMPLES} of {NUM_SAMPLES} samples stored"),
+        ("left", "left behind", "0 of 4 samples stored"),
+    ]
+    assert [line.split("  ")[-1] for line in call("verify")] == ["sound"] * 3
+    assert [line.split("  ")[0] for line in call("prune")] == ["left"]
+    assert not left.exists() and held.path.exists()
+    shard = tmp_path / "_activation_cache" / "key" / "shard-0-0.arrow"
+    content = bytearray(shard.read_bytes())
+    start = content.find(activation_of(read([0])).float().numpy().tobytes())
+    content[start] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        call("verify")
+    assert ended.value.code == 1
+    assert f"damaged: 1 of {NUM_SAMPLES} samples. The row of sample 0 is not what was" in capsys.readouterr().out
+    assert call("prune") == [f"No activation store under {tmp_path} to delete."]
+    assert [line.split("  ")[0] for line in call("prune", "--kept")] == ["key"]
+    held.remove()
+    assert call("list") == [f"No activation store under {tmp_path}."]
