@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,15 +13,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
+
+from tests.doubles.replay import ReplayError, check_notes
 
 
 __all__ = ["LaunchError", "LaunchResult", "accelerate_launch", "free_port", "launch", "launch_nodes"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BOOTSTRAP = REPOSITORY / "tests" / "doubles" / "bootstrap.py"
+NOTES = "STRICT_NCCL_NOTES"
 
 # Short enough to be precise about when a rank ended, long enough to cost no processor time.
 POLL_SECONDS = 0.05
@@ -70,6 +75,7 @@ def launch(
     check: bool = True,
     grace: float = 5,
     signal_on: tuple[str, signal.Signals] | None = None,
+    strict_nccl: bool = False,
 ) -> LaunchResult:
     """Run `script` on `num_processes` ranks, as torchrun would, without its agent.
 
@@ -82,12 +88,19 @@ def launch(
         check: raise `LaunchError` unless every rank returned 0.
         grace: seconds the other ranks have to end by themselves once one rank has failed.
         signal_on: once every rank has printed the text, send the signal to every rank, as a terminal does on Ctrl-C.
+        strict_nccl: run under the double of NCCL: the launch fails, too, if the ranks would hang or get something else
+            on devices. More than one process only.
     """
-    result = _run_ranks(script, args, num_processes, timeout, env, grace, signal_on)
-    if result.returncode and _PORT_TAKEN.search(result.output):
-        # Another process took the free port between its choice and its use.
-        result = _run_ranks(script, args, num_processes, timeout, env, grace, signal_on)
-    return _judged(result, f"{Path(script).name} on {num_processes} processes", timeout, grace, check)
+    what = f"{Path(script).name} on {num_processes} processes"
+    with tempfile.TemporaryDirectory(prefix="notes-") as notes:
+        under = Path(notes) if strict_nccl and num_processes > 1 else None
+        result = _run_ranks(script, args, num_processes, timeout, env, grace, signal_on, under)
+        if result.returncode and _PORT_TAKEN.search(result.output):
+            # Another process took the free port between its choice and its use.
+            result = _run_ranks(script, args, num_processes, timeout, env, grace, signal_on, under)
+        if under is not None:
+            result = _with_notes(result, under, what)
+    return _judged(result, what, timeout, grace, check)
 
 
 def accelerate_launch(
@@ -173,9 +186,13 @@ def _run_ranks(
     env: Mapping[str, str | None] | None,
     grace: float,
     signal_on: tuple[str, signal.Signals] | None,
+    notes: Path | None,
 ) -> LaunchResult:
     port = free_port()
-    command = [sys.executable, "-u", str(script), *map(str, args)]
+    command = [sys.executable, "-u", *([] if notes is None else [str(BOOTSTRAP)]), str(script), *map(str, args)]
+    if notes is not None:
+        shutil.rmtree(notes, ignore_errors=True)
+        env = {**(env or {}), NOTES: str(notes)}
     environments = [_environment(env, rank, num_processes, port) for rank in range(num_processes)]
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         logs = [Path(folder, f"rank{rank}.txt") for rank in range(num_processes)]
@@ -213,6 +230,18 @@ def _run_ranks(
         timed_out=timed_out,
         signalled=signalled,
     )
+
+
+def _with_notes(result: LaunchResult, notes: Path, what: str) -> LaunchResult:
+    """Raise if the notes of a launch that ended well break a rule of NCCL; one that failed gets what they say."""
+    try:
+        check_notes(notes)
+    except ReplayError as error:
+        text = f"{result.output}\n===== under the rules of NCCL =====\n{error}"
+        if not result.returncode:
+            raise LaunchError(f"{what} would fail on devices.\n{text}") from error
+        return replace(result, output=text)
+    return result
 
 
 @contextlib.contextmanager
