@@ -98,6 +98,8 @@ class Topology:
         self.control: Any = None
         if self.is_distributed:
             self.control = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
+            # Transfers between any two ranks go over the world's communicator, which only all ranks together make.
+            self._warm_up(None, "all ranks")
         self._groups: dict[int, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
 
