@@ -138,3 +138,10 @@ def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
     found = outcome(first, second)
     assert "rank 0 waits at operation 3, all_reduce of 5 float32" in found
     assert "the last that rank 1 issued there: operation 2, batch send to rank 0" in found
+
+
+def test_collectives_of_two_groups_come_in_one_order() -> None:
+    first, second = (Rank(rank).group("a").group("b").reduce("a").reduce("b") for rank in (0, 1))
+    first.reduce("a", waits=False).reduce("b", waits=False).wait(2).wait(3)
+    second.reduce("b", waits=False).reduce("a", waits=False).wait(2).wait(3)
+    assert "Collectives in another order" in outcome(first, second)

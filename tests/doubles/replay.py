@@ -8,6 +8,7 @@ The rules for a device group, stricter than NCCL where it depends on the version
 - Operations of one communicator run in the order in which a rank issued them; one that waits for another rank occupies
   the stream. The transfers of one batch run together. There are no tags.
 - A host that waits for an operation is blocked until it is done.
+- Two ranks issue the collectives of all groups that both are in, in one order: devices may not run two at a time.
 
 Control groups are gloo's: operations run together, collectives match by their order, transfers by the order of each
 pair and direction.
@@ -122,7 +123,20 @@ class Replay:
         undone = [operation for operation in self.operations.values() if not operation.is_done]
         if blocked or undone:
             raise ReplayError("\n".join(self._complaint(blocked, undone)))
+        self._check_order_between_groups()
         return len(self.operations)
+
+    def _check_order_between_groups(self) -> None:
+        orders: dict[tuple[int, int], dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+        for operation in self.operations.values():
+            if operation.is_device and operation.is_collective:
+                for other in operation.members:
+                    pair = (min(operation.rank, other), max(operation.rank, other))
+                    orders[pair][operation.rank].append(operation)
+        for (first, second), found in orders.items():
+            for mine, theirs in zip(found[first], found[second], strict=True):
+                if mine.note["on"] != theirs.note["on"]:
+                    raise ReplayError(f"Collectives in another order.\n{self._who(mine)}\n{self._who(theirs)}")
 
     def _advance(self, program: tuple[int, int]) -> bool:
         lines, start = self.programs[program], self.position[program]
