@@ -1,0 +1,104 @@
+"""What the package uses of other libraries that they do not promise: private names, and methods that it overrides.
+
+After a new release of one of them `pytest tests/test_private_names.py` says what has changed. Look at each use, then
+write here what the new release has.
+"""
+
+from __future__ import annotations
+
+
+# Private functions and classes: where they are, and the names of their parameters.
+CALLED = {
+    "numpy:_core.multiarray._reconstruct": None,
+    "torch:_foreach_norm": None,  # A builtin, which tells no parameters.
+    "torch.distributed.distributed_c10d:_get_default_store": "",
+    "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout, group",
+    "torch.distributed.distributed_c10d:_world": None,
+    "torch.nn.modules.batchnorm:_BatchNorm": None,  # Instances are asked for.
+    "torch.nn.modules.dropout:_DropoutNd": None,
+    "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
+    "transformers:Trainer._get_output_dir": "self, trial",
+    "transformers:Trainer._prepare_inputs": "self, inputs",
+    "transformers:Trainer._remove_unused_columns": "self, dataset, description",
+}
+
+# Private attributes of objects: where the library sets them.
+ATTRIBUTES = {
+    "datasets.arrow_dataset:_fingerprint": "Dataset",
+    "torch.amp.grad_scaler:_per_optimizer_states": "GradScaler",
+    "torch.nn.modules.module:_buffers": "Module",
+    "transformers.configuration_utils:_attn_implementation": "PreTrainedConfig",
+    "transformers.trainer:_eval_dataloaders": "Trainer",
+    "transformers.trainer:_globalstep_last_logged": "Trainer",
+    "transformers.trainer:_loss_shifts_labels": "Trainer",
+    "transformers.trainer:_total_loss_scalar": "Trainer",
+    "transformers.trainer:_tr_loss": "Trainer",
+    "transformers.trainer:_train_batch_size": "Trainer",
+}
+
+# Attributes of tensors, which no source text of Python shows.
+OF_TENSORS = ("_version",)
+
+# Names of transformers that are replaced for a while, with their parameters.
+PATCHED = {
+    "transformers.trainer:skip_first_batches": "dataloader, num_batches",
+    "accelerate:Accelerator.gather": "self, tensor",
+}
+
+# Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters.
+OVERRIDDEN = {
+    "CallbackHandler.__init__": "self, callbacks, model, processing_class, optimizer, lr_scheduler",
+    "CallbackHandler.call_event": "self, event, args, state, control, kwargs",
+    "Trainer.__init__": (
+        "self, model, args, data_collator, train_dataset, eval_dataset, processing_class, "
+        "model_init, compute_loss_func, compute_metrics, callbacks, optimizers, "
+        "optimizer_cls_and_kwargs, preprocess_logits_for_metrics"
+    ),
+    "Trainer._clip_grad_norm": "self, model",
+    "Trainer._finalize_training": "self, trial, num_train_samples, start_time",
+    "Trainer._get_dataloader": "self, dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
+    "Trainer._get_grad_norm": "self, model, grad_norm",
+    "Trainer._get_num_items_in_batch": "self, batch_samples, device",
+    "Trainer._init_training_state": (
+        "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
+    ),
+    "Trainer._inner_training_loop": "self, batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval",
+    "Trainer._load_best_model": "self",
+    "Trainer._load_from_checkpoint": "self, resume_from_checkpoint, model",
+    "Trainer._load_optimizer_and_scheduler": "self, checkpoint",
+    "Trainer._load_rng_state": "self, checkpoint",
+    "Trainer._load_scaler": "self, checkpoint",
+    "Trainer._maybe_log_save_evaluate": (
+        "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate"
+    ),
+    "Trainer._prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
+    "Trainer._run_epoch": (
+        "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
+        "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
+        "steps_trained_in_current_epoch"
+    ),
+    "Trainer._save_checkpoint": "self, model, trial",
+    "Trainer._save_optimizer_and_scheduler": "self, output_dir",
+    "Trainer._save_rng_state": "self, output_dir",
+    "Trainer._save_scaler": "self, output_dir",
+    "Trainer._track_num_input_tokens": "self, inputs",
+    "Trainer._wrap_model": "self, model, training, dataloader",
+    "Trainer.end": "self",
+    "Trainer.evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
+    "Trainer.evaluation_loop": ("self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"),
+    "Trainer.floating_point_ops": "self, inputs",
+    "Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",
+    "Trainer.get_total_train_batch_size": "self, args",
+    "Trainer.get_tp_size": "self",
+    "Trainer.hyperparameter_search": (
+        "self, hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs"
+    ),
+    "Trainer.log": "self, logs, start_time",
+    "Trainer.predict": "self, test_dataset, ignore_keys, metric_key_prefix",
+    "Trainer.prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
+    "Trainer.save_model": "self, output_dir, _internal_call",
+    "Trainer.set_initial_training_values": "self, args, dataloader",
+    "Trainer.train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
+    "Trainer.training_step": "self, model, inputs, num_items_in_batch",
+    "TrainingArguments.place_model_on_device": None,  # A property.
+}
