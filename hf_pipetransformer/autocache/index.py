@@ -15,6 +15,8 @@ _COLUMN = "entry"
 _LEVEL_BYTES = 8
 _HASH_BYTES = 8
 _NUM_TRIES = 10
+_MAX_BYTES = 1 << 28
+"""Of one read; systems give 2 GB at most."""
 
 
 def index_columns(row_format: RowFormat) -> Columns:
@@ -85,7 +87,9 @@ class Index:
         if len(samples) * 8 < num_rows:
             return np.frombuffer(self.table.read_rows(_COLUMN, samples.tolist()), self.dtype)
         whole = np.empty(num_rows, self.dtype)
-        self.table.read(_COLUMN, 0, whole)
+        part = _MAX_BYTES // self.dtype.itemsize + 1
+        for first in range(0, num_rows, part):
+            self.table.read(_COLUMN, first, whole[first : first + part])
         return whole[samples]
 
     def _hashes(self, entries: Array, samples: Array) -> Array:
