@@ -36,6 +36,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ["train", folder, "--num_stages", str(num_stages)],
         num_processes=num_stages * num_replicas,
         timeout=150,
+        strict_nccl=True,
     )
     launch(WORKER, ["load", folder], timeout=100)
     return folder
