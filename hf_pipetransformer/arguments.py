@@ -71,7 +71,8 @@ class PipeTransformerArguments(TrainingArguments):
         pipeline_parallel_num_microbatches (`str` or `int`, *optional*, defaults to `"auto"`): M.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`): order of the micro-batches.
         pipeline_checkpoint (`str`, *optional*, defaults to `"never"`): activation recomputation.
-        pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other.
+        pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other in a
+            step; between steps `ddp_timeout`.
 
     Parameters that control freezing (PipeTransformer section 3.1):
         freeze_policy (`str`, *optional*, defaults to `"gradient_norm"`): who decides how many layers are frozen.
@@ -126,7 +127,12 @@ class PipeTransformerArguments(TrainingArguments):
         },
     )
     pipeline_timeout: float = field(
-        default=300.0, metadata={"help": "Seconds that any rank may wait for another before the run ends in an error."}
+        default=300.0,
+        metadata={
+            "help": "Seconds that any rank may wait for another in a training step before the run ends in an error. "
+            "Between steps (saving, evaluating, logging, preparing), and with torch_compile in steps too, it is "
+            "ddp_timeout if that is longer."
+        },
     )
     freeze_policy: str = field(
         default="gradient_norm",
@@ -236,6 +242,7 @@ class PipeTransformerArguments(TrainingArguments):
             )
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
+        self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
         self._check_freezing()
         super().__post_init__()
         if self.activation_checkpointing and self.pipeline_parallel_size != "1":

@@ -20,8 +20,22 @@ class PeerLostError(PipelineError):
     """Another rank did not answer: it died, or it is doing something else."""
 
 
+_present_limit: float | None = None
+
+
+def set_present_limit(seconds: float) -> None:
+    """How long waits for other ranks may take from now on: little in a step, more between steps."""
+    global _present_limit
+    _present_limit = seconds
+
+
+def present_limit() -> float | None:
+    """Seconds that a wait for another rank may take now; None if nobody has said so yet."""
+    return _present_limit
+
+
 def wait_for(work: Any, seconds: float | None, what: str) -> None:
-    """Wait for a `torch.distributed` work handle, at most `seconds`.
+    """Wait for a `torch.distributed` work handle, at most `present_limit()`, or `seconds` where there is none.
 
     None leaves the limit to the process group: on GPUs a wait with a limit would block the host until the device is
     done, one without only orders the streams.
@@ -29,6 +43,7 @@ def wait_for(work: Any, seconds: float | None, what: str) -> None:
     Raises:
         PeerLostError: the transfer failed or took longer; `what` says what was awaited and from whom.
     """
+    seconds = seconds if seconds is None or _present_limit is None else _present_limit
     guarded(work.wait if seconds is None else lambda: work.wait(timedelta(seconds=seconds)), what)
 
 

@@ -173,7 +173,7 @@ class StartUp:
         if wanted > size:
             pilot = measure(inputs, size, num_repeats=1)
             device = self._probe_device()
-            free = _free_bytes(device, self.topology.local_world_size)
+            free = _free_bytes(device, self.topology.num_ranks_here)
             wanted = max(size, affordable_samples(wanted, pilot, len(units_run_alone(structure)), free))
         batch = {key: _moved(value, self._probe_device()) for key, value in self.read(wanted).items()}
         return measure(batch, batch_size(batch)), batch_size(batch)
@@ -307,7 +307,7 @@ class StartUp:
 
     def _smallest_device_bytes(self) -> float:
         """Memory of the smallest device of the run: every rank plans with it. A collective call."""
-        return min(self.topology.gather(_device_bytes(self.device, self.topology.local_world_size)))
+        return min(self.topology.gather(_device_bytes(self.device, self.topology.num_ranks_here)))
 
     def _plan(self, num_stages: int, samples_per_device: int, num_frozen: int) -> Layout:
         structure = self.probe.structure
@@ -388,14 +388,14 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _free_bytes(device: torch.device, local_world_size: int) -> float:
+def _free_bytes(device: torch.device, num_ranks_here: int) -> float:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free)
-    return float(psutil.virtual_memory().available) / local_world_size
+    return float(psutil.virtual_memory().available) / num_ranks_here
 
 
-def _device_bytes(device: torch.device, local_world_size: int) -> float:
+def _device_bytes(device: torch.device, num_ranks_here: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(psutil.virtual_memory().total) / local_world_size
+    return float(psutil.virtual_memory().total) / num_ranks_here

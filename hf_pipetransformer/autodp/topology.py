@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import math
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.errors import guarded, set_present_limit
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.transfers import complete, receiving, sending
 
@@ -82,19 +85,15 @@ class Topology:
     devices of a node never spans nodes.
 
     Args:
-        timeout: seconds that any rank may wait for another.
-        local_world_size: ranks on this node.
+        timeout: seconds that any rank may wait for another, whatever it does.
+        local_world_size: ranks on this node as the launcher said; None if it did not.
     """
 
-    def __init__(self, timeout: float, local_world_size: int) -> None:
+    def __init__(self, timeout: float, local_world_size: int | None) -> None:
         self.timeout = timeout
-        self.local_world_size = local_world_size
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.world_size = dist.get_world_size() if self.is_distributed else 1
-        if self.is_distributed:
-            # Trainer's own collectives run in the world group; they must not outwait the pipeline's.
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
         self.control: Any = None
         if self.is_distributed:
             self.control = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
@@ -102,6 +101,30 @@ class Topology:
             self._warm_up(None, "all ranks")
         self._groups: dict[int, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
+        self.limit_waits(timeout)
+        hosts = self.gather([host_name(), local_world_size])
+        self.local_world_size = ranks_in_a_row([host for host, _ in hosts], [size for _, size in hosts])
+        self._are_scattered = len(list(groupby(host for host, _ in hosts))) > len({host for host, _ in hosts})
+        self.num_ranks_here = local_world_size or [host for host, _ in hosts].count(host_name())
+
+    def limit_waits(self, seconds: float) -> None:
+        """From now on no wait of this rank for another may take longer, Trainer's own in the world group included.
+
+        On GPUs the groups' watchdog holds this limit for what is posted from now on, on CPU tensors the waits do.
+        """
+        set_present_limit(seconds)
+        for group in self._all_groups():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def _all_groups(self) -> list[Any]:
+        """The world's and those made here that this rank is in, each once."""
+        found = [dist.group.WORLD, self.control] if self.is_distributed else []
+        for groups in self._groups.values():
+            found += [*groups.pair_groups.values(), groups.replica_group, groups.pipeline_group]
+            found += [groups.pipeline_control, groups.replica_control]
+        for pair in self._shared_groups.values():
+            found += pair
+        return list({id(group): group for group in found if group is not None}.values())
 
     def check_num_stages(self, num_stages: int) -> None:
         """Refuse a pipeline length that leaves ranks idle or spans nodes.
@@ -111,10 +134,16 @@ class Topology:
         """
         if num_stages < 1 or self.local_world_size % num_stages or self.world_size % num_stages:
             valid = [k for k in range(1, self.local_world_size + 1) if self.local_world_size % k == 0]
+            scattered = ""
+            if self._are_scattered:
+                scattered = (
+                    "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun "
+                    "--map-by slot, srun --distribution=block). "
+                )
             raise ValueError(
                 f"pipeline_parallel_size={num_stages} does not divide the {self.local_world_size} processes of this "
                 f"node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "
-                f"Choose one of {valid}, or start another number of processes: "
+                f"{scattered}Choose one of {valid}, or start another number of processes: "
                 "`accelerate launch --multi_gpu --num_processes N script.py` "
                 "(on CPU add `--use_cpu true` after the script's name)."
             )
@@ -156,10 +185,10 @@ class Topology:
             what = "comparing a value over all ranks"
             guarded(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control), what)
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "waiting for all ranks at a barrier") -> None:
         """Wait for all ranks."""
         if self.is_distributed:
-            guarded(lambda: dist.barrier(group=self.control), "waiting for all ranks at a barrier")
+            guarded(lambda: dist.barrier(group=self.control), what)
 
     def measure(self, message_bytes: int) -> tuple[float, float]:
         """How fast the ranks talk: seconds of one message between neighbours, and of an all-reduce by byte over two.
@@ -294,10 +323,31 @@ LINK_ORDER = ((0, "forward"), (0, "backward"), (1, "forward"), (1, "backward"))
 """In which order links are made and rehearsed: those above even stages, then those above odd ones."""
 
 
-_TOPOLOGIES: dict[tuple[Any, float, int], Topology] = {}
+def host_name() -> str:
+    """The name of this machine, and what tells it from another of the same name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}"
 
 
-def get_topology(timeout: float, local_world_size: int) -> Topology:
+def ranks_in_a_row(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> int:
+    """The largest length of which every multiple begins and ends on one node: what a K must divide.
+
+    Args:
+        hosts: name of each rank's machine.
+        local_sizes: ranks on each rank's node as the launcher said; None where it did not.
+    """
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    return math.gcd(*runs, *(size for size in local_sizes if size))
+
+
+_TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}
+
+
+def get_topology(timeout: float, local_world_size: int | None) -> Topology:
     """The topology of this process: groups cost threads and sockets, so several trainers share them."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     key = (world, timeout, local_world_size)

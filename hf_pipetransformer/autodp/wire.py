@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.errors import guarded, wait_for
+from hf_pipetransformer.errors import guarded, present_limit, wait_for
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.transfers import post, receiving, sending
 
@@ -51,4 +51,4 @@ def take(source: int, group: Any, what: str) -> Any:
 
 def _receive(tensor: torch.Tensor, source: int, group: Any, what: str) -> None:
     for work in guarded(lambda: post([receiving(tensor, source, group)]), what):
-        wait_for(work, None, what)
+        wait_for(work, present_limit(), what)

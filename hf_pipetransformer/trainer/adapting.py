@@ -152,6 +152,8 @@ class AdaptingTrainer(CachingTrainer):
             return
         change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
         if change is not None:
+            if change.moves:
+                self._rest()
             self._apply(change)
         self._settings.meter.begin_step()
 
@@ -174,15 +176,24 @@ class AdaptingTrainer(CachingTrainer):
             torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * times)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        self._rest()
         try:
             super()._run_epoch(**kwargs)
         finally:
             self._epoch_iterator = None  # Closes the loader's generator, and with it the workers.
+        self._rest()
         self._report_cache()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._adaptation is not None:
             self._adaptation.end_step()
+        control = self.control
+        logs = control.should_log and self.state.global_step > self._globalstep_last_logged
+        if logs:
+            # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
+            self._is_resting = True
+        elif control.should_evaluate or control.should_save:
+            self._rest()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _apply(self, change: Change) -> None:

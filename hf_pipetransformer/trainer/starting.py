@@ -67,7 +67,10 @@ class StartingTrainer(Trainer):
             logger.warning(text)
         super().__init__(model, args, *positional, **named)
         self._has_users_optimizer = self.optimizer is not None
-        self.topology = get_topology(args.pipeline_timeout, int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size))
+        local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+        self._patience = max(args.pipeline_timeout, args.ddp_timeout)
+        self._is_resting = True
+        self.topology = get_topology(self._patience, int(local_world_size) if local_world_size else None)
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
         check_agreement(self.topology, "training arguments", _comparable(args))
@@ -246,10 +249,28 @@ class StartingTrainer(Trainer):
             return None
         return torch.tensor(float(sum(self._count_items(batch) for batch in batch_samples)), device=device)
 
+    # ---- patience ----
+
+    def _rest(self) -> None:
+        """Something long may follow on any rank: saving, evaluating, a callback, compiling. All ranks come by."""
+        self._is_resting = True
+        self.topology.limit_waits(self._patience)
+
+    def _enter_step(self) -> None:
+        """From here on the ranks wait `pipeline_timeout` for each other; after a rest they first gather here."""
+        if self._is_resting:
+            self.topology.barrier("waiting for all ranks to begin a step")
+            self._is_resting = False
+            # Any step may compile: a batch of another shape is enough.
+            self.topology.limit_waits(self._patience if self.args.torch_compile else self.args.pipeline_timeout)
+
     @contextmanager
     def _reporting_faults(self) -> Iterator[None]:
         """An error inside ends the run on every rank, with the first cause named."""
         self._guard_depth += 1
+        if self._guard_depth == 1:
+            self._faults.begin()
+            self._rest()
         try:
             yield
         except BaseException as error:
@@ -258,6 +279,8 @@ class StartingTrainer(Trainer):
             raise
         finally:
             self._guard_depth -= 1
+            if not self._guard_depth:
+                self._faults.end()
 
     def _report_fault(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]

@@ -176,6 +176,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         self._between_steps()
         self._epoch_iterator = epoch_iterator
         batches, counts = self._fetch(num_batches)
+        self._enter_step()
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         return batches, torch.tensor(float(sum(counts)), device=device) if passes else None
@@ -315,6 +316,8 @@ class PipeTransformerTrainer(ResumingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's log; the first training entry under a layout shows the layout as scalars."""
+        if self._is_resting:
+            self._rest()
         if "loss" in logs and self.layout is not None and self.layout is not self._logged_layout:
             self._logged_layout = self.layout
             logs.update(self.layout.as_scalars())

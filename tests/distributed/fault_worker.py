@@ -28,6 +28,7 @@ MODEL = "bert_sequence"
 READY = "past the third step"
 PLANTED = "planted failure"
 SILENT = "silent since"
+SLOW_SECONDS = 7.0
 
 
 class Announce(TrainerCallback):
@@ -36,6 +37,35 @@ class Announce(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 3:
             print(READY, flush=True)
+
+
+class Slow(TrainerCallback):
+    """Between steps a rank may take its time: in a callback that logs, or one that comes after saving."""
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == 2 and RANK == 1:
+            time.sleep(SLOW_SECONDS)
+
+    def on_save(self, args, state, control, **kwargs):
+        if RANK == 1:
+            time.sleep(SLOW_SECONDS)
+
+
+class FailInLog(TrainerCallback):
+    """Rank 0 fails where Trainer calls back, with no step under way."""
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise RuntimeError(PLANTED)
+
+
+class DieBeforeLog(TrainerCallback):
+    """The last that a rank does before Trainer gathers the loss of all."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            print(READY, flush=True)
+            die()
 
 
 class FailInCallback(TrainerCallback):
@@ -74,6 +104,13 @@ def go_on() -> None:
 class FaultyTrainer(PipeTransformerTrainer):
     """In the fourth step, amid the micro-batches, something happens."""
 
+    saves_slowly = False
+
+    def _save(self, *args, **kwargs):
+        if self.saves_slowly:
+            time.sleep(SLOW_SECONDS)
+        super()._save(*args, **kwargs)
+
     happening = staticmethod(go_on)
     calls = 0
 
@@ -91,6 +128,15 @@ FAULTS: dict[str, dict[str, Any]] = {
     "killed": {"happening": die},
     "silent": {"happening": fall_silent},
     "exception": {"happening": fail},
+    # Rank 0 alone writes the model.
+    "slow": {
+        "everywhere": True,
+        "saves_slowly": True,
+        "callbacks": [Slow()],
+        "options": {"save_strategy": "steps", "save_steps": 3},
+    },
+    "exception_in_log": {"callbacks": [FailInLog()]},
+    "killed_before_log": {"callbacks": [DieBeforeLog()]},
     "exception_in_callback": {"callbacks": [Announce(), FailInCallback()]},
     "exception_in_collator": {"data_collator": fail_in_collator},
     "batch_size": {"options": {"per_device_train_batch_size": 2}},
@@ -135,6 +181,9 @@ def main() -> None:
         callbacks=fault.get("callbacks", [Announce()]),
     )
     trainer.happening = fault.get("happening", go_on)
+    trainer.saves_slowly = fault.get("saves_slowly", False)
+    if trainer.saves_slowly and RANK == 1:
+        time.sleep(SLOW_SECONDS)  # As if it prepared its data.
     trainer.train()
     print(f"rank {RANK} trained to the end", flush=True)
     if torch.distributed.is_initialized():

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.fault_worker import PLANTED, READY, SILENT
+from tests.distributed.fault_worker import PLANTED, READY, SILENT, SLOW_SECONDS
 from tests.distributed.launcher import LaunchResult, accelerate_launch, launch
 from tests.distributed.refusal_worker import ATTEMPTS
 
@@ -65,6 +65,21 @@ def test_a_sound_run_ends_well(tmp_path: Path):
         assert f"rank {rank} trained to the end" in text
 
 
+def test_what_takes_long_between_steps_ends_no_run(tmp_path: Path):
+    """Preparing, logging, saving and what follows it, each on one rank and longer than `pipeline_timeout`."""
+    arguments = ["slow", tmp_path, "--max_steps", "5", "--timeout", str(SLOW_SECONDS - 3)]
+    result = launch(FAULT_WORKER, arguments, num_processes=2, timeout=100)
+    for rank, text in enumerate(result.outputs):
+        assert f"rank {rank} trained to the end" in text
+
+
+def test_a_rank_killed_before_the_loss_is_gathered_is_named(tmp_path: Path):
+    result = run_with_fault("killed_before_log", tmp_path)
+    assert READY in result.outputs[1]
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    assert re.search(r"First cause: rank 1 does not answer", last_error(result.outputs[0]))
+
+
 @pytest.mark.parametrize(("rank", "num_processes", "num_stages"), PLACES)
 def test_a_rank_killed_in_mid_step_ends_all(tmp_path: Path, rank: int, num_processes: int, num_stages: int):
     result = run_with_fault("killed", tmp_path, num_processes, num_stages, rank)
@@ -95,6 +110,7 @@ def test_an_exception_in_compute_loss_reaches_every_rank(
         pytest.param("exception_in_collator", 0, id="collator"),
         pytest.param("exception_in_callback", 1, id="callback"),
         pytest.param("exception_in_callback", 0, id="callback-of-rank-0", marks=pytest.mark.slow),
+        pytest.param("exception_in_log", 0, id="log-of-rank-0"),
     ],
 )
 def test_an_exception_elsewhere_reaches_every_rank(tmp_path: Path, fault: str, rank: int):
@@ -105,17 +121,26 @@ def test_an_exception_elsewhere_reaches_every_rank(tmp_path: Path, fault: str, r
     assert re.search(rf"\brank {rank}\b.*{PLANTED}", result.outputs[1 - rank])
 
 
-def test_a_rank_that_falls_silent_is_given_up_after_the_timeout(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("rank", "named"),
+    [
+        pytest.param(1, r"\brank 1\b", id="rank-1"),
+        # These processes were started as srun and mpirun do: the store lies in the process of rank 0.
+        pytest.param(0, "First cause: rank 0, which hosts the ranks' store, does not answer", id="host-of-the-store"),
+    ],
+)
+def test_a_rank_that_falls_silent_is_given_up_after_the_timeout(tmp_path: Path, rank: int, named: str):
     timeout = 6
     start = time.time()
     # The silent rank never ends: the launcher kills it a second after the other one has given up.
-    result = run_with_fault("silent", tmp_path, pipeline_timeout=timeout, grace=1)
-    silent_since = float(re.search(rf"{SILENT} ([\d.]+)", result.outputs[1])[1]) - start
-    assert result.ended[1] is None
-    assert result.ended[0] is not None
-    assert result.returncodes[0] != 0
-    assert timeout - 1 < result.ended[0] - silent_since < timeout + 5
-    assert re.search(r"\brank 1\b", last_error(result.outputs[0]))
+    result = run_with_fault("silent", tmp_path, rank=rank, pipeline_timeout=timeout, grace=1)
+    other = 1 - rank
+    silent_since = float(re.search(rf"{SILENT} ([\d.]+)", result.outputs[rank])[1]) - start
+    assert result.ended[rank] is None
+    assert result.ended[other] is not None
+    assert result.returncodes[other] != 0
+    assert timeout - 1 < result.ended[other] - silent_since < timeout + 5
+    assert re.search(named, last_error(result.outputs[other]))
 
 
 @pytest.mark.parametrize(
