@@ -274,6 +274,14 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(refusals: lis
         assert refusal["steps"] == 0
 
 
+def test_an_exception_on_rank_0_is_the_first_cause_on_others_under_a_launcher_that_kills_them(tmp_path: Path):
+    """The agent of `accelerate launch` and torchrun ends all processes as soon as one has failed."""
+    arguments = ["exception", tmp_path, "--rank", "0"]
+    result = accelerate_launch(FAULT_WORKER, arguments, num_processes=2, timeout=100, check=False)
+    assert not result.timed_out
+    assert re.search(rf"The run end(s|ed) on rank 1. First cause: rank 0: RuntimeError: {PLANTED}", result.output)
+
+
 def test_processes_that_each_believe_to_be_alone_are_refused(tmp_path: Path):
     """Two processes without a CPU flag on a machine without GPU would train twice, each by itself."""
     alone = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
