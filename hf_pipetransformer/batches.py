@@ -43,7 +43,9 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     def taken(value: Any) -> Any:
         if not _has_samples(value, size):
             return value
-        return value[rows.to(value.device)] if isinstance(value, torch.Tensor) else [value[int(row)] for row in rows]
+        if isinstance(value, torch.Tensor):
+            return value[rows.to(value.device, non_blocking=True)]
+        return [value[int(row)] for row in rows]
 
     return {key: taken(value) for key, value in inputs.items()}
 

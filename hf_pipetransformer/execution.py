@@ -16,9 +16,9 @@ from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.schedules import build_table
-from hf_pipetransformer.pipeline.shared import reduce_shared
 from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.splitters.check import ActivationShape
+from hf_pipetransformer.staging import Arriving, CopyStream
 from hf_pipetransformer.transition import Stage
 
 
@@ -43,6 +43,7 @@ class StageRunner:
             name: (units[0] - 1) // 2 if units[0] else num_layers + 1
             for name, units in stage.view.structure.units_of_parameter.items()
         }
+        self._copies = CopyStream(stage.engine.device)
         self._places: tuple[int, ...] = ()
         self._index = torch.zeros(0, dtype=torch.int64)
         self.sends_loss_only = False
@@ -54,7 +55,7 @@ class StageRunner:
         prepare: Callable[[dict[str, Any]], dict[str, Any]],
         forward: Forward,
         total_items: int,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor,
         is_last_batch: bool,
     ) -> torch.Tensor:
         """Forward and backward of one loader batch of this replica, and the reduction if it ends the step.
@@ -64,7 +65,7 @@ class StageRunner:
             prepare: puts a micro-batch on this stage's device.
             forward: loss of a micro-batch.
             total_items: items of the batch over all replicas.
-            loss_scale: factor of the loss in the backward.
+            loss_scale: factor of the loss in the backward; a tensor lies on this stage's device.
             is_last_batch: whether the optimizer steps after this batch.
 
         Returns:
@@ -73,9 +74,7 @@ class StageRunner:
         stage, reducer = self.stage, self.stage.reducer
         assert reducer is not None, "the stage was started for training"
         arm = reducer.arm if is_last_batch else _do_nothing
-        micro_batches = [
-            replace(part, inputs=prepare(part.inputs)) for part in self._cut(inputs, total_items, self.loss_rule)
-        ]
+        micro_batches = _OnDevice(self._cut(inputs, total_items, self.loss_rule), prepare, self._copies)
         loss = torch.zeros((), device=stage.engine.device)
         if micro_batches:
             row = self._row(stage.layout.schedule, len(micro_batches))
@@ -84,8 +83,7 @@ class StageRunner:
             loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
         if is_last_batch:
             with stage.engine.meter.part("reduction"):
-                reducer.finish()
-                reduce_shared(stage.shared)
+                reducer.finish(stage.shared)
         return loss
 
     def over_replicas(self, counts: list[int]) -> list[int]:
@@ -157,12 +155,47 @@ class StageRunner:
         weights = [rule.weight(count, total_items) for count in counts]
         shapes = self._shapes(parts)
         prefixes = [prefix for _, prefix in cut]
-        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, prefixes, strict=True)]
+        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, prefixes, parts, strict=True)]
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         if self.stage.layout.num_stages == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
+
+
+class _OnDevice(Sequence[MicroBatch]):
+    """Micro-batches whose inputs come to the device when they are asked for, and those of the next one with them.
+
+    Args:
+        parts: the micro-batches on the host.
+        prepare: puts inputs on the device.
+        copies: where that is done while the device computes.
+    """
+
+    def __init__(
+        self, parts: list[MicroBatch], prepare: Callable[[dict[str, Any]], dict[str, Any]], copies: CopyStream
+    ) -> None:
+        self._parts = parts
+        self._prepare = prepare
+        self._copies = copies
+        self._coming: dict[int, Arriving[dict[str, Any]]] = {}
+        self._there: dict[int, MicroBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, i: Any) -> Any:
+        if i not in self._there:
+            self._fetch(i)
+            inputs = self._coming.pop(i).on_device()
+            self._there[i] = replace(self._parts[i], inputs=inputs)
+            self._fetch(i + 1)
+        return self._there[i]
+
+    def _fetch(self, i: int) -> None:
+        if i < len(self) and i not in self._coming and i not in self._there:
+            given = self._parts[i].inputs
+            self._coming[i] = self._copies.start(lambda: self._prepare(given))
 
 
 def _loss_of(output: Any) -> Any:

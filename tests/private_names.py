@@ -10,6 +10,7 @@ from __future__ import annotations
 # Private functions and classes: where they are, and the names of their parameters.
 CALLED = {
     "numpy:_core.multiarray._reconstruct": None,
+    "torch:_C.DisableTorchFunctionSubclass": None,
     "torch:_foreach_norm": None,  # A builtin, which tells no parameters.
     "torch.distributed.distributed_c10d:_get_default_store": "",
     "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout, group",
@@ -72,6 +73,7 @@ OVERRIDDEN = {
         "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate"
     ),
     "Trainer._prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
+    "Trainer._prepare_input": "self, data",
     "Trainer._run_epoch": (
         "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
         "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "

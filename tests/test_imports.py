@@ -33,6 +33,7 @@ FLOORS = [
         "messages",
         "errors",
         "prefix",
+        "staging",
         "manifest",
         "option_values",
         "fingerprint",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from hf_pipetransformer.batches import take_rows
 from hf_pipetransformer.pipeline.engine import MicroBatch
 from hf_pipetransformer.prefix import Prefix
 from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.staging import Arriving, CopyStream, is_apart
 
 
 LENGTH_FIELD = "pipetransformer_length"
@@ -29,6 +31,10 @@ LENGTH_FIELD = "pipetransformer_length"
 
 CHECKED_HITS = 256
 """One in so many stored samples is read from the data set all the same, to see that it still is what it was."""
+
+
+MAX_BATCHES_IN_FLIGHT = 16
+"""Micro-batches whose rows wait in pinned memory to be stored; beyond it training waits for the disk."""
 
 
 @dataclass
@@ -66,13 +72,15 @@ class ActivationCache:
     Args:
         store: the rows, shared by all processes of the node.
         source: the samples.
-        pins_memory: rows go on to a GPU.
+        device: where rows go, and come from; None for the CPU.
     """
 
-    def __init__(self, store: ActivationStore, source: SampleSource, pins_memory: bool = False) -> None:
+    def __init__(self, store: ActivationStore, source: SampleSource, device: torch.device | None = None) -> None:
         self.store = store
         self.source = source
-        self._pins_memory = pins_memory
+        device = device or torch.device("cpu")
+        self._is_apart = is_apart(device)
+        self._copies = CopyStream(device)
         self.counts = CacheCounts()
         self.level = 0
         self.stamp = 0
@@ -83,6 +91,9 @@ class ActivationCache:
         self._is_off = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
         self._ahead: _ReadAhead | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="activation-cache-writer")
+        self._unconfirmed: list[_Kept] = []
+        self._writing: deque[Future[int]] = deque()
 
     def enter(self, keys: Sequence[str]) -> None:
         """From now on the weights below layer `len(keys) - 1` are those of `keys`; other rows are not served.
@@ -92,6 +103,7 @@ class ActivationCache:
         """
         self.stamp += 1
         self._ahead = None
+        self._unconfirmed.clear()
         self._level_of_id = {self.store.level_of(key): level for level, key in enumerate(keys) if level}
         self.level = len(keys) - 1
         self._level_id = self.store.level_of(keys[-1])
@@ -106,6 +118,7 @@ class ActivationCache:
     def close(self) -> None:
         """Let go of the store."""
         self._reader.shutdown()
+        self._writer.shutdown()
         self.store.close()
 
     # ---- reading: the loader's side ----
@@ -225,7 +238,7 @@ class ActivationCache:
 
     def _read_and_pin(self, index: Indices, length: int) -> Rows:
         rows = self.store.read(index, length)
-        return replace(rows, activation=rows.activation.pin_memory()) if self._pins_memory else rows
+        return replace(rows, activation=rows.activation.pin_memory()) if self._is_apart else rows
 
     def _read_rows(self, index: Indices, length: int) -> Rows:
         start = time.perf_counter()
@@ -308,24 +321,82 @@ class ActivationCache:
         if self._is_off or not len(rows):
             return
         start = time.perf_counter()
+        kept = self._kept(micro_batch, prefix, hidden, rows)
+        if not self._is_apart:
+            self._count_written(lambda: self._write(kept))
+        else:
+            self._unconfirmed.append(kept)
+            self._count_finished(MAX_BATCHES_IN_FLIGHT)
+        self.counts.write_seconds += time.perf_counter() - start
+
+    def confirm(self) -> None:
+        """The weights are those that were named, so what was kept with them may be stored: by a thread."""
+        while self._unconfirmed:
+            self._writing.append(self._writer.submit(self._write, self._unconfirmed.pop(0)))
+
+    def settle(self) -> None:
+        """Wait until all that may be stored is."""
+        self._count_finished(0)
+
+    def _count_finished(self, num_left: int) -> None:
+        while self._writing and (len(self._writing) > num_left or self._writing[0].done()):
+            self._count_written(self._writing.popleft().result)
+
+    def _count_written(self, written: Callable[[], int]) -> None:
+        try:
+            self.counts.written += written()
+        except (StoreDamagedError, OSError, ValueError) as error:
+            self.switch_off(str(error))
+
+    def _kept(self, micro_batch: MicroBatch, prefix: Prefix, hidden: torch.Tensor, rows: torch.Tensor) -> _Kept:
+        """Those rows of a micro-batch, on their way to the host."""
         is_all = len(rows) == len(prefix.levels)
-        inputs = micro_batch.inputs if is_all else take_rows(micro_batch.inputs, rows)
-        activation = (hidden if is_all else hidden[rows.to(hidden.device)]).detach()
+        given = micro_batch.inputs if micro_batch.on_host is None else micro_batch.on_host
+        inputs = given if is_all else take_rows(given, rows)
+        activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
+        num_tokens = activation.shape[1]
+        # A copy of its own where it is read later: the model may go on to change it in place.
+        arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
         index = prefix.samples[rows].numpy()
         names = [*self.source.report.token_fields, *self.source.report.sample_fields]
         fields = {name: inputs[name].cpu() for name in names}
-        lengths = np.full(len(index), activation.shape[1], dtype=np.int64)
+        lengths = np.full(len(index), num_tokens, dtype=np.int64)
         if self.source.is_text:
             real = real_lengths(fields, self.source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
-        try:
-            digests = prefix.digests[rows].numpy().view(np.uint64)
-            digests = np.where(prefix.levels[rows].numpy() > 0, self.store.entries(index)["input_digest"], digests)
-            self.counts.written += self.store.write(index, self._level_id, activation.cpu(), lengths, fields, digests)
-        except (StoreDamagedError, OSError, ValueError) as error:
-            self.switch_off(str(error))
-        self.counts.write_seconds += time.perf_counter() - start
+        has_row, digests = prefix.levels[rows].numpy() > 0, prefix.digests[rows].numpy().view(np.uint64)
+        return _Kept(index, self._level_id, arriving, lengths, fields, digests, has_row)
+
+    def _write(self, kept: _Kept) -> int:
+        if self._is_off:
+            return 0
+        digests = np.where(kept.has_row, self.store.entries(kept.index)["input_digest"], kept.digests)
+        activation = kept.activation.on_host()
+        return self.store.write(kept.index, kept.level_id, activation, kept.lengths, kept.fields, digests)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Rows to store.
+
+    Args:
+        index: the samples, `(n,)`.
+        level_id: of the weights that they were computed with.
+        activation: `(n, seq, hidden)`, on its way to the host, in the stored dtype.
+        lengths: tokens of each, `(n,)`.
+        fields: inputs that are stored with it.
+        digests: of the inputs that were read, `(n,)`.
+        has_row: whether an earlier row knows the digest of the input, `(n,)`.
+    """
+
+    index: Indices
+    level_id: int
+    activation: Arriving[torch.Tensor]
+    lengths: Indices
+    fields: dict[str, torch.Tensor]
+    digests: npt.NDArray[np.uint64]
+    has_row: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import xxhash
 
+from hf_pipetransformer.staging import Arriving, CopyStream, is_apart
+
 
 def unit_digests(
     model_named: Mapping[str, torch.Tensor], units_of: Mapping[str, tuple[int, ...]], units: Iterable[int]
@@ -81,6 +83,8 @@ class PrefixWatch:
     noticed; what writes a part of it past autograd (`parameter.data[0] = 1`) may not be. It keeps the memory of the
     parameters alive, so make a new one when a stage hands them on.
 
+    On a device the elements are read without waiting: those that one call asks for are compared by the next.
+
     Args:
         parameters: the frozen parameters, on whatever devices.
 
@@ -97,22 +101,34 @@ class PrefixWatch:
             if parameter.numel():
                 groups.setdefault((parameter.device, parameter.dtype), []).append(_middle(parameter))
         self._elements = list(groups.values())
+        self._copies = {device: CopyStream(device) for device, _ in groups}
+        self._is_apart = any(is_apart(device) for device in self._copies)
         self._marks = self._find_marks()
-        self._values = self._find_values()
+        self._values = [found.on_host() for found in self._find_values()]
+        self._asked: list[Arriving[torch.Tensor]] = []
 
-    def has_changed(self) -> bool:
-        """Whether a parameter is another one than at the start; one synchronisation for each device and dtype."""
+    def has_changed(self, at_once: bool = True) -> bool:
+        """Whether a parameter is another one than at the start.
+
+        Args:
+            at_once: wait for the device. Else version and address are those of now, the elements those that the last
+                call without it found.
+        """
+        if self._find_marks() != self._marks:
+            return True
         # Elements last: after `parameter.data = other` they are those of the old memory.
-        return self._find_marks() != self._marks or not all(
-            torch.equal(found, expected) for found, expected in zip(self._find_values(), self._values, strict=True)
-        )
+        found = self._find_values()
+        if self._is_apart and not at_once:
+            found, self._asked = self._asked, found
+        return not all(torch.equal(f.on_host(), expected) for f, expected in zip(found, self._values, strict=False))
 
     def _find_marks(self) -> list[tuple[int, int]]:
         return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in self._parameters]
 
-    def _find_values(self) -> list[torch.Tensor]:
+    def _find_values(self) -> list[Arriving[torch.Tensor]]:
         # Bytes, because NaN differs from itself.
-        return [torch.cat(elements).view(torch.uint8) for elements in self._elements]
+        found = [torch.cat(elements).view(torch.uint8) for elements in self._elements]
+        return [self._copies[values.device].to_host(values) for values in found]
 
 
 def _middle(tensor: torch.Tensor) -> torch.Tensor:

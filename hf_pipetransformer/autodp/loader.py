@@ -22,6 +22,7 @@ from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.prefix import detach_prefix, without_hidden
+from hf_pipetransformer.staging import pinned
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_stale = 0
         self._num_epochs = 0
         self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
+        self.pins_memory = False
+        """Whether batches are handed out in pinned memory, on their way to a device."""
         self.rows: RowSource | None = None
         """Where samples come from that need not be read from the data set."""
 
@@ -245,7 +248,7 @@ class PipelineLoader(DataLoaderStateMixin):
                 if self.end_of_dataloader:
                     # Nobody asks for more: this generator stays suspended here, and workers must not live as long.
                     self._batches = None
-                yield batch
+                yield pinned(batch) if self.pins_memory else batch
             self._outbox.flush()
         finally:
             self._batches = None

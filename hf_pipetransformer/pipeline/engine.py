@@ -30,12 +30,14 @@ class MicroBatch:
         weight: what its loss counts in the loss of the step.
         activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
         prefix: which of its samples are stored; None without a cache.
+        on_host: the inputs as they came; None if they were made for this stage.
     """
 
     inputs: dict[str, Any]
     weight: float
     activation_shape: tuple[int, ...]
     prefix: Prefix | None = None
+    on_host: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class _Run:
 
     micro_batches: Sequence[MicroBatch]
     forward: Forward
-    loss_scale: float = 0.0
+    loss_scale: float | torch.Tensor = 0.0
     held: dict[int, _Held] = field(default_factory=dict)
     arriving: dict[tuple[Op, int], Pending] = field(default_factory=dict)
     leaving: dict[tuple[Op, int], Pending] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Engine:
         row: Row,
         micro_batches: Sequence[MicroBatch],
         forward: Forward,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor,
         before_last_backward: Callable[[], None],
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters of this stage.
@@ -312,7 +314,8 @@ class Engine:
             return received
         hidden = received
         if hidden is None and prefix.hidden is not None:
-            hidden = prefix.hidden.to(device=self.device, dtype=self.dtype_entry, non_blocking=True)
+            # In its stored dtype, which may be half as long.
+            hidden = prefix.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
         enters_at = torch.where(prefix.levels > 0, 2 * prefix.levels + 1, 0).clamp(min=start)
         for unit in enters_at.unique().tolist():
             if unit >= stop:
@@ -322,14 +325,14 @@ class Engine:
             is_part = len(rows) < len(enters_at)
             if is_part:
                 inputs = take_rows(inputs, rows)
-                given = None if given is None else given[rows.to(given.device)]
+                given = None if given is None else given[rows.to(given.device, non_blocking=True)]
             result = self._run_units(range(unit, stop), given, inputs, forward)
             assert isinstance(result, StageExit), "the head is never cached"
             reached = result.hidden
             if is_part:
                 if hidden is None:
                     hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
-                hidden[rows.to(hidden.device)] = reached.to(hidden.dtype)
+                hidden[rows.to(hidden.device, non_blocking=True)] = reached.to(hidden.dtype)
             else:
                 hidden = reached
         assert hidden is not None

@@ -23,9 +23,9 @@ def agree_on_overflow(
     """
     scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
-    found = torch.zeros(1)
-    for flag in state["found_inf_per_device"].values():
-        found = torch.maximum(found, flag.reshape(1).float().cpu())
+    flags = [flag.reshape(1).float() for flag in state["found_inf_per_device"].values()]
+    found = torch.stack(flags).amax(0).cpu() if flags else torch.zeros(1)
     largest(found)
-    # A stage without gradients has no entry of its own; the scaler insists on one.
-    state["found_inf_per_device"] = {device: found.reshape(()).to(device)}
+    # A stage without gradients has no entry of its own; the scaler insists on one. It stays on the host, where the
+    # scaler reads it once more.
+    state["found_inf_per_device"] = {device: found.reshape(())}

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.errors import guarded, wait_for
+from hf_pipetransformer.pipeline.shared import SharedParameter
+from hf_pipetransformer.staging import host_buffer
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -27,11 +29,14 @@ class _Bucket:
         pieces = self._flat[:total].split(self._sizes)
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.flags = self._flat[total:]
+        self._own_flags = host_buffer(self.flags)
 
     def launch(self, group: Any, what: str) -> None:
         """Copy the gradients in and start summing over `group`; parameters without gradient count as zeros."""
         flags = [0.0 if parameter.grad is None else 1.0 for parameter in self.parameters]
-        self.flags.copy_(torch.tensor(flags))
+        # Read by the device before `GradientReducer.finish` returns, so the next step may overwrite it.
+        self._own_flags.copy_(torch.tensor(flags))
+        self.flags.copy_(self._own_flags, non_blocking=True)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -40,13 +45,15 @@ class _Bucket:
                 parameter.grad = None  # The flat buffer holds it now; once is enough.
         self.work = guarded(lambda: dist.all_reduce(self._flat, group=group, async_op=True), what)
 
-    def finish(self, timeout: float, what: str) -> None:
-        """Wait and hand the sums to the parameters; one without gradient on any replica keeps None."""
+    def wait(self, timeout: float, what: str) -> None:
+        """Wait for the sums; on a device the stream does, not the host."""
         wait_for(self.work, timeout if self._flat.is_cpu else None, what)
-        used = self.flags.tolist()
+        self.work, self.num_ready = None, 0
+
+    def hand_out(self, used: Sequence[float]) -> None:
+        """Give the sums to the parameters; one without gradient on any replica keeps None."""
         for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
             parameter.grad = view if count else None
-        self.work, self.num_ready = None, 0
 
 
 class GradientReducer:
@@ -83,14 +90,29 @@ class GradientReducer:
         """The next backward is the last of this optimizer step: launch buckets as they fill."""
         self._is_armed = True
 
-    def finish(self) -> None:
-        """Launch the buckets that are left, wait for all, and put the sums into `.grad`."""
+    def finish(self, shared: Sequence[SharedParameter] = ()) -> None:
+        """Launch the buckets that are left, wait for all, and put the sums into `.grad`.
+
+        The host reads one tensor: which parameters have a gradient at all.
+
+        Args:
+            shared: what this stage shares with others; reduced here, in one order on every rank.
+        """
         self._is_armed = False
         while self._next < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
-            bucket.finish(self.timeout, self.what)
+            bucket.wait(self.timeout, self.what)
         self._next = 0
+        sums = [entry.reduced() for entry in shared]
+        if not self.buckets and not sums:
+            return
+        flags = [*(bucket.flags for bucket in self.buckets), *(flat[-1:] for flat in sums)]
+        used = iter(_read(flags))
+        for bucket in self.buckets:
+            bucket.hand_out(next(used))
+        for entry, flat in zip(shared, sums, strict=True):
+            entry.take(flat, bool(next(used)[0]))
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -114,6 +136,12 @@ class GradientReducer:
         bucket = self.buckets[self._next]
         bucket.launch(self.group, self.what)
         self._next += 1
+
+
+def _read(parts: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The values of several small tensors, `(n,)` each, in one read."""
+    values = iter(torch.cat([part.float() for part in parts]).tolist())
+    return [[next(values) for _ in range(len(part))] for part in parts]
 
 
 def _in_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

@@ -32,15 +32,18 @@ class SharedParameter:
     owner: int
     is_owner: bool
 
-    def reduce(self) -> None:
-        """Sum its gradient over stages and replicas; afterwards only the owner has one."""
+    def reduced(self) -> torch.Tensor:
+        """Its gradient summed over stages and replicas, flat, and behind it how many of them had one."""
         parameter = self.parameter
-        flag = 0.0 if parameter.grad is None else 1.0
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        flat = torch.cat([gradient.reshape(-1), gradient.new_tensor([flag])])
+        flag = gradient.new_full((1,), 0.0 if parameter.grad is None else 1.0)
+        flat = torch.cat([gradient.reshape(-1), flag])
         guarded(lambda: dist.all_reduce(flat, group=self.group), f"summing the gradient of {self.name} over stages")
-        is_used = self.is_owner and bool(flat[-1])
-        parameter.grad = flat[:-1].view_as(parameter) if is_used else None
+        return flat
+
+    def take(self, flat: torch.Tensor, is_used: bool) -> None:
+        """Take what `reduced` gave; afterwards only the owner has a gradient, and only if somebody had one."""
+        self.parameter.grad = flat[:-1].view_as(self.parameter) if self.is_owner and is_used else None
 
     def share_value(self) -> None:
         """Give the owner's value to the other stages of this pipeline."""
@@ -49,12 +52,6 @@ class SharedParameter:
                 lambda: dist.broadcast(self.parameter.data, src=self.owner, group=self.pipeline_group),
                 f"receiving the updated value of {self.name}",
             )
-
-
-def reduce_shared(shared: Sequence[SharedParameter]) -> None:
-    """Sum the gradients of all shared parameters, in one order on every rank."""
-    for entry in shared:
-        entry.reduce()
 
 
 def share_values(shared: Sequence[SharedParameter]) -> None:

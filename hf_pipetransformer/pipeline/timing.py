@@ -34,8 +34,6 @@ class StepMeter:
     """
 
     device: torch.device
-    last_seconds: float = 0.0
-    """Of the last optimizer step, warm-up or not."""
     num_tokens: int = 0
     """Elements of the main inputs of the current or last step."""
     samples: list[int] = field(default_factory=list)
@@ -43,10 +41,21 @@ class StepMeter:
     _open: dict[str, float] | None = None
     _events: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _start: float = 0.0
+    _last_seconds: float = 0.0
+    _ends: tuple[Any, Any] | None = None
     _num_begun: int = 0
     _is_running: bool = False
     _num_samples: int = 0
     _skip: int = WARMUP_STEPS
+
+    @property
+    def last_seconds(self) -> float:
+        """Of the last optimizer step, warm-up or not. On a GPU it waits for the end of the step."""
+        if self._ends is not None:
+            begin, end = self._ends
+            end.synchronize()
+            return float(begin.elapsed_time(end) / 1000)
+        return self._last_seconds
 
     @property
     def is_done(self) -> bool:
@@ -72,6 +81,9 @@ class StepMeter:
         self._open, self._is_running = None, True
         self._num_samples = self.num_tokens = 0
         self._start = time.perf_counter()
+        self._ends = self._two_events() if self.device.type == "cuda" else None
+        if self._ends is not None:
+            self._ends[0].record()
         if self._num_begun > self._skip and not self.is_done:
             self._open = dict.fromkeys(PARTS, 0.0)
 
@@ -85,10 +97,16 @@ class StepMeter:
         if not self._is_running:
             return False
         self._is_running = False
-        self.last_seconds = time.perf_counter() - self._start
+        self._last_seconds = time.perf_counter() - self._start
+        if self._ends is not None:
+            self._ends[1].record()
         if self._open is None:
             return True
-        self._open["total"] = self.last_seconds
+        if self._ends is not None:
+            # The host may be a step ahead of the device: its clock says nothing.
+            self._events.append((len(self._steps), "total", *self._ends))
+        else:
+            self._open["total"] = self._last_seconds
         self._steps.append(self._open)
         self.samples.append(self._num_samples)
         self._open = None
@@ -101,7 +119,7 @@ class StepMeter:
         if parts is None:
             yield
         elif self.device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = self._two_events()
             start.record()
             yield
             end.record()
@@ -110,6 +128,10 @@ class StepMeter:
             start_s = time.perf_counter()
             yield
             parts[name] += time.perf_counter() - start_s
+
+    @staticmethod
+    def _two_events() -> tuple[Any, Any]:
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def medians(self) -> dict[str, float]:
         """Median seconds of each part, and median `samples`; empty before the first measured step."""

@@ -235,6 +235,7 @@ class AdaptingTrainer(CachingTrainer):
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""
         assert self._stage is not None and self._start_up is not None and self._optimizer_state is not None
         start, old = time.perf_counter(), self._stage.layout
+        self._notice_changed_weights()
         self._watch = None  # It holds the weights that may leave this rank.
         if self._train_loader is None and change.layout.num_stages != old.num_stages:
             raise ValueError(

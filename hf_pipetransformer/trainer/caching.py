@@ -38,6 +38,7 @@ from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
 from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
 from hf_pipetransformer.transition import Stage
 
@@ -247,7 +248,7 @@ class CachingTrainer(EvaluatingTrainer):
             if rank == 0:
                 logger.warning(f"The activation cache stays off: {errors[0]}")
             return None
-        return ActivationCache(store, source, pins_memory=self.args.device.type == "cuda")
+        return ActivationCache(store, source, self.args.device)
 
     def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
         """The store that this rank makes for all, or one that an earlier run kept."""
@@ -323,19 +324,25 @@ class CachingTrainer(EvaluatingTrainer):
 
         What was stored for other weights is no hit then. A collective call of a pipeline's stages.
         """
-        self._notice_changed_weights()
+        self._notice_changed_weights(at_once=False)
         _, prefix = detach_prefix(inputs)
         if self._cache is None or prefix is None or prefix.stamp == self._cache.stamp:
             return inputs
         renewed: dict[str, Any] = loader.read_again(inputs)
         return renewed
 
-    def _notice_changed_weights(self) -> None:
-        """Name the frozen weights anew if they are not what they were. A collective call of a pipeline's stages."""
+    def _notice_changed_weights(self, at_once: bool = True) -> None:
+        """Name the frozen weights anew if they are not what they were. A collective call of a pipeline's stages.
+
+        What was computed with weights that have not been looked at is stored only after this.
+
+        Args:
+            at_once: read the device; else what a write past autograd did is noticed a batch later there.
+        """
         stage = self._stage
         if self._cache is None or self._watch is None or stage is None or not stage.layout.cache_level:
             return
-        changed = self._watch.has_changed()
+        changed = self._watch.has_changed(at_once)
         if stage.groups.pipeline_control is not None:
             answers = all_gather_trees(int(changed), stage.groups.pipeline_control, stage.groups.num_stages)
             changed = any(answers)
@@ -343,6 +350,8 @@ class CachingTrainer(EvaluatingTrainer):
             logger.warning("Weights of frozen layers were changed from outside: their activations are computed anew.")
             self._unit_digests.clear()
             self._enter_level(stage)
+        else:
+            self._cache.confirm()
 
     # ---- evaluation sets ----
 
@@ -404,6 +413,9 @@ class CachingTrainer(EvaluatingTrainer):
             yield
         finally:
             engine.keep, self._shell.run_pipeline = keep, run_pipeline
+            # Nobody changes weights while a set is evaluated.
+            eval_cache.confirm()
+            eval_cache.settle()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         with self._keeping_for(dataloader):
@@ -415,6 +427,10 @@ class CachingTrainer(EvaluatingTrainer):
         """Once an epoch, what the cache did. A collective call."""
         if self._cache is None:
             return
+        if is_apart(self.args.device):
+            self._notice_changed_weights()
+            # No sample of the next epoch is computed because its row is still on its way.
+            self._cache.settle()
         counts: list[Mapping[str, float]] = self.topology.gather(self._cache.counts.taken())
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self._write_cache_event("epoch", bytes_stored=self._cache.store.bytes_stored, **totals)

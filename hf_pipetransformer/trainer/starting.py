@@ -38,6 +38,7 @@ from hf_pipetransformer.samples import probe_samples, read_batch
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.splitters.structure import Structure
+from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
@@ -334,6 +335,7 @@ class StartingTrainer(Trainer):
             loader = make_pipeline_loader(**options, sampler=sampler, common_length=self._start_up.common_length)
             if not is_training:
                 self._serve_evaluation(loader, given)
+        loader.pins_memory = self.args.dataloader_pin_memory and is_apart(self.args.device)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
         return loader

@@ -19,8 +19,10 @@ from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.shared import share_values
 from hf_pipetransformer.report.events import announce, logger
+from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.startup import check_agreement
 from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks
+from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
 from hf_pipetransformer.trainer.resuming import ResumingTrainer
 from hf_pipetransformer.transition import Stage, make_whole, whole_on_every_rank, whole_on_first_rank
 
@@ -179,7 +181,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         self._enter_step()
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
-        return batches, torch.tensor(float(sum(counts)), device=device) if passes else None
+        return batches, torch.full((), float(sum(counts)), device=device) if passes else None
 
     def _fetch(self, num_batches: int) -> tuple[list[Any], list[int]]:
         """The next batches and their items over all replicas."""
@@ -194,12 +196,15 @@ class PipeTransformerTrainer(ResumingTrainer):
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
 
         Returns:
-            A scalar whose mean over all ranks is the batch's loss.
+            A scalar whose mean over all ranks is the batch's loss. Trainer's loop adds it up without reading it.
         """
         is_last = self.accelerator.sync_gradients
         share = self._run_batch(model, inputs, num_items_in_batch, is_last)
         if is_last:
             share += self._repeat_if_out_of_memory(model, num_items_in_batch)
+        is_own = type(self).training_step is PipeTransformerTrainer.training_step and "training_step" not in vars(self)
+        if self.args.logging_nan_inf_filter and is_own:
+            return SelfFilteringLoss.of(share, 1 + self.state.global_step - self._globalstep_last_logged)
         return share
 
     def _run_batch(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any, is_last: bool) -> torch.Tensor:
@@ -219,8 +224,9 @@ class PipeTransformerTrainer(ResumingTrainer):
             return loss
 
         accumulation = 1.0 if self._is_scaled(num_items_in_batch) else 1.0 / self.current_gradient_accumulation_steps
-        scaler = self.accelerator.scaler
-        loss_scale = accumulation * (scaler.get_scale() if scaler is not None else 1.0)
+        loss_scale: float | torch.Tensor = accumulation
+        if self.accelerator.scaler is not None:
+            loss_scale = self.accelerator.scaler.scale(torch.full((), accumulation, device=self.args.device))
         loss = self._runner.train(
             inputs,
             self._prepare_inputs,
@@ -255,6 +261,12 @@ class PipeTransformerTrainer(ResumingTrainer):
             return bool(self.loss_is_scaled_for_ga)
         uses_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return uses_items or self.compute_loss_func is not None
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's, without waiting until a tensor has come to the device."""
+        if isinstance(data, torch.Tensor) and is_apart(self.args.device):
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     def get_tp_size(self) -> int:
         """Trainer multiplies losses by the ranks that do not share a batch, to undo a mean; this trainer sums."""

@@ -1,0 +1,74 @@
+"""A step waits for the device at most twice, whatever it freezes, stores, reads or reduces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pipetransformer.pipeline.timing import WARMUP_STEPS
+from tests.distributed.launcher import launch
+
+
+WORKER = Path(__file__).with_name("sync_worker.py")
+MAX_WAITS = 2
+# transformers looks in each forward whether a mask hides anything at all, with Trainer as with us.
+MODELS_OWN = " at transformers/masking_utils.py:"
+pytestmark = pytest.mark.distributed
+
+
+def reports(folder: Path, num_stages: int, num_processes: int, model: str, *options: str) -> list[dict[str, Any]]:
+    arguments = [folder, "--num_stages", str(num_stages), "--model", model, *options]
+    use_cpu = str("--cuda" not in options).lower()
+    launch(WORKER, arguments, num_processes=num_processes, env={"ACCELERATE_USE_CPU": use_cpu})
+    return [json.loads((folder / f"waits.rank{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, list[str]]:
+    """Those after the warm-up of their layout; a step that follows a transition brings its own to the device."""
+    warm = {begin + offset for begin in [0, *transitions] for offset in range(WARMUP_STEPS)}
+    return {
+        int(step): [wait for wait in waits if MODELS_OWN not in wait]
+        for step, waits in report["steps"].items()
+        if int(step) not in warm
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_processes", "model", "options"),
+    [
+        (1, 1, "vit", ["--batches", "2"]),
+        (1, 2, "vit", []),
+        (2, 2, "bert_masked", []),
+        pytest.param(2, 4, "bert_masked", [], marks=pytest.mark.slow),
+        pytest.param(2, 4, "vit", ["--batches", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_waits_for_the_device_at_most_twice(
+    tmp_path: Path, num_stages: int, num_processes: int, model: str, options: list[str]
+):
+    check(reports(tmp_path, num_stages, num_processes, model, *options))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, found none")
+@pytest.mark.parametrize("model", ["vit", "bert_masked"])
+def test_a_step_waits_for_a_gpu_at_most_twice(tmp_path: Path, model: str):
+    check(reports(tmp_path, 1, 1, model, "--batches", "2", "--cuda"))
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    transitions = found[0]["transitions"]
+    epochs = [event for event in found[0]["cache"] if event["what"] == "epoch"]
+    assert transitions and sum(event["written"] for event in epochs) and sum(event["hits"] for event in epochs)
+    for rank, report in enumerate(found):
+        assert not report["mixtures"], report["mixtures"]
+        steps = steady_steps(report, transitions)
+        assert len(steps) > len(report["steps"]) / 2
+        worst = max(steps, key=lambda step: len(steps[step]))
+        assert len(steps[worst]) <= MAX_WAITS, "\n".join(
+            [f"rank {rank} waits {len(steps[worst])} times in step {worst}:", *steps[worst]]
+        )
