@@ -43,6 +43,7 @@ OF_TENSORS = ("_version",)
 # Names of transformers that are replaced for a while, with their parameters.
 PATCHED = {
     "transformers.trainer:skip_first_batches": "dataloader, num_batches",
+    "transformers:TrainerState.save_to_json": "self, json_path",
     "accelerate:Accelerator.gather": "self, tensor",
 }
 
