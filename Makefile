@@ -32,7 +32,7 @@ help:
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
-	@echo "make gpu-check  the tests that need two or more GPUs"
+	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
 $(INSTALLED): pyproject.toml
@@ -56,8 +56,9 @@ test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
 		--folder runs/faults --output benchmarks/faults.json
 
+# Needs a GPU, and says so where there is none; the tests marked gpu run as a part of it where there are two or more.
 gpu-check: $(INSTALLED)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python scripts/gpu_check.py --output benchmarks/gpu_check.json
 
 quality: $(INSTALLED)
 	$(BIN)/ruff check $(CHECKED)

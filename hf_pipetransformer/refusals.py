@@ -175,7 +175,8 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "use activation_checkpointing=True, which recomputes layer by layer."
         )
     may_have_stages = args.world_size > 1 and args.num_stages != 1
-    if may_have_stages and args.device.type == "cuda" and precision_of(args) not in VERIFIED_ON_NCCL:
+    uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
+    if may_have_stages and uses_nccl and precision_of(args) not in VERIFIED_ON_NCCL:
         warnings.append(
             f"Pipelines of more than one stage have not been verified on NCCL in {precision_of(args)} yet, only on "
             "gloo and under its rules. Run `make gpu-check` on two GPUs and compare a short run with Trainer, or set "

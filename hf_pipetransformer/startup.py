@@ -170,12 +170,12 @@ class StartUp:
         if self.read is None:
             return measure(inputs, size), size
         wanted = samples_per_microbatch(self.args)
+        device = next(self.model.parameters()).device
         if wanted > size:
             pilot = measure(inputs, size, num_repeats=1)
-            device = self._probe_device()
             free = _free_bytes(device, self.topology.num_ranks_here)
             wanted = max(size, affordable_samples(wanted, pilot, len(units_run_alone(structure)), free))
-        batch = {key: _moved(value, self._probe_device()) for key, value in self.read(wanted).items()}
+        batch = {key: _moved(value, device) for key, value in self.read(wanted).items()}
         return measure(batch, batch_size(batch)), batch_size(batch)
 
     def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:

@@ -35,7 +35,13 @@ def test_readme_restricts_gpus_until_they_are_verified() -> None:
 
 def arguments(**options: Any) -> Any:
     """Arguments of a process of two on a GPU, which is not there."""
-    values = {"average_tokens_across_devices": True, "pipeline_checkpoint": "never", "bf16": False, "fp16": False}
+    values = {
+        "average_tokens_across_devices": True,
+        "pipeline_checkpoint": "never",
+        "bf16": False,
+        "fp16": False,
+        "ddp_backend": None,
+    }
     values |= {"accelerator_config": SimpleNamespace(even_batches=True), "device": torch.device("cuda", 0)}
     return SimpleNamespace(**{**values, "world_size": 2, "num_stages": 2, **options})
 
@@ -49,6 +55,7 @@ def arguments(**options: Any) -> Any:
         ({"num_stages": 1}, set(), False),
         ({"world_size": 1}, set(), False),
         ({"device": torch.device("cpu")}, set(), False),
+        ({"ddp_backend": "gloo"}, set(), False),
         ({}, {"fp32"}, False),
     ],
 )

@@ -1,0 +1,84 @@
+"""`make gpu-check` where there is no GPU: its checks run on the CPU, and can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import gpu_checks
+import pytest
+
+
+SCRIPT = Path(gpu_check.__file__)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.timeout(400)
+def test_every_check_of_one_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--output", str(output)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(output.read_text())["one device"]
+    assert found["machine"]["device"] == "cpu" and found["machine"]["torch"]
+    precisions = ("fp32", "bf16")
+    names = [
+        *gpu_checks.alone(tmp_path, "cpu", precisions),
+        *gpu_checks.stages(tmp_path, "cpu", precisions, "gloo"),
+    ]
+    assert [check["check"] for check in found["checks"]] == names
+    assert [check for check in found["checks"] if not check["passed"]] == []
+    by_name = {check["check"]: check for check in found["checks"]}
+    assert by_name["transition, bert"]["bytes moved"] > 0
+    assert by_name["cache, vit"]["hits"] > 0
+
+
+def test_checks_that_are_not_reached_have_failed(tmp_path: Path) -> None:
+    found = gpu_check.run_group("alone", tmp_path, "cpu", seconds=0)
+    assert [check["check"] for check in found] == list(gpu_checks.alone(tmp_path, "cpu", ("fp32", "bf16")))
+    assert {check["error"] for check in found} == {"not reached in time"}
+    assert not any(check["passed"] for check in found)
+
+
+def test_a_check_that_fails_says_so_and_the_next_one_runs(tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    close = [1.0] * gpu_checks.NUM_STEPS
+    off = [*close[:-1], 1.1]
+    gpu_checks.run_checks(
+        {
+            "off": lambda: gpu_checks.check_close(off, close, "cuda", "bf16"),
+            "close": lambda: gpu_checks.check_close(close, close, "cuda", "fp32"),
+        },
+        output,
+    )
+    first, second = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (first["passed"], second["passed"]) == (False, True)
+    assert "losses differ by 0.1" in first["error"]
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_the_results_are_written_and_a_failure_is_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool, code: int
+) -> None:
+    output = tmp_path / "results.json"
+    output.write_text(json.dumps({"nccl": {"checks": []}}))
+    section: dict[str, Any] = {"checks": [{"check": "one", "passed": passed}]}
+    monkeypatch.setattr(gpu_check, "check_one_device", lambda device, folder: section)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--output", str(output)])
+    assert gpu_check.main() == code
+    assert json.loads(output.read_text()) == {"nccl": {"checks": []}, "one device": section}
+
+
+def test_without_a_gpu_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "results.json")])
+    assert gpu_check.main() == 0
+    assert "nothing was checked" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
