@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,8 +24,9 @@ from hf_pipetransformer.autodp.migration import (
     plan_moves,
     stages_of_bundle,
 )
-from hf_pipetransformer.autodp.rounds import Parcel, in_rounds
+from hf_pipetransformer.autodp.rounds import in_rounds
 from hf_pipetransformer.layout import Layout
+from tests.wires import Wires
 
 
 Bundle = tuple[int, ...]
@@ -201,41 +201,6 @@ def test_posts_in_another_order_wait_in_a_circle() -> None:
     """Three ranks in a ring, each of which serves its right neighbour before it hears from the left one."""
     assert blocked({0: [{1: 1}, {2: 1}], 1: [{2: 1}, {0: 1}], 2: [{0: 1}, {1: 1}]}) == {0, 1, 2}
     assert blocked({0: [{1: 1, 2: 1}], 1: [{2: 1, 0: 1}], 2: [{0: 1, 1: 1}]}) == set()
-
-
-class Wires:
-    """Ranks that are threads. A transfer blocks both until both are there, as the first of two ranks may on NCCL."""
-
-    def __init__(self, world_size: int) -> None:
-        self.boxes: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
-        self.met: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
-        self.barrier = threading.Barrier(world_size, timeout=10)
-        self.lock = threading.Lock()
-        self.total: Any = 0
-        for a in range(world_size):
-            for b in range(world_size):
-                self.boxes[a, b], self.met[a, b]  # Made before the threads run.
-
-    def sum(self, tensor: torch.Tensor, group: Any) -> None:
-        with self.lock:
-            self.total = self.total + tensor.clone()
-        self.barrier.wait()
-        tensor.copy_(self.total)
-        if self.barrier.wait() == 0:
-            self.total = 0
-        self.barrier.wait()
-
-    def carry(self, parcels: Sequence[Parcel], control: int, timeout: float) -> None:
-        for parcel in parcels:
-            if parcel.is_leaving:
-                self.boxes[control, parcel.peer].put(parcel.tensor.clone())
-        for parcel in parcels:
-            if not parcel.is_leaving:
-                parcel.tensor.copy_(self.boxes[parcel.peer, control].get(timeout=10))
-                self.met[parcel.peer, control].put(None)
-        for parcel in parcels:
-            if parcel.is_leaving:
-                self.met[control, parcel.peer].get(timeout=10)
 
 
 def content(bundle: Bundle, with_state: bool) -> dict[str, Any]:

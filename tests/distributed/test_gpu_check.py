@@ -18,6 +18,7 @@ SCRIPT = Path(gpu_check.__file__)
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_check_of_one_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
@@ -36,6 +37,11 @@ def test_every_check_of_one_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     by_name = {check["check"]: check for check in found["checks"]}
     assert by_name["transition, bert"]["bytes moved"] > 0
     assert by_name["cache, vit"]["hits"] > 0
+
+
+def test_freezing_and_the_cache_are_checked_alike_in_this_process(tmp_path: Path) -> None:
+    assert gpu_checks.check_freezing("vit", tmp_path, "cpu")["frozen parameters"] > 0
+    assert gpu_checks.check_cache("vit", tmp_path, "cpu")["hits"] > 0
 
 
 def test_checks_that_are_not_reached_have_failed(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Ranks that are threads of one process, for tests of what ranks send each other in rounds."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.autodp.rounds import Parcel
+
+
+class Wires:
+    """Ranks that are threads. A transfer blocks both until both are there, as the first of two ranks may on NCCL."""
+
+    def __init__(self, world_size: int) -> None:
+        self.boxes: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.met: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.barrier = threading.Barrier(world_size, timeout=10)
+        self.lock = threading.Lock()
+        self.total: Any = 0
+        for a in range(world_size):
+            for b in range(world_size):
+                self.boxes[a, b], self.met[a, b]  # Made before the threads run.
+
+    def sum(self, tensor: torch.Tensor, group: Any) -> None:
+        with self.lock:
+            self.total = self.total + tensor.clone()
+        self.barrier.wait()
+        tensor.copy_(self.total)
+        if self.barrier.wait() == 0:
+            self.total = 0
+        self.barrier.wait()
+
+    def carry(self, parcels: Sequence[Parcel], control: int, timeout: float) -> None:
+        for parcel in parcels:
+            if parcel.is_leaving:
+                self.boxes[control, parcel.peer].put(parcel.tensor.clone())
+        for parcel in parcels:
+            if not parcel.is_leaving:
+                parcel.tensor.copy_(self.boxes[parcel.peer, control].get(timeout=10))
+                self.met[parcel.peer, control].put(None)
+        for parcel in parcels:
+            if parcel.is_leaving:
+                self.met[control, parcel.peer].get(timeout=10)
