@@ -195,7 +195,7 @@ def change_layout(
     stage.store.freeze(frozen_names(probe.structure, layout))
     arrivals = _Arrivals(new, bundles, settings.device, optimizer)
     num_bytes = exchange(
-        moves, lambda move: _collect(stage, bundles, move, optimizer), arrivals.take_in, topology, settings.device
+        moves, lambda own: _collect(stage, bundles, own, optimizer), arrivals.take_in, topology, settings.device
     )
     arrivals.finish()
     _prepare_training(new, topology, settings)
@@ -248,14 +248,19 @@ def _bundles(structure: Structure) -> Bundles:
     return dict(sorted(bundles.items()))
 
 
-def _collect(stage: Stage, bundles: Bundles, move: Move, optimizer: OptimizerState) -> dict[str, Any]:
+def _collect(stage: Stage, bundles: Bundles, moves: Sequence[Move], optimizer: OptimizerState) -> list[dict[str, Any]]:
     named, buffers = stage.store.named(), dict(stage.view.model.named_buffers())
-    names, buffer_names = bundles[move.bundle]
-    return {
-        "parameters": {name: named[name].data for name in names},
-        "buffers": {name: buffers[name] for name in buffer_names},
-        "state": {name: optimizer.state_of(named[name]) for name in names} if move.with_state else {},
-    }
+    contents = []
+    for move in moves:
+        names, buffer_names = bundles[move.bundle]
+        contents.append(
+            {
+                "parameters": {name: named[name].data for name in names},
+                "buffers": {name: buffers[name] for name in buffer_names},
+                "state": {name: optimizer.state_of(named[name]) for name in names} if move.with_state else {},
+            }
+        )
+    return contents
 
 
 class _Arrivals:

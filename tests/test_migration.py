@@ -227,9 +227,9 @@ def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
         topology = SimpleNamespace(rank=rank, control=rank, timeout=10)
         expected = [move for move in moves if move.destination == rank]
 
-        def collect(move: Move) -> dict[str, Any]:
-            collected.append((rank, *move.content))
-            return content(*move.content)
+        def collect(own: Sequence[Move]) -> list[dict[str, Any]]:
+            collected.extend((rank, *move.content) for move in own)
+            return [content(*move.content) for move in own]
 
         def take_in(done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
             due = [move for move in expected if move.bundle in done]

@@ -79,8 +79,8 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
     return moves
 
 
-Collect = Callable[[Move], dict[str, Any]]
-"""What this rank sends for a move: a tree of tensors and JSON values; the same for moves of equal `content`."""
+Collect = Callable[[Sequence[Move]], list[dict[str, Any]]]
+"""What this rank sends for each of some moves: a tree of tensors and JSON values."""
 TakeIn = Callable[[Sequence[Bundle], list[dict[str, Any]]], None]
 """Called after each round: the bundles that have been moved, and what came of them."""
 
@@ -96,7 +96,7 @@ def exchange(
 
     Args:
         moves: from `plan_moves`.
-        collect: called once for each content that this rank sends.
+        collect: called once, with one move of each content that this rank sends.
         take_in: what came lies on `device`, or on the CPU if it did so at its source.
         topology: the ranks.
         device: where this rank computes.
@@ -106,10 +106,8 @@ def exchange(
     """
     if not moves:
         return 0
-    leaving: dict[Content, _Split] = {}
-    for move in moves:
-        if move.source == topology.rank and move.content not in leaving:
-            leaving[move.content] = _split(collect(move))
+    own = {move.content: move for move in moves if move.source == topology.rank}
+    leaving = {content: _split(tree) for content, tree in zip(own, collect(list(own.values())), strict=True)}
     sizes = _sizes(moves, leaving, topology)
     messages = _send_descriptions(moves, [size for size, _ in sizes], leaving, topology)
     by_bundle: dict[Bundle, list[tuple[Move, int]]] = {}
