@@ -221,14 +221,14 @@ class ClassWeights(PipeTransformerTrainer):
         return nn.functional.cross_entropy(logits.float(), labels, weight=weights)
 
 
-def check_start(folder: Path, device: str) -> Figures:
+def check_start(precision: str, folder: Path, device: str) -> Figures:
     """The start measures this device with the run's own micro-batch, and refuses a loss that does not decompose."""
-    trainer = ours("vit", folder / "start", device, "fp32", pipeline_parallel_num_microbatches=2)
+    trainer = ours("vit", folder / f"start-{precision}", device, precision, pipeline_parallel_num_microbatches=2)
     trainer.train()
-    run = next(e for e in read_events(str(folder / "start" / EVENTS_FILE)) if e["event"] == "run")
+    run = next(e for e in read_events(str(folder / f"start-{precision}" / EVENTS_FILE)) if e["event"] == "run")
     assert run["measured_samples"] == BATCH_SIZE // 2, f"measured with {run['measured_samples']} samples"
     args = PipeTransformerArguments(
-        **common(folder, device, "fp32", 1), freeze_policy="none", pipeline_parallel_num_microbatches=2
+        **common(folder, device, precision, 1), freeze_policy="none", pipeline_parallel_num_microbatches=2
     )
     model, rows = vit()
     try:
@@ -274,7 +274,7 @@ def alone(folder: Path, device: str, precisions: Sequence[str]) -> dict[str, Cal
         "freezing, vit": partial(check_freezing, "vit", folder, device),
         "cache, bert": partial(check_cache, "bert", folder, device),
         "cache, vit": partial(check_cache, "vit", folder, device),
-        "start": partial(check_start, folder, device),
+        **{f"start, {precision}": partial(check_start, precision, folder, device) for precision in precisions},
         "memory": partial(check_memory, folder, device),
     }
 
