@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -376,6 +377,7 @@ def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None)
         try:
             line = {"check": name, "passed": True, **check()}
         except Exception as error:
+            traceback.print_exc()
             line = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
         line["took_s"] = round(time.perf_counter() - start, 2)
         if output is not None:
