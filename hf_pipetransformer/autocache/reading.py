@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 
 from hf_pipetransformer.autocache.index import Index
-from hf_pipetransformer.autocache.rows import RowFormat, Rows, as_numpy, as_torch, field_column, hash_of
+from hf_pipetransformer.autocache.rows import RowFormat, Rows, as_numpy, as_torch, field_column
 from hf_pipetransformer.autocache.shards import ShardMap, shard_name
-from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError
+from hf_pipetransformer.autocache.table import Array, StoreDamagedError
 
 
 _NUM_TRIES = 3
@@ -80,25 +80,23 @@ def _copy(shards: ShardMap, place: _Place, targets: list[Array]) -> bool:
     """
     length = len(targets[0])
     copied = min(place.length, length)
-    for target in targets:
-        target[copied:] = 0
+    if copied < length:
+        for target in targets:
+            target[copied:] = 0
     if not place.level:
         return True
     table = shards[place.shard]
-    # The entry is as it was written: the place is wrong only if the shard is another one.
-    is_inside = place.start >= 0 and place.start + place.length <= table.num_rows
-    return is_inside and hash_of(_parts(table, place, targets, copied)) == place.tokens
-
-
-def _parts(table: ArrowTable, place: _Place, targets: list[Array], copied: int) -> Iterator[Array]:
+    if place.start < 0 or place.start + place.length > table.num_rows:
+        return False  # The entry is as it was written: the shard is another one.
+    hasher = xxhash.xxh3_64()
     for (name, column), target in zip(table.columns.items(), targets, strict=True):
-        if copied:
-            table.read(name, place.start, target[:copied])
-            yield target[:copied]
+        parts = [target[:copied]] if copied < length else [target]
         if copied < place.length:
-            cut_off = np.empty((place.length - copied, column.width), column.dtype)
-            table.read(name, place.start + copied, cut_off)
-            yield cut_off
+            parts.append(np.empty((place.length - copied, column.width), column.dtype))
+        table.read(name, place.start, *parts)
+        for part in parts:
+            hasher.update(part.data)
+    return hasher.intdigest() == place.tokens
 
 
 def _tensors(row_format: RowFormat, entries: Array, targets: dict[str, Array]) -> dict[str, torch.Tensor]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
@@ -16,7 +16,6 @@ import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 from hf_pipetransformer.autocache.files import Folder
 
 
-T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _ID_KEY = b"activation_store"
@@ -115,6 +114,7 @@ class ArrowTable:
         self.num_bytes = layout.num_bytes
         self.columns = columns
         self._places = layout.places
+        self._row_bytes = {name: column.row_bytes for name, column in columns.items()}
 
     def __del__(self) -> None:
         os.close(self._fd)
@@ -167,29 +167,34 @@ class ArrowTable:
             )
         return table
 
-    def read(self, column: str, start: int, out: Array) -> None:
-        """Fill `out`, C-contiguous, from row `start` of a column on.
+    def read(self, column: str, start: int, *outs: Array) -> None:
+        """Fill `outs`, C-contiguous, one behind the other from row `start` of a column on.
 
         Raises:
             StoreDamagedError: the file ends before.
         """
-        place = self._places[column] + start * self.columns[column].row_bytes
-        if out.nbytes and self._read(lambda: os.preadv(self._fd, [out.data], place)) != out.nbytes:
+        place = self._places[column] + start * self._row_bytes[column]
+        try:
+            # A single call: its own cost is that of some thousand bytes.
+            num_read = os.preadv(self._fd, [out.data for out in outs], place)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if num_read != sum([out.nbytes for out in outs]):
             raise self._ends_early()
 
     def read_rows(self, column: str, rows: Sequence[int]) -> bytearray:
         """The bytes of single rows of a column, one behind the other; raises as `read`."""
-        place, size = self._places[column], self.columns[column].row_bytes
-        found = self._read(lambda: bytearray().join([os.pread(self._fd, size, place + row * size) for row in rows]))
+        place, size = self._places[column], self._row_bytes[column]
+        try:
+            found = bytearray().join([os.pread(self._fd, size, place + row * size) for row in rows])
+        except OSError as error:
+            raise self._unreadable(error) from error
         if len(found) != size * len(rows):
             raise self._ends_early()
         return found
 
-    def _read(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except OSError as error:
-            raise StoreDamagedError(f"{self.path} cannot be read ({error}).") from error
+    def _unreadable(self, error: OSError) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.path} cannot be read ({error}).")
 
     def _ends_early(self) -> StoreDamagedError:
         return StoreDamagedError(
@@ -198,14 +203,14 @@ class ArrowTable:
 
     def write(self, column: str, start: int, rows: Sequence[Array]) -> None:
         """Write `rows` of a column one behind the other, from row `start` on."""
-        place = self._places[column] + start * self.columns[column].row_bytes
+        place = self._places[column] + start * self._row_bytes[column]
         for first in range(0, len(rows), _MAX_BUFFERS):
             part: list[Any] = [np.ascontiguousarray(row) for row in rows[first : first + _MAX_BUFFERS]]
             place += self._write(part, place)
 
     def write_at(self, column: str, row: int, content: bytes) -> None:
         """Write the first bytes of one row of a column."""
-        self._write([content], self._places[column] + row * self.columns[column].row_bytes)
+        self._write([content], self._places[column] + row * self._row_bytes[column])
 
     def _write(self, part: list[Any], place: int) -> int:
         size = sum(memoryview(row).nbytes for row in part)
