@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import threading
 import time
 import traceback
@@ -37,6 +38,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, transfers
+from hf_pipetransformer.autodp.topology import let_group_threads_finish
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
@@ -367,10 +369,9 @@ def recall(folder: Path, name: str) -> list[float]:
 
 
 def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None) -> None:
-    """Run every check and write a line for each; a failed one does not keep the others from running.
+    """Run every check and write a line for each; in one process a failed one does not keep the others from running.
 
-    In two processes one that fails on one rank only ends the launch: the other waits for nothing longer than
-    `pipeline_timeout`.
+    Of two processes one that fails ends the launch, and so the other, which may be waiting for it.
     """
     for name, check in checks.items():
         start = time.perf_counter()
@@ -383,6 +384,8 @@ def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None)
         if output is not None:
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+        if not line["passed"] and "RANK" in os.environ:
+            sys.exit(1)
 
 
 def main() -> None:
@@ -408,6 +411,7 @@ def main() -> None:
     run_checks(checks, output if os.environ.get("RANK", "0") == "0" else None)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+        let_group_threads_finish()
         torch.distributed.destroy_process_group()
 
 
