@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED
-from tests.distributed.launcher import launch
+from tests.distributed.launcher import LaunchError, launch
 from tests.models import MODELS, has_zero_gradient, real_positions
 
 
@@ -79,6 +79,7 @@ class Runs:
         self.folder = folder
         self.selected = selected
         self.launched: dict[Layout | None, str] = {}
+        self.refused: dict[Layout | None, str] = {}
 
     def pipeline(self, layout: Layout, case: Case) -> Outcome:
         return self._outcome(layout, case, self.selected[layout])
@@ -91,7 +92,12 @@ class Runs:
         folder = self.folder / ("reference" if layout is None else f"{layout[0]}x{layout[1]}")
         if layout not in self.launched:
             folder.mkdir()
-            self.launched[layout] = self._launch_all(layout, cases, folder)
+            try:
+                self.launched[layout] = self._launch_all(layout, cases, folder)
+            except LaunchError as error:
+                self.launched[layout] = self.refused[layout] = str(error)
+        if layout in self.refused:
+            pytest.fail(self.refused[layout], pytrace=False)
         num_ranks = layout[0] * layout[1] if layout else 1
         paths = [folder / f"{case.name}.rank{rank}.json" for rank in range(num_ranks)]
         missing = [path.name for path in paths if not path.exists()]
@@ -118,6 +124,7 @@ class Runs:
                 timeout=START_SECONDS + CASE_SECONDS * len(left),
                 check=False,
                 grace=70,
+                strict_nccl=True,
             )
             output += result.output
             if result.returncode == 0:
