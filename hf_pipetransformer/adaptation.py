@@ -103,12 +103,16 @@ class Adaptation:
         self._is_first = True
         self._begin_layout(layout)
 
+    def decides_before(self, step: int) -> bool:
+        """Whether the policy is asked before optimizer step number `step`; the same on every rank."""
+        return self.replay is None and self.policy.is_due(step, self.clock)
+
     def next_change(self, step: int, max_steps: int, layout: Layout) -> Change | None:
         """What changes before optimizer step number `step`. A collective call whenever something may change."""
         if self.replay is not None:
             return self._replayed(step, layout)
         is_first, self._is_first = self._is_first, False
-        if self.policy.is_due(step, self.clock):
+        if self.decides_before(step):
             change = self._decide(step, max_steps, layout)
             if change is not None:
                 return change

@@ -385,12 +385,33 @@ def load_weights(model: nn.Module, folder: str) -> None:
     model.load_state_dict(own, strict=False)
 
 
+def check_weights(folder: str) -> None:
+    """Notice weights that are cut or missing, where no list of files says what they were.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for name in _weight_files(folder):
+        with _opened_weights(folder, name):
+            pass
+
+
+def _weight_files(folder: str) -> list[str]:
+    if os.path.isfile(os.path.join(folder, _WEIGHTS)):
+        return [_WEIGHTS]
+    return sorted(set(_read_json(os.path.join(folder, _INDEX), folder)["weight_map"].values()))
+
+
+def _opened_weights(folder: str, name: str) -> Any:
+    try:
+        return safe_open(os.path.join(folder, name), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({error}).") from error
+
+
 def _saved_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-    names = [_WEIGHTS]
-    if not os.path.isfile(os.path.join(folder, _WEIGHTS)):
-        names = sorted(set(_read_json(os.path.join(folder, _INDEX), folder)["weight_map"].values()))
-    for name in names:
-        with safe_open(os.path.join(folder, name), framework="pt") as file:
+    for name in _weight_files(folder):
+        with _opened_weights(folder, name) as file:
             for key in file.keys():  # noqa: SIM118
                 yield key, file.get_tensor(key)
 

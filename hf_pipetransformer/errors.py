@@ -55,7 +55,7 @@ def guarded(call: Callable[[], T], what: str) -> T:
     """
     try:
         return call()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # Its own cause, not another rank's.
     except RuntimeError as error:
         raise PeerLostError(f"Lost contact while {what}: {_first_line(error)}") from error

@@ -45,7 +45,7 @@ class StageRunner:
         }
         self._copies = CopyStream(stage.engine.device)
         self._places: tuple[int, ...] = ()
-        self._index = torch.zeros(0, dtype=torch.int64)
+        self._mask = torch.zeros(0, 0, dtype=torch.bool)
         self.sends_loss_only = False
         """Whether predictions give the other stages the loss without the logits."""
 
@@ -115,17 +115,22 @@ class StageRunner:
                 where.append(self._layer_of[name])
         if gradients:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            squares.index_add_(0, self._on_device(tuple(where)), norms.square())
+            # Not index_add_: on a GPU it adds in any order, and replicas must come to the same bits.
+            squares = torch.where(self._parts(tuple(where)), norms.square(), 0.0).sum(dim=1)
         group = self.stage.groups.pipeline_group
         if group is not None:
             guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
         return squares
 
-    def _on_device(self, places: tuple[int, ...]) -> torch.Tensor:
-        """`places` as an index on the device; it is the same in almost every step, and taken there once."""
+    def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
+        """Which gradients belong to which part of the model, `(num_layers + 2, gradients)`, on the device.
+
+        It is the same in almost every step, and taken there once.
+        """
         if self._places != places:
-            self._places, self._index = places, torch.tensor(places, device=self.stage.engine.device)
-        return self._index
+            parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
+            self._places, self._mask = places, parts.to(self.stage.engine.device)
+        return self._mask
 
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""

@@ -77,6 +77,7 @@ def read_plain_state(folder: str, num_samples: int | None, drops_last: bool) -> 
         batch = trainer.get("train_batch_size")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder!r} is damaged: {_TRAINER_STATE} cannot be read ({error}).") from error
+    checkpoint.check_weights(folder)
     _load(folder, _OPTIMIZER)
     read_plain_scheduler(folder)
     names = os.listdir(folder)

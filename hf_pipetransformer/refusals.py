@@ -363,7 +363,7 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
     of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint stay in force." if kept else ""
     return (
         f"The run goes on with other settings than it was saved with: {'; '.join(told)}. It goes on from the same "
-        f"weights, optimizer and samples, but its numbers are not those of the run that was saved.{of_checkpoint}"
+        f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint}"
     )
 
 

@@ -333,6 +333,7 @@ def make_whole(stage: Stage) -> None:
     if stage.reducer is not None:
         stage.reducer.remove()
         stage.reducer = None
+    stage.shared = []
     # The model goes back as its user gave it: what the run froze may be trained again.
     stage.store.freeze(frozenset())
 

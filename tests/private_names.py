@@ -29,6 +29,7 @@ ATTRIBUTES = {
     "torch.amp.grad_scaler:_per_optimizer_states": "GradScaler",
     "torch.nn.modules.module:_buffers": "Module",
     "transformers.configuration_utils:_attn_implementation": "PreTrainedConfig",
+    "transformers.modeling_utils:_supports_sdpa": "PreTrainedModel",
     "transformers.trainer:_eval_dataloaders": "Trainer",
     "transformers.trainer:_globalstep_last_logged": "Trainer",
     "transformers.trainer:_loss_shifts_labels": "Trainer",

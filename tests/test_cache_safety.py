@@ -523,3 +523,11 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
     assert [line.split("  ")[0] for line in call("prune", "--kept")] == ["key"]
     held.remove()
     assert call("list") == [f"No activation store under {tmp_path}."]
+
+
+def test_a_file_that_was_made_longer_is_damaged_whatever_it_would_hold(tmp_path: Path) -> None:
+    store = ActivationStore.create(tmp_path / "store", 20, PLAIN, 2**30, 1)
+    store.close()
+    os.truncate(tmp_path / "store" / "index.arrow", 2**42)
+    with pytest.raises(StoreDamagedError, match="index.arrow"):
+        ActivationStore.open(tmp_path / "store", 0)

@@ -98,3 +98,37 @@ def test_samples_drawn_at_random_are_no_other_data():
     noisy.noise = again.noise = 1.0
     assert describe_data(noisy)["samples"] is None
     assert not are_other_data(describe_data(noisy), describe_data(again))
+
+
+class SortedInGroups:
+    """An order that hangs on the size of a batch, as `group_by_length` has it."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self):
+        order = torch.randperm(self.num_samples, generator=self.generator).tolist()
+        size = 2 * self.batch_size
+        return iter([i for first in range(0, len(order), size) for i in sorted(order[first : first + size])])
+
+
+def grouped(batch_size: int) -> ReplicaBatchSampler:
+    return ReplicaBatchSampler(BatchSampler(SortedInGroups(40, batch_size), batch_size, False), 0, 1)
+
+
+def test_an_order_that_hangs_on_the_batch_survives_two_resumes_with_other_batches():
+    first = grouped(8)
+    drawn = [index for batch in first.draw() for index in batch]
+    second = grouped(4)
+    second.draw_as_from(first.order_state(is_mid_epoch=True), 16, first.group_size)
+    assert second.group_size == 8
+    third = grouped(2)
+    third.draw_as_from(second.order_state(is_mid_epoch=True), 24, second.group_size)
+    left = [index for batch in third.draw() for index in batch]
+    assert left == drawn[24:]
+    third.begin_epoch()
+    assert third.group_size == 2

@@ -333,6 +333,7 @@ class ActivationCache:
         """The weights are those that were named, so what was kept with them may be stored: by a thread."""
         while self._unconfirmed:
             self._writing.append(self._writer.submit(self._write, self._unconfirmed.pop(0)))
+        self._count_finished(MAX_BATCHES_IN_FLIGHT)
 
     def settle(self) -> None:
         """Wait until all that may be stored is."""

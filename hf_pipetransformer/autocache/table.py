@@ -158,7 +158,11 @@ class ArrowTable:
         size = os.fstat(descriptor).st_size
         # The number of rows follows from the size, so that nothing in the file is believed before it is compared.
         num_rows = _num_rows(columns, size)
-        layout = _Layout.of(columns, num_rows, store_id)
+        try:
+            layout = _Layout.of(columns, num_rows, store_id)
+        except (MemoryError, OverflowError, ValueError) as error:
+            os.close(descriptor)
+            raise StoreDamagedError(f"{path} has {size} bytes, more than a table can have ({error}).") from error
         table = cls(path, descriptor, columns, num_rows, layout)
         if size != layout.num_bytes or os.pread(descriptor, len(layout.head), 0) != layout.head:
             raise StoreDamagedError(

@@ -50,14 +50,18 @@ class FaultBoard:
         self.rank = rank
         self.world_size = world_size
         self._watch: _Watch | None = None
-        # What an earlier trainer of this process failed of is no cause of ours.
+        # What an earlier trainer of this process failed of is no cause of ours, nor what this one went on after.
         FaultBoard._num_made += 1
-        self._keys = f"pipetransformer/{FaultBoard._num_made}"
+        self._number, self._num_faults = FaultBoard._num_made, 0
         # A call on a shared connection waits for the one before; and a store that stands still takes no new one.
         self._stores: list[Any] = []
         if world_size > 1:
             store: Any = dist.distributed_c10d._get_default_store()
             self._stores = [store.clone(), store.clone()]
+
+    @property
+    def _keys(self) -> str:
+        return f"pipetransformer/{self._number}/{self._num_faults}"
 
     def begin(self) -> None:
         """From now on this rank gives signs of life, and learns of others' faults at once."""
@@ -69,6 +73,8 @@ class FaultBoard:
         """The opposite."""
         if self._watch is not None:
             self._watch.stop()
+            # All ranks know of a fault that ended what they did: each has told it, or was told.
+            self._num_faults += self._watch.is_author or self._watch.cause is not None
             self._watch = None
 
     def report(self, cause: str, is_first_hand: bool) -> str:

@@ -78,6 +78,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self._batches: list[list[int]] | None = None
         self._num_done = 0
         self._drawn_from: torch.Tensor | None = None
+        self._drawn_group_size: int | None = None
+        """That this epoch was drawn with, if an earlier run had another."""
         self._position = 0
 
     def begin_epoch(self, num_done: int = 0) -> None:
@@ -90,6 +92,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self._batches = None
         self._num_done = num_done
         self._position = 0
+        self._drawn_group_size = None
 
     def draw(self) -> list[list[int]]:
         """The global batches of this epoch."""
@@ -129,6 +132,9 @@ class ReplicaBatchSampler(Sampler[list[int]]):
     @property
     def group_size(self) -> int | None:
         """Samples of a batch as the underlying sampler knows it, if its order hangs on that (sorting by length)."""
+        return self._drawn_group_size or self._own_group_size()
+
+    def _own_group_size(self) -> int | None:
         return getattr(getattr(self.global_batches, "sampler", None), "batch_size", None)
 
     def draw_as_from(self, order_state: torch.Tensor, num_done: int = 0, group_size: int | None = None) -> None:
@@ -140,12 +146,12 @@ class ReplicaBatchSampler(Sampler[list[int]]):
             group_size: the earlier run's.
         """
         stream = self._stream()
-        before, own_size = stream.get_state(), self.group_size
+        before, own_size = stream.get_state(), self._own_group_size()
         sampler: Any = getattr(self.global_batches, "sampler", None)
         stream.set_state(order_state)
         self.begin_epoch(num_done)
         if own_size is not None and group_size is not None:
-            sampler.batch_size = group_size
+            sampler.batch_size = self._drawn_group_size = group_size
         self.draw()
         if own_size is not None:
             sampler.batch_size = own_size

@@ -44,10 +44,10 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _float32_weights(model: nn.Module) -> Iterator[None]:
     own = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in _HALVES}
     gradients = {tensor: tensor.grad for tensor in own}
-    for tensor, data in own.items():
-        tensor.grad = None
-        tensor.data = data.float()
     try:
+        for tensor, data in own.items():
+            tensor.grad = None
+            tensor.data = data.float()
         yield
     finally:
         for tensor, data in own.items():
@@ -78,9 +78,9 @@ def _float32_products() -> Iterator[None]:
         *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
     ]
     own = [kernel.fp32_precision for kernel in kernels]
-    for kernel in kernels:
-        kernel.fp32_precision = "ieee"
     try:
+        for kernel in kernels:
+            kernel.fp32_precision = "ieee"
         yield
     finally:
         for kernel, precision in zip(kernels, own, strict=True):
@@ -94,8 +94,8 @@ def _float32_attention(model: Any) -> Iterator[None]:
     if own is None or "flash" not in own:
         yield
         return
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         yield
     finally:
         model.set_attn_implementation(own)

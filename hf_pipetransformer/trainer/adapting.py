@@ -97,7 +97,7 @@ class AdaptingTrainer(CachingTrainer):
             optimizer, self._stage.store.held(), self.topology, may_move, self._group_of
         )
         part = ExitStack()
-        self._optimizer_hooks = [
+        self._optimizer_hooks += [
             optimizer.register_step_pre_hook(
                 lambda *_: part.enter_context(self._settings.meter.part("optimizer")) and None
             ),
@@ -116,8 +116,6 @@ class AdaptingTrainer(CachingTrainer):
         assert self._stage is not None and self._optimizer_state is not None
         self._adaptation = None
         self._end_cache()
-        for hook in self._optimizer_hooks:
-            hook.remove()
         if self._has_users_optimizer:
             self._optimizer_state.hold({n: p for n, p in self._stage.store.held().items() if p.requires_grad}, {})
 
@@ -150,6 +148,8 @@ class AdaptingTrainer(CachingTrainer):
         """Between two optimizer steps: decide, and take what was decided into effect."""
         if self._adaptation is None or self._stage is None:
             return
+        if self._adaptation.decides_before(self.state.global_step):
+            self._rest()  # Rank 0 may measure the disk while the others wait.
         change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
         if change is not None:
             if change.moves:
@@ -225,6 +225,7 @@ class AdaptingTrainer(CachingTrainer):
             return False
         if self._train_loader is None:
             raise PipelineError(f"Out of memory under {tried}: {errors}.")
+        self._rest()
         rank, error = next(iter(errors.items()))
         back = replace(back, layout=self._adaptation.return_to(back.layout, tried))
         self._train_loader.repeat_step(self.current_gradient_accumulation_steps)

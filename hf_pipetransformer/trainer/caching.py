@@ -36,6 +36,7 @@ from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
+from hf_pipetransformer.pipeline.engine import MicroBatch
 from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.staging import is_apart
@@ -281,7 +282,10 @@ class CachingTrainer(EvaluatingTrainer):
         # The fingerprint does not know the collator.
         spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
         _, digests = source.digests(source.read(spread))
-        return f"{fingerprint}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"
+        # A kept store of rows of another kind stays beside this one. Any text may be a fingerprint.
+        row_format = json.dumps(_row_format_of(source, self._stored_dtype()).to_json(), sort_keys=True)
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}".encode())
+        return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"
 
     def _enter_level(self, stage: Stage) -> None:
         assert self._cache is not None
@@ -406,15 +410,18 @@ class CachingTrainer(EvaluatingTrainer):
             return
         assert self._shell is not None and self._runner is not None
         runner, run_pipeline = self._runner, self._shell.run_pipeline
-        keep, engine.keep = engine.keep, eval_cache.keep
+
+        def keep_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+            eval_cache.keep(micro_batch, hidden)
+            eval_cache.confirm()  # Nobody changes weights while a set is evaluated.
+
+        keep, engine.keep = engine.keep, keep_now
         # Also with one stage it is the engine that knows what to do with a stored activation.
         self._shell.run_pipeline = lambda inputs: runner.predict(inputs, self._predict_forward)
         try:
             yield
         finally:
             engine.keep, self._shell.run_pipeline = keep, run_pipeline
-            # Nobody changes weights while a set is evaluated.
-            eval_cache.confirm()
             eval_cache.settle()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:

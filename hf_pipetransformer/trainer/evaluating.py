@@ -92,7 +92,10 @@ class EvaluatingTrainer(StartingTrainer):
         self._runner.sends_loss_only = (
             prediction_loss_only and has_loss and is_plain and self.compute_loss_func is None
         )
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._runner.sends_loss_only = False
         if loss is not None:
             loss = self._eval_gather.mean(loss, num_items).expand(num_samples)
         return loss, logits, labels

@@ -382,10 +382,12 @@ class ResumingTrainer(SavingTrainer):
             stock.skip_first_batches = original
             if not isinstance(loader, PipelineLoader):
                 return original(loader, num_batches)
-            assert self._saved_here is not None
+            assert self._saved_here is not None and self._resumption is not None
             tensors, values = self._saved_here
+            place = self._resumption.state["place"] or {}
             # Trainer counts from the first step on where it does not know how long an epoch is.
-            return loader.starting_at(values.get(POSITION, num_batches), tensors.get(ORDER))
+            position = values.get(POSITION, num_batches)
+            return loader.starting_at(position, tensors.get(ORDER), group_size=place.get("group_size"))
 
         stock.skip_first_batches = skip
         try:

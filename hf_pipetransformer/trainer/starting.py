@@ -72,6 +72,7 @@ class StartingTrainer(Trainer):
         self._patience = max(args.pipeline_timeout, args.ddp_timeout)
         self._is_resting = True
         self.topology = get_topology(self._patience, int(local_world_size) if local_world_size else None)
+        self.topology.limit_waits(self._patience)  # An earlier trainer may have failed within a step.
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
         check_agreement(self.topology, "training arguments", _comparable(args))

@@ -49,7 +49,8 @@ class PipeTransformerTrainer(ResumingTrainer):
     ) -> TrainOutput:
         """Train as `Trainer.train` does; afterwards `trainer.model` is whole on every rank.
 
-        A run goes on from one of its checkpoints under the same settings and on as many processes, to the bit.
+        A run goes on from one of its checkpoints, to the bit under the same settings and on as many processes;
+        elsewhere, or from a checkpoint of plain Trainer, it goes on too and says what differs.
 
         Raises:
             ValueError: something that cannot work with a pipeline, or a checkpoint that this run cannot go on from.
@@ -60,6 +61,14 @@ class PipeTransformerTrainer(ResumingTrainer):
                 return super().train(folder, trial, ignore_keys_for_eval)
         finally:
             self._end_cache()
+            self._take_hooks_off()
+
+    def _take_hooks_off(self) -> None:
+        """Also after an error: a later training of the same model, or of the user's optimizer, is none of theirs."""
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        if self._stage is not None and self._stage.reducer is not None:
+            self._stage.reducer.remove()
 
     def end(self) -> None:
         """Leave the process group: the last line of a script."""
@@ -108,7 +117,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         if stage.layout.num_stages > 1:
             now = {id(parameter): name for name, parameter in self.model.named_parameters()}
             self._group_of = keep_parameters(optimizer, {**self._name_of, **now}, self._trained_here())
-        optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._optimizer_hooks = [optimizer.register_step_post_hook(self._after_optimizer_step)]
 
     def _start(self, dataset: Any, is_training: bool) -> Stage:
         """The pipeline starts; from now on, callbacks that read the model find it whole.
