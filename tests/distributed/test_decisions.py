@@ -34,6 +34,7 @@ def test_a_seeded_run_with_dropout_is_the_same_twice_in_one_folder(tmp_path: Pat
     assert "by rule, since dropout masks depend on M" in output
 
 
+@pytest.mark.slow
 def test_without_dropout_an_earlier_trial_is_taken_over_with_a_word(tmp_path: Path):
     (first, second), output = train(tmp_path, {"options": {}}, {"options": {}})
     assert first == second

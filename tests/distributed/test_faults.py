@@ -65,6 +65,7 @@ def test_a_sound_run_ends_well(tmp_path: Path):
         assert f"rank {rank} trained to the end" in text
 
 
+@pytest.mark.slow
 def test_what_takes_long_between_steps_ends_no_run(tmp_path: Path):
     """Preparing, logging, saving and what follows it, each on one rank and longer than `pipeline_timeout`."""
     arguments = ["slow", tmp_path, "--max_steps", "5", "--timeout", str(SLOW_SECONDS - 3)]

@@ -29,7 +29,7 @@ def logged_steps(task: str, model: Path, data: Path, output: Path, num_stages: i
     return steps[0]
 
 
-@pytest.mark.parametrize("task", ["text", "images"])
+@pytest.mark.parametrize("task", ["text", pytest.param("images", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("num_stages", "num_processes"),
     [pytest.param(2, 2, id="2x1"), pytest.param(1, 2, id="1x2", marks=pytest.mark.slow)],
