@@ -94,10 +94,6 @@ class Stage:
         """Whether this stage keeps the optimizer state of a parameter: its first user does."""
         return self.owners[name][0] == self.groups.stage
 
-    def secondary(self) -> list[nn.Parameter]:
-        """Shared parameters whose optimizer state another stage keeps."""
-        return [entry.parameter for entry in self.shared if not entry.is_owner]
-
     def set_modes(self) -> None:
         """Training mode; evaluation mode, without dropout, for what the run froze and for what is stored.
 
