@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from tests.distributed.forked import ForkedRank, can_fork, start_forked
 from tests.doubles.replay import ReplayError, check_notes
 
 
@@ -26,6 +28,8 @@ __all__ = ["LaunchError", "LaunchResult", "accelerate_launch", "free_port", "lau
 REPOSITORY = Path(__file__).resolve().parents[2]
 BOOTSTRAP = REPOSITORY / "tests" / "doubles" / "bootstrap.py"
 NOTES = "STRICT_NCCL_NOTES"
+
+Process = subprocess.Popen[bytes] | ForkedRank
 
 # Short enough to be precise about when a rank ended, long enough to cost no processor time.
 POLL_SECONDS = 0.05
@@ -79,6 +83,8 @@ def launch(
 ) -> LaunchResult:
     """Run `script` on `num_processes` ranks, as torchrun would, without its agent.
 
+    Where a rank cannot tell the difference it is forked with torch and transformers imported.
+
     Every rank is the leader of a process group of its own; whatever happens, all groups are gone at the end. One
     process gets no distributed environment, like `python script.py`.
 
@@ -124,7 +130,7 @@ def accelerate_launch(
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         log = Path(folder, "output.txt")
         start = time.monotonic()
-        with _started([command], [_environment(env)], [log]) as processes:
+        with _started([partial(_opened, command, _environment(env), log)]) as processes:
             timed_out = not _wait_until_all_ended(processes, start + timeout)
         seconds = time.monotonic() - start
         text = log.read_text(errors="replace")
@@ -166,7 +172,10 @@ def launch_nodes(
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         logs = [Path(folder, f"node{node}.txt") for node in range(num_nodes)]
         start = time.monotonic()
-        with _started(commands, [_environment(env)] * num_nodes, logs) as processes:
+        starts = [
+            partial(_opened, command, _environment(env), log) for command, log in zip(commands, logs, strict=True)
+        ]
+        with _started(starts) as processes:
             timed_out = not _wait_until_all_ended(processes, start + timeout)
             codes = [process.poll() for process in processes]
         seconds = time.monotonic() - start
@@ -189,7 +198,8 @@ def _run_ranks(
     notes: Path | None,
 ) -> LaunchResult:
     port = free_port()
-    command = [sys.executable, "-u", *([] if notes is None else [str(BOOTSTRAP)]), str(script), *map(str, args)]
+    command = [*([] if notes is None else [str(BOOTSTRAP)]), str(script), *map(str, args)]
+    forks = can_fork(env)
     if notes is not None:
         shutil.rmtree(notes, ignore_errors=True)
         env = {**(env or {}), NOTES: str(notes)}
@@ -202,7 +212,13 @@ def _run_ranks(
         returncodes: list[int | None] = [None] * num_processes
         first_failure: int | None = None
         signalled: float | None = None
-        with _started([command] * num_processes, environments, logs) as processes:
+        starts = [
+            partial(start_forked, rank, command, environment, log, REPOSITORY)
+            if forks
+            else partial(_opened, [sys.executable, "-u", *command], environment, log)
+            for rank, (environment, log) in enumerate(zip(environments, logs, strict=True))
+        ]
+        with _started(starts) as processes:
             while None in ended and time.monotonic() < deadline:
                 for rank, process in enumerate(processes):
                     if ended[rank] is None and process.poll() is not None:
@@ -244,24 +260,25 @@ def _with_notes(result: LaunchResult, notes: Path, what: str) -> LaunchResult:
     return result
 
 
+def _opened(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 @contextlib.contextmanager
-def _started(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], logs: Sequence[Path]
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start one process per command, each in a session of its own; kill what is left of them at the end."""
-    processes: list[subprocess.Popen[bytes]] = []
+def _started(starts: Sequence[Callable[[], Process]]) -> Iterator[list[Process]]:
+    """Start processes, each in a session of its own; kill what is left of them at the end."""
+    processes: list[Process] = []
     try:
-        for command, environment, log in zip(commands, environments, logs, strict=True):
-            with log.open("wb") as stream:
-                process = subprocess.Popen(
-                    command,
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            processes.append(process)
+        for start in starts:
+            processes.append(start())
         yield processes
     finally:
         # torchrun's agent gives its workers sessions of their own, so a process group alone does not reach them.
@@ -283,7 +300,7 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _wait_until_all_ended(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
+def _wait_until_all_ended(processes: Sequence[Process], deadline: float) -> bool:
     while any(process.poll() is None for process in processes):
         if time.monotonic() >= deadline:
             return False

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import LaunchError, accelerate_launch, launch
+from tests.distributed.launcher import REPOSITORY, LaunchError, accelerate_launch, launch
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
@@ -164,3 +166,28 @@ def test_accelerate_launch_is_killed_at_the_time_limit(script):
         pid = Path(f"{path}.{rank}").read_text()
         assert is_gone_soon(int(pid))
         assert int(pid) != os.getpid()
+
+
+def test_neighbours_are_as_different_as_processes_of_their_own(script):
+    """Sets of strings in another order, other random numbers; what forks share must not make ranks agree."""
+    body = "import numpy, random; print('draws', hash('text'), random.random(), numpy.random.random())"
+    texts = launch(script(body), num_processes=2, timeout=20).outputs
+    draws = [text.partition("draws ")[2].split() for text in texts]
+    assert len(draws[0]) == 3
+    assert all(first != second for first, second in zip(*draws, strict=True))
+
+
+def test_ranks_end_with_the_process_that_launched_them(script, tmp_path: Path):
+    body = "(Path(sys.argv[1]) / str(rank)).write_text(str(os.getpid())); time.sleep(60)"
+    code = f"from tests.distributed.launcher import launch; launch({str(script(body))!r}, [{str(tmp_path)!r}], 2)"
+    launching = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    pids = [int(wait_for_text(tmp_path / str(rank))) for rank in range(2)]
+    launching.kill()
+    launching.wait()
+    assert all(is_gone_soon(pid) for pid in pids)
+
+
+def wait_for_text(path: Path) -> str:
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.05)
+    return path.read_text()
