@@ -9,6 +9,7 @@ their own. Only what other projects ship is imported before the fork; the librar
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -69,7 +70,7 @@ class ForkedRank:
 def start_forked(
     rank: int, arguments: Sequence[str], environment: Mapping[str, str], log: Path, directory: Path
 ) -> ForkedRank:
-    """Run `arguments`, a script and what it gets, as `python -u` would; the rank leads a session of its own.
+    """Run `arguments`, a script and what it gets, as `python -u` would; the rank leads a process group of its own.
 
     Args:
         log: the file that stdout and stderr are appended to.
@@ -187,6 +188,9 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
                         end.close()
                     request: dict[str, Any] = json.loads(line)
                     return request
+                # The rank does it, too: whoever comes first, its group can be killed from now on.
+                with contextlib.suppress(PermissionError, ProcessLookupError):
+                    os.setpgid(pid, pid)
                 running.add(pid)
                 say(pid=pid)
     except (BrokenPipeError, ConnectionResetError):
@@ -200,7 +204,7 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
 
 def _become(request: Mapping[str, Any]) -> None:
     """Turn this fork into `python -u SCRIPT ARGUMENTS` and run it."""
-    os.setsid()
+    os.setpgid(0, 0)
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
