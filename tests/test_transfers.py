@@ -130,3 +130,33 @@ def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(made: list[list[in
         dist.destroy_process_group()
     assert sum(map(len, rows)) == 2 * 2 * 2 * (num_stages - 1)  # Replicas, ends, directions, links.
     check_first_uses(rows)
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout")  # Of the fake groups.
+def test_with_a_bound_device_all_ranks_split_the_world_alike(
+    made: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Communicators of a world that was given `device_id` are split from its own, which takes every rank of it."""
+    monkeypatch.setattr(Topology, "_uses_nccl", lambda self: True)
+    monkeypatch.setattr(Topology, "_device", torch.device("cpu"))
+    monkeypatch.setattr(Topology, "barrier", lambda self: None)
+    split: list[list[list[int]]] = []
+
+    def split_group(split_ranks, timeout):
+        split.append(split_ranks)
+        own = next((ranks for ranks in split_ranks if dist.get_rank() in ranks), None)
+        return None if own is None else dist.new_group(own, use_local_synchronization=True)
+
+    monkeypatch.setattr(dist, "split_group", split_group)
+    of_ranks = []
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        Topology(timeout=5, local_world_size=4).groups(4)
+        of_ranks.append(split.copy())
+        split.clear()
+        dist.destroy_process_group()
+    assert all(parts == of_ranks[0] for parts in of_ranks)
+    links = [[0, 1], [2, 3], [4, 5], [6, 7]], [[1, 2], [5, 6]]
+    pipelines, holders = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert of_ranks[0] == [pipelines, links[0], links[0], links[1], links[1], holders]
