@@ -399,7 +399,10 @@ def check_weights(folder: str) -> None:
 def _weight_files(folder: str) -> list[str]:
     if os.path.isfile(os.path.join(folder, _WEIGHTS)):
         return [_WEIGHTS]
-    return sorted(set(_read_json(os.path.join(folder, _INDEX), folder)["weight_map"].values()))
+    try:
+        return sorted(set(_read_json(os.path.join(folder, _INDEX), folder)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{folder!r} is damaged: {_INDEX} names no files of weights ({error!r}).") from error
 
 
 def _opened_weights(folder: str, name: str) -> Any:

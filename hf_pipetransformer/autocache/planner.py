@@ -126,7 +126,8 @@ def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSp
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
     samples = np.arange(MEASURED_ROWS)
     lengths = np.full(MEASURED_ROWS, length)
-    activation = torch.randn(MEASURED_ROWS, length, row_format.hidden_size)
+    # Nothing is drawn: the run's own random numbers stay where they are.
+    activation = torch.zeros(MEASURED_ROWS, length, row_format.hidden_size)
     fields = {
         **{name: torch.zeros(MEASURED_ROWS, length, dtype=d) for name, d in row_format.token_fields.items()},
         **{name: torch.zeros(MEASURED_ROWS, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},

@@ -52,7 +52,7 @@ class FaultBoard:
         self._watch: _Watch | None = None
         # What an earlier trainer of this process failed of is no cause of ours, nor what this one went on after.
         FaultBoard._num_made += 1
-        self._number, self._num_faults = FaultBoard._num_made, 0
+        self._number, self._num_begun = FaultBoard._num_made, 0
         # A call on a shared connection waits for the one before; and a store that stands still takes no new one.
         self._stores: list[Any] = []
         if world_size > 1:
@@ -61,10 +61,16 @@ class FaultBoard:
 
     @property
     def _keys(self) -> str:
-        return f"pipetransformer/{self._number}/{self._num_faults}"
+        return f"pipetransformer/{self._number}/{self._num_begun}"
 
-    def begin(self) -> None:
-        """From now on this rank gives signs of life, and learns of others' faults at once."""
+    def begin(self, together: bool) -> None:
+        """From now on this rank gives signs of life, and learns of others' faults at once.
+
+        Args:
+            together: all ranks begin this. What only some do may fail on these alone, and is not counted: the ranks
+                have to agree on where they look for a cause.
+        """
+        self._num_begun += together
         if self._stores and self._watch is None:
             self._watch = _Watch(self.rank, self._keys, self._stores[1])
             self._watch.start()
@@ -73,8 +79,6 @@ class FaultBoard:
         """The opposite."""
         if self._watch is not None:
             self._watch.stop()
-            # All ranks know of a fault that ended what they did: each has told it, or was told.
-            self._num_faults += self._watch.is_author or self._watch.cause is not None
             self._watch = None
 
     def report(self, cause: str, is_first_hand: bool) -> str:

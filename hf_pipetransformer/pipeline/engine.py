@@ -176,10 +176,15 @@ class Engine:
     def predict(self, row: Row, micro_batches: Sequence[MicroBatch], forward: Forward) -> list[Any]:
         """Forward of all micro-batches without gradient: what `forward` returned on the last stage, else nothing."""
         run = _Run(micro_batches, forward)
-        with torch.no_grad():
-            for action in row:
-                self._execute(action, run)
-        self._finish(run)
+        # A step can be repeated under another layout, an evaluation within it cannot.
+        on_probation, self.on_probation = self.on_probation, False
+        try:
+            with torch.no_grad():
+                for action in row:
+                    self._execute(action, run)
+            self._finish(run)
+        finally:
+            self.on_probation = on_probation
         return run.results
 
     def _finish(self, run: _Run) -> None:

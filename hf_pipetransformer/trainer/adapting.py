@@ -113,10 +113,10 @@ class AdaptingTrainer(CachingTrainer):
 
     def _end_adapting(self) -> None:
         """The last step is done and the model whole again: nobody is watched, everybody may be trained."""
-        assert self._stage is not None and self._optimizer_state is not None
+        assert self._stage is not None
         self._adaptation = None
         self._end_cache()
-        if self._has_users_optimizer:
+        if self._has_users_optimizer and self._optimizer_state is not None:
             self._optimizer_state.hold({n: p for n, p in self._stage.store.held().items() if p.requires_grad}, {})
 
     def _forget_own_optimizer(self) -> None:

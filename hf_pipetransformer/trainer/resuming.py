@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -166,7 +166,9 @@ class ResumingTrainer(SavingTrainer):
             )
         self._is_elsewhere = not self._is_still_asked_for(layout, structure.cut_positions())
         planned = plan[max(start for start in plan if start < step)] if plan is not None else layout
-        if planned.num_frozen_layers != layout.num_frozen_layers or (planned != layout and not self._is_elsewhere):
+        # A run may replay a plan without the plan's cache.
+        is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
+        if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self._is_elsewhere):
             raise ValueError(
                 f"layout_plan={self.args.layout_plan!r} has before step {step}: {planned}; boundaries "
                 f"{planned.boundaries}. {self._resumption.folder!r} was saved under {layout}; boundaries "

@@ -267,11 +267,15 @@ class StartingTrainer(Trainer):
             self.topology.limit_waits(self._patience if self.args.torch_compile else self.args.pipeline_timeout)
 
     @contextmanager
-    def _reporting_faults(self) -> Iterator[None]:
-        """An error inside ends the run on every rank, with the first cause named."""
+    def _reporting_faults(self, together: bool = True) -> Iterator[None]:
+        """An error inside ends the run on every rank, with the first cause named.
+
+        Args:
+            together: whether all ranks come here.
+        """
         self._guard_depth += 1
         if self._guard_depth == 1:
-            self._faults.begin()
+            self._faults.begin(together)
             self._rest()
         try:
             yield

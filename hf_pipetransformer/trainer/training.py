@@ -61,14 +61,28 @@ class PipeTransformerTrainer(ResumingTrainer):
                 return super().train(folder, trial, ignore_keys_for_eval)
         finally:
             self._end_cache()
-            self._take_hooks_off()
+            self._leave_model()
 
-    def _take_hooks_off(self) -> None:
-        """Also after an error: a later training of the same model, or of the user's optimizer, is none of theirs."""
+    def _leave_model(self) -> None:
+        """Also after an error: a later training of the same model, or of the user's optimizer, is none of ours.
+
+        A model that an error left on several stages stays there; a whole one may be trained again.
+        """
         for hook in self._optimizer_hooks:
             hook.remove()
-        if self._stage is not None and self._stage.reducer is not None:
-            self._stage.reducer.remove()
+        stage = self._stage
+        if stage is None or stage.reducer is None:
+            return
+        if stage.layout.num_stages > 1:
+            stage.reducer.remove()
+        else:
+            self._give_model_back(stage)
+
+    def _give_model_back(self, stage: Stage) -> None:
+        """The model is whole and as its user gave it, on every rank. A collective call for several stages."""
+        make_whole(stage)
+        self._end_adapting()
+        stage.view.remove()
 
     def end(self) -> None:
         """Leave the process group: the last line of a script."""
@@ -260,6 +274,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         before, count = self._step_loss, self.current_gradient_accumulation_steps
         model.zero_grad()
         batches, _ = self._fetch(count)
+        self._enter_step()
         for position, inputs in enumerate(batches):
             self._run_batch(model, inputs, num_items_in_batch, position == count - 1)
         return self._step_loss - before
@@ -324,9 +339,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         assert self._stage is not None
         total = sum(self.topology.gather(self._tr_loss.item()))
         self._tr_loss = self._tr_loss * 0 + total / self.topology.world_size
-        make_whole(self._stage)
-        self._end_adapting()
-        self._stage.view.remove()
+        self._give_model_back(self._stage)
         if self._shared_generator is not None:
             # Rank 0 reads streams, and draws more from it than the others.
             torch.set_rng_state(self.topology.broadcast(self._shared_generator.get_state()).clone())
@@ -353,7 +366,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         """Save a normal checkpoint for `from_pretrained`, whole, by rank 0. Call it on every rank."""
         stage = self._stage
         is_spread = stage is not None and stage.reducer is not None
-        with self._reporting_faults(), whole_on_first_rank(stage) if is_spread and stage else nullcontext():
+        with self._reporting_faults(is_spread), whole_on_first_rank(stage) if is_spread and stage else nullcontext():
             super().save_model(output_dir, _internal_call)
             if is_spread:
                 self.topology.barrier()
