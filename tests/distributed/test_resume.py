@@ -54,7 +54,7 @@ def _pairs(cases: dict[str, Case]) -> list[Any]:
 def _run(folder: Path, cases: dict[str, Case], num_processes: int, *more: str, check: bool = True) -> LaunchResult:
     seconds = START_SECONDS + CASE_SECONDS * len(cases)
     arguments = [folder, "--cases", *cases, *more]
-    return launch(WORKER, arguments, num_processes, timeout=seconds, check=check)
+    return launch(WORKER, arguments, num_processes, timeout=seconds, check=check, strict_nccl=True)
 
 
 def _read(folder: Path, cases: dict[str, Case], num_processes: int) -> Outcomes:
