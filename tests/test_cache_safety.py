@@ -531,3 +531,29 @@ def test_a_file_that_was_made_longer_is_damaged_whatever_it_would_hold(tmp_path:
     os.truncate(tmp_path / "store" / "index.arrow", 2**42)
     with pytest.raises(StoreDamagedError, match="index.arrow"):
         ActivationStore.open(tmp_path / "store", 0)
+
+
+def test_a_store_that_was_kept_grows_to_the_bound_of_the_run_that_opens_it(tmp_path: Path) -> None:
+    samples = np.arange(64)
+    rows = torch.ones(64, 1024, HIDDEN), np.full(64, 1024), {}, np.zeros(64, dtype=np.uint64)
+
+    def stored(max_bytes: int, some: np.ndarray) -> tuple[int, int]:
+        """Rows, and bytes on the disk."""
+        folder, store = take_store(tmp_path, "key", 64, PLAIN, max_bytes, 1)
+        folder.keep()
+        taken = [part[some] if isinstance(part, torch.Tensor | np.ndarray) else part for part in rows]
+        store.write(some, store.level_of("level"), *taken)
+        found = int((store.levels(samples) > 0).sum()), store.bytes_stored
+        store.close()
+        folder.release()
+        return found
+
+    before, num_bytes = stored(10**7, samples[:8])
+    assert before == 8
+    # Only the rest of its first file is left to a run with a smaller bound; what is there is served.
+    with_less, same_bytes = stored(10**5, samples[8:])
+    assert 8 <= with_less < 64
+    assert same_bytes == num_bytes
+    with_more, more_bytes = stored(10**7, samples[8:])
+    assert with_more == 64
+    assert more_bytes > num_bytes

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from hf_pipetransformer.autocache.files import Folder
@@ -146,6 +147,8 @@ def take_store(
     folder = StoreFolder.take(base, key)
     if folder.is_reusable(num_samples, row_format, num_writers):
         try:
+            # The bound is this run's. What is there already is served, also beyond it.
+            replace(Header.read(folder.folder), max_bytes=max_bytes).write(folder.folder)
             return folder, ActivationStore.open(folder.folder, 0)
         except StoreDamagedError as error:
             logger.warning(f"The activation cache of an earlier run is made anew: {error}")
