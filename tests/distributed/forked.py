@@ -234,6 +234,8 @@ if __name__ == "__main__":
     from transformers.models.bert import modeling_bert  # noqa: F401
     from transformers.models.vit import modeling_vit  # noqa: F401
 
+    # A shell that starts the tests in the background lets them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()
     gc.freeze()
     # In a rank this goes on where a new interpreter would begin, and ends as one would.
