@@ -213,9 +213,7 @@ CASES = [
     BROAD,
     planned("adamw-vit", "vit", options=EVALUATED),
     planned("sgd-bert", "bert_sequence", COARSE_CHAIN, options=SGD, accumulation=2, epochs=9),
-    planned("sgd-vit", "vit", options=SGD, schedule="gpipe", num_samples=49),
     planned("tied-embedding-moves-only", "bert_masked", MOVES_ONLY, epochs=2),
-    planned("tokens-gpipe-accumulation", "bert_token", schedule="gpipe", accumulation=2, epochs=9),
     planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
     planned("all-at-once", "vit", AT_ONCE, epochs=1),
     planned("best-model", "bert_masked", options=BEST),
@@ -335,6 +333,8 @@ CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [
+    planned("sgd-vit", "vit", options=SGD, schedule="gpipe", num_samples=49),
+    planned("tokens-gpipe-accumulation", "bert_token", schedule="gpipe", accumulation=2, epochs=9),
     planned(
         "stream-accumulation", "vit", options={"max_steps": 20}, accumulation=2, num_samples=64, changes=["stream"]
     ),
