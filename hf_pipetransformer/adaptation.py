@@ -128,12 +128,6 @@ class Adaptation:
         if self.meter.end_step() and self._trial is not None:
             self._trial.record(self.meter.last_seconds, max(1, self.meter.num_tokens))
 
-    def return_to(self, layout: Layout, tried: Layout) -> Layout:
-        """`tried` does not fit: `layout` is in force again, and no pipeline as short is planned any more."""
-        self._unfit |= set(range(1, tried.num_stages + 1))
-        self._predicted = None
-        return self._begin_layout(layout)
-
     def _begin_layout(self, layout: Layout) -> Layout:
         """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
         # A step that brings stored activations to a new level tells little of the steps that read them.

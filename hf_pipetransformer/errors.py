@@ -20,6 +20,11 @@ class PeerLostError(PipelineError):
     """Another rank did not answer: it died, or it is doing something else."""
 
 
+OUT_OF_MEMORY_REMEDY = (
+    "This layout does not fit: set a larger pipeline_parallel_size, pipeline_compression='memory' (no stage becomes "
+    "larger than at the start), a smaller per_device_train_batch_size or pipeline_checkpoint='always'."
+)
+
 _present_limit: float | None = None
 
 

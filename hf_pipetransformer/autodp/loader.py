@@ -222,10 +222,6 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_epochs = max(self._num_epochs, 1)
         return self
 
-    def repeat_step(self, num_batches: int) -> None:
-        """Hand out the last `num_batches` global batches once more, after the `follow` that comes next."""
-        self._next -= num_batches
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
         self._draw_seed()
@@ -284,14 +280,10 @@ class PipelineLoader(DataLoaderStateMixin):
             self.batch_sampler.drawn.clear()
             self._batches = self._opened()
         for _ in range(self._num_stale + 1):
-            batch = next(self._batches, None)
+            batch = next(self._batches)
             self._num_read += 1
             drawn = self.batch_sampler.drawn.popleft() if self.batch_sampler.drawn else None
         self._num_stale = 0
-        if batch is None:
-            # The loader had come to its end before a batch was asked for once more.
-            self._batches = None
-            return self._read()
         if self.rows is not None and drawn is not None and drawn.is_single:
             batch = self.rows.complete(drawn.samples, drawn.read, batch, self._agreed_length)
             self.rows.prefetch(self.batch_sampler.upcoming())

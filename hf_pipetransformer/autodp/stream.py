@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -43,7 +42,6 @@ class StreamLoader(PipelineLoader):
         placeholders: see `PipelineLoader`.
         timeout: seconds that a stage may wait for its batch.
         total_batch_size: samples in a full global batch.
-        num_kept: global batches that `repeat_step` may ask for again.
         repeat_small: for evaluation, see `ReplicaBatchSampler`.
         shared: see `PipelineLoader`.
     """
@@ -55,7 +53,6 @@ class StreamLoader(PipelineLoader):
         placeholders: frozenset[str],
         timeout: float,
         total_batch_size: int,
-        num_kept: int,
         repeat_small: bool,
         shared: torch.Generator | None,
     ) -> None:
@@ -64,8 +61,6 @@ class StreamLoader(PipelineLoader):
         self.num_seen = 0
         """Samples of all replicas since the epoch began."""
         self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
-        self._recent: deque[dict[str, Any]] = deque(maxlen=num_kept)
-        self._again: deque[dict[str, Any]] = deque()
         self._ahead: Any = None
         self._size = 0
         self._last: int | None = None
@@ -93,15 +88,9 @@ class StreamLoader(PipelineLoader):
     def order_state(self) -> torch.Tensor | None:
         return None
 
-    def repeat_step(self, num_batches: int) -> None:
-        self._next -= num_batches
-        self._again.extend(list(self._recent)[-num_batches:])
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
         self._next, self._first, self._last, self.num_seen = self._first, 0, None, 0
-        self._recent.clear()
-        self._again.clear()
         if self._reads:
             self._open()
         else:
@@ -198,13 +187,9 @@ class StreamLoader(PipelineLoader):
 
     def _global_batch(self) -> dict[str, Any]:
         """The next global batch, its size, and whether it is the last; the size is 0 if there is none."""
-        if self._again:
-            return self._again.popleft()
         batch = {} if self._ahead is None else dict(self._ahead)
         self._ahead = self._fetch()
-        whole = {"batch": batch, "size": batch_size(batch), "is_last": self._ahead is None}
-        self._recent.append(whole)
-        return whole
+        return {"batch": batch, "size": batch_size(batch), "is_last": self._ahead is None}
 
 
 def make_stream_loader(
@@ -227,7 +212,6 @@ def make_stream_loader(
         placeholders,
         args.pipeline_timeout,
         global_batch_size,
-        args.gradient_accumulation_steps,
         not is_training,
         shared,
     )

@@ -122,11 +122,6 @@ class Engine:
         self.is_active = False
         self.keep: Callable[[MicroBatch, torch.Tensor], None] = _keep_nothing
         """Stores the activations that enter the entry unit; called by the stage that owns it, with a cache."""
-        self._held_back: list[tuple[MicroBatch, torch.Tensor]] = []
-        self.on_probation = False
-        """Whether an out-of-memory error is survived: the stage then only passes on what its neighbours wait for."""
-        self.out_of_memory: str | None = None
-        """The error that was survived, if any."""
 
     def train(
         self,
@@ -167,24 +162,13 @@ class Engine:
             self._finish(run)
         return torch.stack(run.results).sum() if run.results else torch.zeros((), device=self.device)
 
-    def keep_held_back(self) -> None:
-        """The probation is over: store what was computed in it."""
-        for micro_batch, hidden in self._held_back:
-            self.keep(micro_batch, hidden)
-        self._held_back.clear()
-
     def predict(self, row: Row, micro_batches: Sequence[MicroBatch], forward: Forward) -> list[Any]:
         """Forward of all micro-batches without gradient: what `forward` returned on the last stage, else nothing."""
         run = _Run(micro_batches, forward)
-        # A step can be repeated under another layout, an evaluation within it cannot.
-        on_probation, self.on_probation = self.on_probation, False
-        try:
-            with torch.no_grad():
-                for action in row:
-                    self._execute(action, run)
-            self._finish(run)
-        finally:
-            self.on_probation = on_probation
+        with torch.no_grad():
+            for action in row:
+                self._execute(action, run)
+        self._finish(run)
         return run.results
 
     def _finish(self, run: _Run) -> None:
@@ -221,18 +205,11 @@ class Engine:
     def _forward(self, i: int, run: _Run) -> None:
         micro_batch = run.micro_batches[i]
         held = _Held(self._take(run, Op.RECEIVE_FORWARD, i))
-        if self.out_of_memory is not None:
-            held.output = self._nothing(micro_batch, self.dtype_out)
-            run.held[i] = held
-            return
         recomputes = i in run.recomputed
         if recomputes:
             held.random_state = _random_state(self.device)
         with torch.no_grad() if recomputes else nullcontext(), self.meter.part("forward"):
-            try:
-                result = self._run_stage(held, micro_batch, run.forward)
-            except torch.OutOfMemoryError as error:
-                result = self._give_up(error, run, micro_batch)
+            result = self._run_stage(held, micro_batch, run.forward)
         if self.is_last:
             run.results.append(result if not torch.is_grad_enabled() else _weighted(result, micro_batch.weight))
         if torch.is_grad_enabled() or not self.is_last:
@@ -244,40 +221,12 @@ class Engine:
         gradient = self._take(run, Op.RECEIVE_BACKWARD, i)
         # The gradient came back, so the activation has long arrived.
         self._wait_for_send(run, Op.SEND_FORWARD, i)
-        if self.out_of_memory is not None:
-            run.gradients[i] = torch.zeros(micro_batch.activation_shape, dtype=self.dtype_in, device=self.device)
-            return
         if micro_batch.weight or not self.is_last:
             with self.meter.part("backward"):
-                try:
-                    self._run_backward(held, micro_batch, gradient, run)
-                except torch.OutOfMemoryError as error:
-                    self._give_up(error, run, micro_batch)
+                self._run_backward(held, micro_batch, gradient, run)
         received = held.received
         if received is not None and self.sends_gradient:
             run.gradients[i] = received.grad if received.grad is not None else torch.zeros_like(received)
-
-    def _give_up(self, error: torch.OutOfMemoryError, run: _Run, micro_batch: MicroBatch) -> torch.Tensor:
-        """Let go of everything and go on without computing, so that no neighbour waits for ever.
-
-        Raises:
-            torch.OutOfMemoryError: the layout is not on probation.
-        """
-        if not self.on_probation:
-            raise error
-        self.out_of_memory = str(error).split("\n", 1)[0]
-        error.__traceback__ = None
-        run.held.clear()
-        run.results.clear()
-        run.recomputed.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._nothing(micro_batch, self.dtype_out)
-
-    def _nothing(self, micro_batch: MicroBatch, dtype: torch.dtype) -> torch.Tensor:
-        """Stands for an activation or a loss after the stage has given up."""
-        shape = () if self.is_last else micro_batch.activation_shape
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _run_backward(self, held: _Held, micro_batch: MicroBatch, gradient: torch.Tensor | None, run: _Run) -> None:
         if held.random_state is not None:
@@ -341,10 +290,7 @@ class Engine:
             else:
                 hidden = reached
         assert hidden is not None
-        if stop == self.entry_unit and self.on_probation:
-            # A stage below that ran out of memory sends zeros: wait until all say that they did not.
-            self._held_back.append((micro_batch, hidden))
-        elif stop == self.entry_unit:
+        if stop == self.entry_unit:
             self.keep(micro_batch, hidden)
         return hidden
 

@@ -15,7 +15,6 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer.adaptation import Adaptation, Change
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
-from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import Fixed, FreezePolicy, NoFreezing, make_clock, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
@@ -39,8 +38,6 @@ class AdaptingTrainer(CachingTrainer):
         self._num_transitions = 0
         self._optimizer_hooks: list[Any] = []
         self._epoch_iterator: Any = None
-        self._step_loss = torch.zeros(())
-        self._on_probation: Change | None = None
 
     def _begin_adapting(self, loader: Any, max_steps: int) -> None:
         """The optimizer exists, the first step has not begun."""
@@ -202,35 +199,7 @@ class AdaptingTrainer(CachingTrainer):
             self._stage.layout = change.layout
             self._write_event("profile", what="trial", num_microbatches=change.layout.num_microbatches)
             return
-        old = self._stage.layout
         self._move_to(change)
-        if change.layout.num_stages < old.num_stages:
-            # More units on a rank: the first step shows whether they fit.
-            new = change.layout
-            back = replace(old, num_frozen_layers=new.num_frozen_layers, cache_level=new.cache_level)
-            self._on_probation = Change(back, True)
-            self._stage.engine.on_probation = True
-
-    def _returned_to_old_layout(self) -> bool:
-        """At the end of the first step under a layout: whether a rank ran out of memory, and all went back."""
-        back, self._on_probation = self._on_probation, None
-        if back is None:
-            return False
-        assert self._stage is not None and self._adaptation is not None
-        engine, tried = self._stage.engine, self._stage.layout
-        engine.on_probation = False
-        errors = {rank: error for rank, error in enumerate(self.topology.gather(engine.out_of_memory)) if error}
-        if not errors:
-            engine.keep_held_back()
-            return False
-        if self._train_loader is None:
-            raise PipelineError(f"Out of memory under {tried}: {errors}.")
-        self._rest()
-        rank, error = next(iter(errors.items()))
-        back = replace(back, layout=self._adaptation.return_to(back.layout, tried))
-        self._train_loader.repeat_step(self.current_gradient_accumulation_steps)
-        self._move_to(replace(back, reason=f"rank {rank} ran out of memory ({error})"))
-        return True
 
     def _move_to(self, change: Change) -> None:
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""

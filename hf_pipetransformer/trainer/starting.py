@@ -21,7 +21,7 @@ from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loade
 from hf_pipetransformer.autodp.stream import is_stream, make_stream_loader
 from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.batches import count_items
-from hf_pipetransformer.errors import PipelineError
+from hf_pipetransformer.errors import OUT_OF_MEMORY_REMEDY, PipelineError
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.losses import LossRule
@@ -289,7 +289,11 @@ class StartingTrainer(Trainer):
                 self._faults.end()
 
     def _report_fault(self, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(OUT_OF_MEMORY_REMEDY)
+        text = " ".join(
+            [f"{type(error).__name__}: {error}".strip().split("\n", 1)[0], *getattr(error, "__notes__", [])]
+        )
         second_hand = is_second_hand(error)
         cause = self._faults.report(text, is_first_hand=not second_hand)
         self.events.write("fault", self.state.global_step, self.state.epoch, cause=cause)

@@ -200,20 +200,14 @@ class PipeTransformerTrainer(ResumingTrainer):
             return [], None  # Trainer asks on, to the number of steps of the run: no step comes of it.
         self._between_steps()
         self._epoch_iterator = epoch_iterator
-        batches, counts = self._fetch(num_batches)
+        assert self._runner is not None
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
+        self._batch_items = deque(counts)
         self._enter_step()
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         return batches, torch.full((), float(sum(counts)), device=device) if passes else None
-
-    def _fetch(self, num_batches: int) -> tuple[list[Any], list[int]]:
-        """The next batches and their items over all replicas."""
-        assert self._runner is not None
-        batches = [batch for _, batch in zip(range(num_batches), self._epoch_iterator, strict=False)]
-        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
-        self._batch_items = deque(counts)
-        self._step_loss = torch.zeros((), device=self.args.device)
-        return batches, counts
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
@@ -223,8 +217,6 @@ class PipeTransformerTrainer(ResumingTrainer):
         """
         is_last = self.accelerator.sync_gradients
         share = self._run_batch(model, inputs, num_items_in_batch, is_last)
-        if is_last:
-            share += self._repeat_if_out_of_memory(model, num_items_in_batch)
         is_own = type(self).training_step is PipeTransformerTrainer.training_step and "training_step" not in vars(self)
         if self.args.logging_nan_inf_filter and is_own:
             return SelfFilteringLoss.of(share, 1 + self.state.global_step - self._globalstep_last_logged)
@@ -258,26 +250,7 @@ class PipeTransformerTrainer(ResumingTrainer):
             loss_scale,
             is_last,
         )
-        share = loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
-        self._step_loss = self._step_loss + share
-        return share
-
-    def _repeat_if_out_of_memory(self, model: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """If a rank ran out of memory in the first step of a layout: back to the old one, and the batches once more.
-
-        Returns:
-            What the loss of the step changes by.
-        """
-        nothing = torch.zeros_like(self._step_loss)
-        if not self._returned_to_old_layout():
-            return nothing
-        before, count = self._step_loss, self.current_gradient_accumulation_steps
-        model.zero_grad()
-        batches, _ = self._fetch(count)
-        self._enter_step()
-        for position, inputs in enumerate(batches):
-            self._run_batch(model, inputs, num_items_in_batch, position == count - 1)
-        return self._step_loss - before
+        return loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
 
     def _is_scaled(self, num_items_in_batch: Any) -> bool:
         """Trainer's rule for a loss that is already divided over the accumulation."""

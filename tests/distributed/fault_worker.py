@@ -97,6 +97,10 @@ def fail() -> None:
     raise RuntimeError(PLANTED)
 
 
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError(f"{PLANTED}\nof the allocator's own words")
+
+
 def go_on() -> None:
     pass
 
@@ -128,6 +132,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "killed": {"happening": die},
     "silent": {"happening": fall_silent},
     "exception": {"happening": fail},
+    "out_of_memory": {"happening": run_out_of_memory},
     # Rank 0 alone writes the model.
     "slow": {
         "everywhere": True,

@@ -105,6 +105,18 @@ def test_an_exception_in_compute_loss_reaches_every_rank(
         assert re.search(rf"\brank {rank}\b.*{PLANTED}", result.outputs[other]), f"rank {other}"
 
 
+def test_a_rank_out_of_memory_ends_all_with_the_options_to_set(tmp_path: Path):
+    result = run_with_fault("out_of_memory", tmp_path)
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    cause = (
+        rf"OutOfMemoryError: {PLANTED} .*pipeline_parallel_size.*pipeline_compression='memory'.*pipeline_checkpoint"
+    )
+    assert re.search(rf"First cause: rank 1: {cause}", last_error(result.outputs[0]))
+    events = map(json.loads, (tmp_path / "pipetransformer_events.jsonl").read_text().splitlines())
+    (fault,) = [event for event in events if event["event"] == "fault"]
+    assert re.search(cause, fault["cause"])
+
+
 @pytest.mark.parametrize(
     ("fault", "rank"),
     [

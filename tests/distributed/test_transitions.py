@@ -143,18 +143,6 @@ def test_a_layer_that_the_user_froze_stays_so_through_transitions(moved: Outcome
         assert tensor_difference(moved.weights[f"weights.{name}"], reference.weights[f"weights.{name}"]) == 0
 
 
-@pytest.mark.parametrize("case", selectable("out-of-memory"))
-def test_a_layout_that_does_not_fit_is_left_again_and_not_planned_any_more(moved: Outcome):
-    tried, back, *later = moved.events("transition")
-    assert (tried["step"], back["step"]) == (5, 5)
-    unfit = tried["to"]["num_stages"]
-    assert unfit < tried["from"]["num_stages"] == back["to"]["num_stages"]
-    assert "rank 1 ran out of memory (planted shortage)" in back["reason"]
-    assert back["to"]["num_frozen_layers"] == 3
-    assert later
-    assert all(event["to"]["num_stages"] != unfit for event in later)
-
-
 @pytest.mark.parametrize("case", selectable("compiled-layers", "adamw-vit"))
 def test_layers_are_compiled_where_that_is_asked_for(moved: Outcome, case: TransitionCase):
     for rank in moved.ranks:

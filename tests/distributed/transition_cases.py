@@ -252,15 +252,6 @@ CASES = [
         pipeline_options={**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "5:2"},
         changes=["freeze_prefix"],
     ),
-    TransitionCase(
-        "out-of-memory",
-        "bert_sequence",
-        freeze_at="5:3,11:4",
-        accumulation=2,
-        epochs=4,
-        pipeline_options={**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "5:3,11:4"},
-        changes=["out_of_memory"],
-    ),
     planned("user-froze-a-middle-layer", "bert_sequence", changes=["freeze_middle"]),
     TransitionCase("fruitless-policy", epochs=3, pipeline_options={**BY_MEMORY, "freeze_interval": 3}, policy="never"),
     TransitionCase(

@@ -279,25 +279,7 @@ def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer
             trainer.model_accepts_loss_kwargs = False
         return trainer
     policy = POLICIES[case.policy]() if case.policy and kind == "pipeline" else None
-    trainer = observe(PipeTransformerTrainer, observer)(**parts, policy=policy, callbacks=[observer, *callbacks])
-    if "out_of_memory" in case.changes and kind == "pipeline":
-        run_out_of_memory_once(trainer)
-    return trainer
-
-
-def run_out_of_memory_once(trainer: PipeTransformerTrainer) -> None:
-    """Rank 1 runs out of memory in the first step of the first shorter pipeline, amid its second loader batch."""
-    compute_loss, batches = trainer.compute_loss, []
-
-    def compute(model, inputs, *args, **kwargs):
-        if RANK == 1 and trainer._stage is not None and trainer._stage.engine.on_probation:
-            batches.append(trainer._batch_items.copy())
-            if len(batches) > 1 and batches[-1] != batches[0]:
-                trainer.compute_loss = compute_loss
-                raise torch.OutOfMemoryError("planted shortage")
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = compute
+    return observe(PipeTransformerTrainer, observer)(**parts, policy=policy, callbacks=[observer, *callbacks])
 
 
 def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
