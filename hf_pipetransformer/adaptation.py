@@ -24,6 +24,7 @@ from hf_pipetransformer.freeze.policies import Decision, DecisionClock, FreezePo
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.report.events import announce, logger
+from hf_pipetransformer.units import attention_of
 
 
 Write = Callable[..., None]
@@ -196,7 +197,7 @@ class Adaptation:
         if self.cache is None or self.topology.rank != 0:
             return 0
         sums = [0.0, *accumulate(costs.forward)]
-        prefix = [sums[2 * level + 1] for level in range(num_frozen + 1)]
+        prefix = [sums[attention_of(level)] for level in range(num_frozen + 1)]
         decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, max_steps)
         return decision.level if decision.use else 0
 

@@ -20,6 +20,7 @@ from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
 from hf_pipetransformer.transition import Stage
+from hf_pipetransformer.units import block_of
 
 
 class StageRunner:
@@ -39,8 +40,8 @@ class StageRunner:
         self.shifts_labels = shifts_labels
         num_layers = stage.layout.num_layers
         self._layer_of = {
-            # Units are embeddings, two a layer, head; the squares are the layers, the head, the embeddings.
-            name: (units[0] - 1) // 2 if units[0] else num_layers + 1
+            # The squares are those of the layers, the head, the embeddings.
+            name: (block_of(units[0]) - 1) % (num_layers + 2)
             for name, units in stage.view.structure.units_of_parameter.items()
         }
         self._copies = CopyStream(stage.engine.device)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from hf_pipetransformer import placement, units
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How the model lies on the ranks between two transitions.
 
-    The model is a chain of `2 * num_layers + 2` units: the embeddings (unit 0), two sublayers for every encoder layer
-    (attention, MLP) and the head (the last unit). A stage owns a contiguous run of units.
+    The model is a chain of units: the embeddings (unit 0), two sublayers for every encoder layer (attention, MLP) and
+    the head (the last unit). A stage owns a contiguous run of units, a rank of the pipeline holds `num_chunks` stages.
 
     Args:
         num_layers: encoder layers of the model, L.
         num_frozen_layers: F, the embeddings and `layers[0:F]` are frozen.
-        num_stages: pipeline length K.
-        num_replicas: data-parallel width R; `num_stages * num_replicas` is the world size.
+        num_stages: stages of a pipeline, K * V.
+        num_replicas: data-parallel width R; `pipeline_size * num_replicas` is the world size.
         boundaries: `num_stages + 1` increasing unit indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
         num_microbatches: M, micro-batches per mini-batch of one pipeline.
-        schedule: name of the schedule, a key of `pipeline.schedules.SCHEDULES`.
+        schedule: name of the schedule, one of `pipeline.schedules.SCHEDULE_NAMES`.
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
+        num_chunks: V, stages of a rank; 1 if the pipeline is one rank.
+        placement: which rank holds which stage, one of `placement.PLACEMENTS`.
 
     Raises:
-        ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, more layers are
-            frozen than there are, or more are cached than frozen.
+        ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, the ranks would not
+            hold V stages each, more layers are frozen than there are, or more are cached than frozen.
     """
 
     num_layers: int
@@ -36,6 +41,8 @@ class Layout:
     num_microbatches: int
     schedule: str
     cache_level: int = 0
+    num_chunks: int = 1
+    placement: str = "loop"
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_units)
@@ -46,6 +53,13 @@ class Layout:
                 f"Stage boundaries {self.boundaries} do not cut {self.num_units} units into {self.num_stages} "
                 f"non-empty stages: expected {self.num_stages + 1} increasing indices from 0 to {self.num_units}."
             )
+        if self.num_chunks < 1 or self.num_stages % self.num_chunks or 1 < self.num_chunks == self.num_stages:
+            raise ValueError(
+                f"{self.num_stages} stages do not make a pipeline of ranks with {self.num_chunks} stages each: "
+                "expected two ranks or more with as many stages each, or one rank with one stage."
+            )
+        if self.placement not in placement.PLACEMENTS:
+            raise ValueError(f"Unknown placement {self.placement!r}: expected one of {placement.PLACEMENTS}.")
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, found {self.num_microbatches}.")
 
@@ -61,19 +75,24 @@ class Layout:
             )
 
     @property
+    def pipeline_size(self) -> int:
+        """K, the ranks of a pipeline."""
+        return self.num_stages // self.num_chunks
+
+    @property
     def num_units(self) -> int:
         """Embeddings, two sublayers a layer, head."""
-        return 2 * self.num_layers + 2
+        return units.num_units(self.num_layers)
 
     @property
     def first_active_unit(self) -> int:
         """The first unit that is trained: units below it are frozen."""
-        return 2 * self.num_frozen_layers + 1 if self.num_frozen_layers else 0
+        return units.first_above(self.num_frozen_layers)
 
     @property
     def entry_unit(self) -> int:
         """The unit that a stored activation enters: those below it do not run for a stored sample. 0: no cache."""
-        return 2 * self.cache_level + 1 if self.cache_level else 0
+        return units.first_above(self.cache_level)
 
     @property
     def first_active_stage(self) -> int:
@@ -87,6 +106,27 @@ class Layout:
     def stage_of(self, unit: int) -> int:
         """The stage that owns `unit`."""
         return next(stage for stage in range(self.num_stages) if unit in self.units_of(stage))
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage`, as its position in the pipeline, 0 to K - 1."""
+        return placement.rank_of(stage, self.pipeline_size, self.placement)
+
+    def chunk_of(self, stage: int) -> int:
+        """Which of its rank's stages `stage` is, 0 to V - 1."""
+        return placement.chunk_of(stage, self.pipeline_size)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of the rank at a position in the pipeline, by chunk."""
+        chunks = range(self.num_chunks)
+        return tuple(placement.stage_of(rank, chunk, self.pipeline_size, self.placement) for chunk in chunks)
+
+    def units_of_rank(self, rank: int) -> tuple[range, ...]:
+        """The units of the rank at a position in the pipeline, by chunk."""
+        return tuple(self.units_of(stage) for stage in self.stages_of(rank))
+
+    def ranks_of(self, used_by: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that hold any of some units, as positions in the pipeline, first user first."""
+        return tuple(dict.fromkeys(self.rank_of(self.stage_of(unit)) for unit in used_by))
 
     def as_event(self) -> dict[str, Any]:
         """The layout as plain JSON values, for the events file and for the agreement check."""
@@ -108,8 +148,9 @@ class Layout:
         }
 
     def __str__(self) -> str:
+        each = f"ranks of V={self.num_chunks} stages" if self.num_chunks > 1 else "stages"
         return (
-            f"K={self.num_stages} stages x R={self.num_replicas} replicas, M={self.num_microbatches} micro-batches, "
-            f"F={self.num_frozen_layers} of {self.num_layers} layers frozen"
+            f"K={self.pipeline_size} {each} x R={self.num_replicas} replicas, "
+            f"M={self.num_microbatches} micro-batches, F={self.num_frozen_layers} of {self.num_layers} layers frozen"
             + (f" (cached: {self.cache_level})" if self.cache_level else "")
         )

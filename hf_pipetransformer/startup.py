@@ -39,6 +39,7 @@ from hf_pipetransformer.splitters.profile import (
     trainable,
     units_run_alone,
 )
+from hf_pipetransformer.units import block_of
 
 
 ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
@@ -208,7 +209,7 @@ class StartUp:
             for unit in self.probe.structure.units_of_parameter[name]
         }
         first = min(trainable_units, default=self.probe.structure.num_units - 1)
-        return max(0, (first - 1) // 2)
+        return max(0, block_of(first) - 1)
 
     def _probe_device(self) -> torch.device:
         """This rank's device if the whole model with its gradients fits, else the CPU."""

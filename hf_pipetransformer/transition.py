@@ -41,6 +41,7 @@ from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names, stages_of_parameters
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import Compile, StageView
+from hf_pipetransformer.units import block_of
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Stage:
         """The blocks with parameters that the user did not freeze."""
         units = self.view.structure.units_of_parameter
         return frozenset(
-            (unit + 1) // 2 for name, is_trained in self.store.trainable.items() if is_trained for unit in units[name]
+            block_of(unit) for name, is_trained in self.store.trainable.items() if is_trained for unit in units[name]
         )
 
     @property

@@ -38,6 +38,7 @@ FLOORS = [
         "option_values",
         "fingerprint",
     },
+    {"units", "placement"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import build_table
 from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.units import first_above
 
 
 GRADIENT_BYTES = 4
@@ -97,20 +98,15 @@ class Prediction:
     stage_seconds: tuple[float, ...]
 
 
-def first_active_unit(num_frozen_layers: int) -> int:
-    """The first unit that is trained: with layers frozen, the embeddings are frozen too."""
-    return 2 * num_frozen_layers + 1 if num_frozen_layers else 0
-
-
 def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
     """Seconds per sample of each unit's backward with `num_frozen_layers` frozen: none below the first active unit."""
-    first = first_active_unit(num_frozen_layers)
+    first = first_above(num_frozen_layers)
     return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
 
 
 def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
     """Seconds per sample of each unit's forward with the activations after `cache_level` layers stored."""
-    first = first_active_unit(cache_level)
+    first = first_above(cache_level)
     return [0.0] * first + list(costs.forward[first:])
 
 

@@ -10,13 +10,13 @@ from hf_pipetransformer.autopipe.costs import (
     Overheads,
     Prediction,
     UnitCosts,
-    first_active_unit,
     predict_step,
     stage_bytes,
     unit_loads,
 )
 from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.units import first_above
 
 
 MEMORY_RESERVE = 0.1
@@ -158,7 +158,7 @@ def largest_stage_size(
         boundaries: of the stages.
         frozen_factor: lambda_frozen.
     """
-    first = first_active_unit(num_frozen_layers)
+    first = first_above(num_frozen_layers)
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
     return max(sum(sizes[start:end]) for start, end in zip(boundaries, boundaries[1:], strict=False))
 
@@ -236,7 +236,7 @@ def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
 
 def _lengths(current: Layout, num_frozen_layers: int, rules: PlanRules) -> list[int]:
     """The K to consider, from short to long: the current one is running, so it is not unfit, and the last resort."""
-    num_active_units = current.num_units - first_active_unit(num_frozen_layers)
+    num_active_units = current.num_units - first_above(num_frozen_layers)
     most = min(num_active_units, len(rules.cut_positions) - 1)
     divisors = [k for k in range(1, current.num_stages + 1) if current.num_stages % k == 0]
     lengths = [k for k in divisors if k <= most and (k == current.num_stages or k not in rules.unfit)]

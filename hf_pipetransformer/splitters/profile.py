@@ -15,6 +15,7 @@ from torch import nn
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
+from hf_pipetransformer.units import attention_of, mlp_of
 
 
 NUM_REPEATS = 5
@@ -119,8 +120,8 @@ def profile_units(
 
 def units_run_alone(structure: Structure) -> tuple[int, ...]:
     """The units that stand for all: embeddings, attention and MLP of a middle layer (one piece if uncut), head."""
-    attention = 2 * (structure.num_layers // 2) + 1
-    middle = (attention, attention + 1) if structure.cuts_inside_layers else (attention,)
+    layer = structure.num_layers // 2
+    middle = (attention_of(layer), mlp_of(layer)) if structure.cuts_inside_layers else (attention_of(layer),)
     return (0, *middle, structure.num_units - 1)
 
 

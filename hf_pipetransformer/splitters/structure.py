@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pipetransformer import units
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
 
 
@@ -42,7 +43,7 @@ class Structure:
 
     @property
     def num_units(self) -> int:
-        return 2 * len(self.layers) + 2
+        return units.num_units(self.num_layers)
 
     def cut_positions(self) -> list[int]:
         """Unit indices before which a stage may begin, and the end of the chain."""
@@ -93,7 +94,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     first_output = trace.layer_outputs[0]
     users = _users(splitter, layers, entries, beside, trace)
     # What never ran (an unused pooler, say) is kept with the head so that it is saved.
-    head = (2 * len(layers) + 1,)
+    head = (units.head_of(len(layers)),)
     return Structure(
         layers=layers,
         cuts_inside_layers=splitter.cuts_inside_layers,
@@ -152,21 +153,21 @@ def _users(
     Args:
         beside: modules that run on every stage, between the entries and the first layer.
     """
-    head = 2 * len(layers) + 1
+    head = units.head_of(len(layers))
     everywhere = range(head + 1)
-    units: dict[int, set[int]] = {}
+    users: dict[int, set[int]] = {}
 
     def add(module: nn.Module, where: Iterable[int], recurse: bool = True) -> None:
         for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
-            units.setdefault(id(tensor), set()).update(where)
+            users.setdefault(id(tensor), set()).update(where)
 
     for entry in entries:
-        add(entry, [0])
+        add(entry, [units.EMBEDDINGS])
     for index, layer in enumerate(layers):
-        attention, mlp = 2 * index + 1, 2 * index + 2
+        attention, mlp = units.attention_of(index), units.mlp_of(index)
         of_mlp = {id(tensor) for part in splitter.mlp_parts(layer) for tensor in _tensors(part)}
         for tensor in _tensors(layer):
-            units.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
+            users.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
     for module in trace.after:
         add(module, [head], recurse=False)
     for module in beside:
@@ -179,7 +180,7 @@ def _users(
     for module in trace.spanning[-1].modules():
         if id(module) not in ran:
             add(module, everywhere, recurse=False)
-    return {key: tuple(sorted(where)) for key, where in units.items()}
+    return {key: tuple(sorted(where)) for key, where in users.items()}
 
 
 def _tensors(part: nn.Module | nn.Parameter) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Structure
+from hf_pipetransformer.units import attention_of, mlp_of
 
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -106,7 +107,7 @@ class StageView:
 
     def _layer_forward(self, index: int, layer: nn.Module, units: range) -> Callable[..., Any] | None:
         """What `layer` does in a stage that owns `units`; None if its own forward serves."""
-        attention, mlp = 2 * index + 1, 2 * index + 2
+        attention, mlp = attention_of(index), mlp_of(index)
         last = units[-1]
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)

@@ -1,0 +1,87 @@
+"""The layout: which units a stage holds, which stages a rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_pipetransformer import placement, units
+from hf_pipetransformer.layout import Layout
+
+
+def layout(num_stages: int = 2, num_layers: int = 6, **fields) -> Layout:
+    num_units = units.num_units(num_layers)
+    boundaries = tuple(num_units * stage // num_stages for stage in range(num_stages + 1))
+    given = {"num_frozen_layers": 0, "num_replicas": 2, "num_microbatches": 4, "schedule": "1f1b", **fields}
+    return Layout(num_layers=num_layers, num_stages=num_stages, boundaries=boundaries, **given)
+
+
+def test_units_are_numbered_from_the_embeddings_to_the_head():
+    layers = range(3)
+    chain = [units.EMBEDDINGS, *(u for layer in layers for u in (units.attention_of(layer), units.mlp_of(layer)))]
+    assert [*chain, units.head_of(3)] == list(range(units.num_units(3)))
+    assert [units.block_of(unit) for unit in range(units.num_units(3))] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert [units.first_above(num_layers) for num_layers in range(4)] == [0, 3, 5, units.head_of(3)]
+
+
+def test_loop_placement_begins_every_chunk_at_the_first_rank():
+    found = layout(6, num_chunks=2)
+    assert (found.pipeline_size, found.num_stages) == (3, 6)
+    assert [found.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_v_placement_comes_back_to_the_first_rank():
+    found = layout(6, num_chunks=2, placement="v")
+    assert [found.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+@pytest.mark.parametrize("kind", placement.PLACEMENTS)
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("pipeline_size", [2, 3, 4])
+def test_every_stage_and_unit_lies_on_one_rank(pipeline_size, num_chunks, kind):
+    found = layout(pipeline_size * num_chunks, num_layers=8, num_chunks=num_chunks, placement=kind)
+    for stage in range(found.num_stages):
+        rank, chunk = found.rank_of(stage), found.chunk_of(stage)
+        assert found.stages_of(rank)[chunk] == stage
+        assert found.units_of_rank(rank)[chunk] == found.units_of(stage)
+    held = [unit for rank in range(pipeline_size) for part in found.units_of_rank(rank) for unit in part]
+    assert sorted(held) == list(range(found.num_units))
+
+
+def test_ranks_that_use_some_units_are_named_once_first_user_first():
+    found = layout(4, num_chunks=2, placement="v")
+    first, second = found.units_of(0)[0], found.units_of(2)[0]
+    assert found.ranks_of([first, second, found.num_units - 1]) == (0, 1)
+    assert found.ranks_of([second, found.num_units - 1]) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", placement.PLACEMENTS)
+def test_a_layout_comes_back_from_its_event(kind):
+    found = layout(4, num_chunks=2, placement=kind)
+    assert Layout.from_event(json.loads(json.dumps(found.as_event()))) == found
+
+
+def test_an_event_without_chunks_is_a_layout_of_one_stage_a_rank():
+    event = layout().as_event()
+    del event["num_chunks"], event["placement"]
+    assert Layout.from_event(event) == layout()
+
+
+def test_the_words_for_one_stage_a_rank_do_not_speak_of_chunks():
+    assert str(layout()).startswith("K=2 stages x R=2 replicas, M=4")
+    assert str(layout(4, num_chunks=2)).startswith("K=2 ranks of V=2 stages x R=2 replicas, M=4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_stages": 3, "num_chunks": 2}, "3 stages do not make a pipeline of ranks with 2"),
+        ({"num_stages": 2, "num_chunks": 2}, "expected two ranks or more"),
+        ({"num_chunks": 0}, "with 0 stages each"),
+        ({"placement": "w"}, "Unknown placement 'w'"),
+    ],
+)
+def test_ranks_hold_equally_many_stages(fields, text):
+    with pytest.raises(ValueError, match=text):
+        layout(**fields)
