@@ -163,7 +163,7 @@ def _write_rows(folder: Path, num_rows: int) -> float:
     """The same random rows in a store and in one flat file; MB/s of writing the store."""
     row_format = RowFormat(HIDDEN_SIZE, torch.float32, {}, {"labels": (torch.int64, ())})
     store = ActivationStore.create(folder / "store", num_rows, row_format, 2**45, num_writers=2)
-    level, seconds = store.level_of("benchmark"), 0.0
+    weights_id, seconds = store.weights_id("benchmark"), 0.0
     with open(folder / "rows.bin", "wb") as file:
         for first in range(0, num_rows, NUM_ROWS_READ):
             samples = np.arange(first, min(first + NUM_ROWS_READ, num_rows))
@@ -171,7 +171,7 @@ def _write_rows(folder: Path, num_rows: int) -> float:
             file.write(activation.numpy().tobytes())
             labels, digests = torch.from_numpy(samples), samples.astype(np.uint64)
             lengths, start = np.full(len(samples), NUM_TOKENS), time.perf_counter()
-            store.write(samples, level, activation, lengths, {"labels": labels}, digests)
+            store.write(samples, weights_id, activation, lengths, {"labels": labels}, digests)
             seconds += time.perf_counter() - start
     store.close()
     os.sync()

@@ -91,7 +91,7 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
     folder, store = take_store(base, "key", NUM_SAMPLES, ROW_FORMAT, 10**7, 1)
     folder.keep()
     cache = ActivationCache(store, SOURCE)
-    cache.enter(["", f"{weights} 1", f"{weights} 2"])
+    cache.use_weights(["", f"{weights} 1", f"{weights} 2"])
     hits, order = 0, [sample * 7 % NUM_SAMPLES for sample in range(NUM_SAMPLES)]
     batches = [order[:5], order[5:], order[::-1][:5], order[::-1][5:]]
     for number, samples in enumerate(batches):
@@ -112,7 +112,7 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
         if prefix.hidden is not None:
             assert torch.equal(prefix.hidden[found], activation[found])
         hits += int(found.sum())
-        cache.keep(MicroBatch(inputs, 1.0, tuple(activation.shape), prefix), activation)
+        cache.write(MicroBatch(inputs, 1.0, tuple(activation.shape), prefix), activation)
     cache.close()
     folder.release()
     return hits
@@ -470,7 +470,7 @@ def test_a_folder_that_a_cleaner_removed_is_no_error_at_the_end(tmp_path: Path, 
     store = ActivationStore.create(folder.folder, NUM_SAMPLES, ROW_FORMAT, 10**7, 1)
     cache = ActivationCache(store, SOURCE)
     shutil.rmtree({"store": folder.path, "all stores": folder.path.parent, "base": base}[what])
-    cache.enter(["", "key"])
+    cache.use_weights(["", "key"])
     assert store.bytes_stored > 0 and not folder.is_kept
     assert cache.select([0, 1]) == [0, 1]
     cache.close()
@@ -542,8 +542,8 @@ def test_a_store_that_was_kept_grows_to_the_bound_of_the_run_that_opens_it(tmp_p
         folder, store = take_store(tmp_path, "key", 64, PLAIN, max_bytes, 1)
         folder.keep()
         taken = [part[some] if isinstance(part, torch.Tensor | np.ndarray) else part for part in rows]
-        store.write(some, store.level_of("level"), *taken)
-        found = int((store.levels(samples) > 0).sum()), store.bytes_stored
+        store.write(some, store.weights_id("weights"), *taken)
+        found = int((store.weights_ids(samples) > 0).sum()), store.bytes_stored
         store.close()
         folder.release()
         return found

@@ -60,10 +60,10 @@ def values_of(row_format: RowFormat, n: int, seq: int, seed: int = 0) -> tuple[t
     return draw(row_format.dtype, (n, seq, row_format.hidden_size)), fields
 
 
-def put(store: ActivationStore, samples: list[int], lengths: list[int], level: int = 1, seed: int = 0) -> Any:
+def put(store: ActivationStore, samples: list[int], lengths: list[int], weights_id: int = 1, seed: int = 0) -> Any:
     activation, fields = values_of(store.row_format, len(samples), max(lengths), seed)
     digests = np.arange(len(samples), dtype=np.uint64) + np.uint64(2**63)
-    stored = store.write(np.array(samples), level, activation, np.array(lengths), fields, digests)
+    stored = store.write(np.array(samples), weights_id, activation, np.array(lengths), fields, digests)
     return stored, activation, fields
 
 
@@ -116,22 +116,22 @@ def test_round_trip_is_exact(
     stored, activation, fields = put(store, samples, lengths)
     assert stored == 4
     rows = store.read(np.array(samples), length)
-    assert rows.levels.tolist() == [1] * 4 and rows.levels.dtype == np.int64
+    assert rows.weights_ids.tolist() == [1] * 4 and rows.weights_ids.dtype == np.int64
     check_rows(rows, activation, fields, lengths, row_format)
     assert store.entries(np.array(samples))["length"].tolist() == lengths
     assert store.entries(np.array([0]))["input_digest"].tolist() == [2**63 + 1]
-    assert store.levels(np.arange(10)).tolist() == [1, 0, 0, 1, 0, 0, 0, 1, 0, 1]
+    assert store.weights_ids(np.arange(10)).tolist() == [1, 0, 0, 1, 0, 0, 0, 1, 0, 1]
 
 
-def test_a_missing_row_is_zero_and_has_level_zero(store: ActivationStore) -> None:
+def test_a_missing_row_is_zero_and_has_id_zero(store: ActivationStore) -> None:
     _, activation, _ = put(store, [3], [4])
     out = torch.full((3, 4, HIDDEN), 9.0)
     rows = store.read(np.array([2, 3, 3]), 4, out=out)
-    assert rows.levels.tolist() == [0, 1, 1] and rows.activation is out
+    assert rows.weights_ids.tolist() == [0, 1, 1] and rows.activation is out
     assert not out[0].any() and torch.equal(out[1:], activation.expand(2, -1, -1))
     assert not rows.fields["labels"][0].any() and not rows.fields["mask"][0].any()
     part = rows.take(np.array([False, True, False]))
-    assert part.levels.tolist() == [1] and torch.equal(part.activation, activation)
+    assert part.weights_ids.tolist() == [1] and torch.equal(part.activation, activation)
 
 
 def test_activations_of_another_dtype_are_converted(tmp_path: Path) -> None:
@@ -152,20 +152,20 @@ def test_rewriting_in_place_makes_no_file_larger(store: ActivationStore) -> None
     samples, lengths = list(range(20)), [6] * 20
     put(store, samples, lengths)
     size = store.bytes_stored
-    for level in range(2, 200):
-        _, activation, fields = put(store, samples, lengths, level, seed=level)
+    for weights_id in range(2, 200):
+        _, activation, fields = put(store, samples, lengths, weights_id, seed=weights_id)
     assert store.bytes_stored == size
     rows = store.read(np.array(samples), 6)
-    assert set(rows.levels.tolist()) == {199}
+    assert set(rows.weights_ids.tolist()) == {199}
     check_rows(rows, activation, fields, lengths, RICH)
 
 
 def test_a_longer_row_moves_and_a_shorter_one_stays(store: ActivationStore) -> None:
     put(store, [1, 2], [4, 4])
     for length in (9, 2, 4):
-        _, activation, fields = put(store, [1], [length], level=length)
+        _, activation, fields = put(store, [1], [length], weights_id=length)
         check_rows(store.read(np.array([1]), 9), activation, fields, [length], RICH)
-    assert store.read(np.array([2]), 4).levels.tolist() == [1]
+    assert store.read(np.array([2]), 4).weights_ids.tolist() == [1]
 
 
 def test_two_handles_see_each_others_rows(store: ActivationStore) -> None:
@@ -173,9 +173,9 @@ def test_two_handles_see_each_others_rows(store: ActivationStore) -> None:
     _, activation, fields = put(store, [0, 1], [5, 5])
     check_rows(other.read(np.array([0, 1]), 5), activation, fields, [5, 5], RICH)
     # In the slot that the first made, and in one of its own.
-    _, activation, fields = put(other, [1, 2], [4, 6], level=2, seed=1)
+    _, activation, fields = put(other, [1, 2], [4, 6], weights_id=2, seed=1)
     rows = store.read(np.array([1, 2]), 6)
-    assert rows.levels.tolist() == [2, 2]
+    assert rows.weights_ids.tolist() == [2, 2]
     check_rows(rows, activation, fields, [4, 6], RICH)
     assert {path.name for path in store.folder.glob("shard*")} == {"shard-0-0.arrow", "shard-1-0.arrow"}
 
@@ -195,7 +195,7 @@ def test_an_integer_beyond_int32_is_refused(tmp_path: Path) -> None:
     fields = {"ids": torch.tensor([[1, 2**31]])}
     with pytest.raises(ValueError, match=r"'ids' has values from 1 to 2147483648.*activation_cache"):
         store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), fields, np.zeros(1, np.uint64))
-    assert store.levels(np.array([0])).tolist() == [0]
+    assert store.weights_ids(np.array([0])).tolist() == [0]
 
 
 def test_other_fields_than_agreed_are_refused(store: ActivationStore) -> None:
@@ -231,11 +231,12 @@ def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureF
     everyone, lengths = np.arange(num_samples), np.full(num_samples, length)
     with caplog.at_level(logging.WARNING):
         counts = [
-            store.write(everyone, level, activation, lengths, {}, np.zeros(num_samples, np.uint64)) for level in (1, 2)
+            store.write(everyone, weights_id, activation, lengths, {}, np.zeros(num_samples, np.uint64))
+            for weights_id in (1, 2)
         ]
     assert store.is_full and store.bytes_stored <= bound
     assert counts[0] == counts[1] > 0.8 * bound / (length * hidden * 4)
-    assert store.levels(everyone).tolist() == [2] * counts[0] + [0] * (num_samples - counts[0])
+    assert store.weights_ids(everyone).tolist() == [2] * counts[0] + [0] * (num_samples - counts[0])
     assert len(caplog.records) == 1 and "the bound of 1000000 bytes" in caplog.text
     assert torch.equal(store.read(everyone[: counts[0]], length).activation, activation[: counts[0]])
 
@@ -268,10 +269,10 @@ def test_a_full_disk_keeps_what_is_stored(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     long = 20_000
     with caplog.at_level(logging.WARNING):
-        stored, _, _ = put(store, [1, 2, 0], [long, 3, 4], level=2)
+        stored, _, _ = put(store, [1, 2, 0], [long, 3, 4], weights_id=2)
         assert put(store, [3], [long])[0] == 0
     assert stored == 2 and store.is_full
-    assert store.levels(np.arange(4)).tolist() == [2, 0, 2, 0]
+    assert store.weights_ids(np.arange(4)).tolist() == [2, 0, 2, 0]
     assert len(caplog.records) == 1 and "is full" in caplog.text
     assert not list(store.folder.glob("*.tmp"))
 
@@ -286,7 +287,7 @@ def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
         if start >= 500:
             # At every moment, not only where the last shard happens to be full.
             assert store.bytes_stored <= 1.06 * lengths[: start + 50].sum() * 384 * 4
-    assert (store.levels(np.arange(2000)) == 1).all()
+    assert (store.weights_ids(np.arange(2000)) == 1).all()
 
 
 # ---- damage ----
@@ -302,13 +303,13 @@ def test_a_flipped_bit_in_a_shard_is_noticed(store: ActivationStore, column: str
         flip(table.path, place, bit)
         with pytest.raises(StoreDamagedError, match=r"sample 1 .*shard-0-0\.arrow"):
             store.read(np.array([0, 1]), length)
-        assert store.read(np.array([0]), length).levels.tolist() == [1]
+        assert store.read(np.array([0]), length).weights_ids.tolist() == [1]
         flip(table.path, place, bit)
-    assert store.read(np.array([0, 1]), length).levels.tolist() == [1, 1]
+    assert store.read(np.array([0, 1]), length).weights_ids.tolist() == [1, 1]
 
 
 def test_every_flipped_bit_of_an_entry_is_noticed(store: ActivationStore) -> None:
-    put(store, [0, 1], [5, 5], level=6)
+    put(store, [0, 1], [5, 5], weights_id=6)
     table, size = store._index.table, store._index.dtype.itemsize
     place = table._places["entry"] + size
     for byte in range(size):
@@ -317,7 +318,7 @@ def test_every_flipped_bit_of_an_entry_is_noticed(store: ActivationStore) -> Non
             with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.arrow"):
                 store.read(np.array([0, 1]), 5)
             flip(table.path, place + byte, bit)
-    assert store.read(np.array([0, 1]), 5).levels.tolist() == [6, 6]
+    assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("name", ["shard-0-0.arrow", "index.arrow"])
@@ -379,30 +380,30 @@ def test_a_row_that_is_being_overwritten_counts_as_missing(
 
     change_while_copying(monkeypatch, begin)
     rows = store.read(np.array([0, 1]), 5)
-    assert rows.levels.tolist() == [0, 1] and not rows.activation[0].any()
+    assert rows.weights_ids.tolist() == [0, 1] and not rows.activation[0].any()
     assert not any(values[0].any() for values in rows.fields.values())
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("weights_id", [1, 2])
 def test_a_row_that_was_rewritten_while_it_was_copied_is_read_again(
-    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, level: int
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, weights_id: int
 ) -> None:
     put(store, [0], [5])
     rewritten: list[Any] = []
-    change_while_copying(monkeypatch, lambda: rewritten.append(put(store, [0], [4], level, seed=1)))
+    change_while_copying(monkeypatch, lambda: rewritten.append(put(store, [0], [4], weights_id, seed=1)))
     rows = store.read(np.array([0]), 5)
-    assert rows.levels.tolist() == [level]
+    assert rows.weights_ids.tolist() == [weights_id]
     check_rows(rows, *rewritten[0][1:], [4], RICH)
 
 
 def test_a_dropped_store_is_empty_for_all(store: ActivationStore) -> None:
     put(store, [0], [5])
     other = ActivationStore.open(store.folder, writer=1)
-    assert store.dropped is None and other.levels(np.array([0])).tolist() == [1]
+    assert store.dropped is None and other.weights_ids(np.array([0])).tolist() == [1]
     store.drop("the data set changes")
     assert other.dropped == store.dropped == "the data set changes"
-    assert other.levels(np.array([0])).tolist() == [0]
-    assert other.read(np.array([0]), 5).levels.tolist() == [0]
+    assert other.weights_ids(np.array([0])).tolist() == [0]
+    assert other.read(np.array([0]), 5).weights_ids.tolist() == [0]
     assert put(other, [1], [5])[0] == 0
     assert ActivationStore.open(store.folder, writer=1).dropped == "the data set changes"
 
@@ -427,7 +428,7 @@ def test_random_writes_follow_a_dictionary(steps: list[tuple[int, list[tuple[int
         model: dict[int, tuple[int, int, torch.Tensor, dict[str, torch.Tensor]]] = {}
         for step, (writer, rows) in enumerate(steps):
             samples, lengths = [sample for sample, _ in rows], [stored for _, stored in rows]
-            stored, activation, fields = put(stores[writer], samples, lengths, level=step + 1, seed=step)
+            stored, activation, fields = put(stores[writer], samples, lengths, weights_id=step + 1, seed=step)
             assert stored == len(set(samples))
             for row, (sample, tokens) in enumerate(rows):
                 own = {name: values[row : row + 1] for name, values in fields.items()}
@@ -435,9 +436,9 @@ def test_random_writes_follow_a_dictionary(steps: list[tuple[int, list[tuple[int
         for store in stores:
             for sample in range(8):
                 found = store.read(np.array([sample]), length)
-                level, tokens, activation, fields = model.get(sample, (0, 0, torch.empty(0), {}))
-                assert found.levels.tolist() == [level]
-                if level:
+                weights_id, tokens, activation, fields = model.get(sample, (0, 0, torch.empty(0), {}))
+                assert found.weights_ids.tolist() == [weights_id]
+                if weights_id:
                     check_rows(found, activation, fields, [tokens], RICH)
             store.close()
 
@@ -449,16 +450,16 @@ PROCESSES.set_forkserver_preload(["hf_pipetransformer.autocache.store"])
 TIME_LIMIT = 60
 
 
-def ask_levels(folder: str, offset: int, pipe: Connection) -> None:
+def ask_weights_ids(folder: str, offset: int, pipe: Connection) -> None:
     store = ActivationStore.open(folder, 0)
-    pipe.send({f"key-{(i + offset) % 100}": store.level_of(f"key-{(i + offset) % 100}") for i in range(100)})
+    pipe.send({f"key-{(i + offset) % 100}": store.weights_id(f"key-{(i + offset) % 100}") for i in range(100)})
 
 
-def test_level_ids_are_the_same_in_all_processes(store: ActivationStore) -> None:
+def test_ids_of_weights_are_the_same_in_all_processes(store: ActivationStore) -> None:
     pipes, children = [], []
     for offset in (0, 50):
         mine, theirs = PROCESSES.Pipe()
-        children.append(PROCESSES.Process(target=ask_levels, args=(str(store.folder), offset, theirs)))
+        children.append(PROCESSES.Process(target=ask_weights_ids, args=(str(store.folder), offset, theirs)))
         children[-1].start()
         pipes.append(mine)
     answers = []
@@ -473,29 +474,29 @@ def test_level_ids_are_the_same_in_all_processes(store: ActivationStore) -> None
 def test_no_rows_of_other_weights_are_served_whatever_is_lost(store: ActivationStore) -> None:
     """Nothing gives out ids that could be given out again."""
     everyone = np.arange(20)
-    put(store, everyone.tolist(), [5] * 20, level=store.level_of("weights of the first run"))
+    put(store, everyone.tolist(), [5] * 20, weights_id=store.weights_id("weights of the first run"))
     store.close()
     for path in store.folder.iterdir():
         if path.name not in ("store.json", "index.arrow") and not path.name.startswith("shard"):
             path.unlink()
     again = ActivationStore.open(store.folder, writer=0)
-    assert again.level_of("weights of the second run") not in again.levels(everyone)
-    assert set(again.levels(everyone).tolist()) == {again.level_of("weights of the first run")}
+    assert again.weights_id("weights of the second run") not in again.weights_ids(everyone)
+    assert set(again.weights_ids(everyone).tolist()) == {again.weights_id("weights of the first run")}
 
 
 def test_ids_of_one_store_mean_nothing_in_another(store: ActivationStore, tmp_path: Path) -> None:
     other = ActivationStore.create(tmp_path / "other", 20, RICH, BOUND, 1)
-    assert store.level_of("key") != other.level_of("key")
+    assert store.weights_id("key") != other.weights_id("key")
 
 
 KILL_FORMAT = RowFormat(64, torch.float32, {"mask": torch.int64}, {"labels": (torch.int64, ())})
 KILL_SAMPLES, KILL_SEQ = 64, 24
 
 
-def rows_at(samples: np.ndarray, level: int) -> tuple[torch.Tensor, np.ndarray, dict[str, torch.Tensor]]:
-    """What the writer that is killed writes: a function of samples and level."""
-    seeds = torch.from_numpy(samples * 1009 + level)
-    lengths = 1 + (samples * 7 + level * 5) % KILL_SEQ
+def rows_at(samples: np.ndarray, weights_id: int) -> tuple[torch.Tensor, np.ndarray, dict[str, torch.Tensor]]:
+    """What the writer that is killed writes: a function of samples and weights."""
+    seeds = torch.from_numpy(samples * 1009 + weights_id)
+    lengths = 1 + (samples * 7 + weights_id * 5) % KILL_SEQ
     base = seeds[:, None] + torch.arange(KILL_SEQ)
     activation = base[:, :, None].float() * 64 + torch.arange(64)
     return activation, lengths, {"mask": base, "labels": seeds}
@@ -508,9 +509,9 @@ def write_until_killed(folder: str, seed: int, pipe: Connection) -> None:
     is_ready = False
     while True:
         samples = stream.choice(KILL_SAMPLES, 16, replace=False)
-        level = int(stream.integers(1, 100))
-        activation, lengths, fields = rows_at(samples, level)
-        store.write(samples, level, activation, lengths, fields, samples.astype(np.uint64))
+        weights_id = int(stream.integers(1, 100))
+        activation, lengths, fields = rows_at(samples, weights_id)
+        store.write(samples, weights_id, activation, lengths, fields, samples.astype(np.uint64))
         if not is_ready:
             pipe.send("ready")
             is_ready = True
@@ -521,14 +522,14 @@ def check_killed(folder: Path) -> int:
     store = ActivationStore.open(folder, 0)
     everyone = np.arange(KILL_SAMPLES)
     rows = store.read(everyone, KILL_SEQ)
-    for sample in np.flatnonzero(rows.levels).tolist():
-        activation, lengths, fields = rows_at(np.array([sample]), int(rows.levels[sample]))
+    for sample in np.flatnonzero(rows.weights_ids).tolist():
+        activation, lengths, fields = rows_at(np.array([sample]), int(rows.weights_ids[sample]))
         own = {name: values[sample : sample + 1] for name, values in rows.fields.items()}
         part = slice(sample, sample + 1)
-        found = Rows(rows.levels[part], rows.lengths[part], rows.activation[part], own)
+        found = Rows(rows.weights_ids[part], rows.lengths[part], rows.activation[part], own)
         check_rows(found, activation, fields, lengths.tolist(), KILL_FORMAT)
     store.close()
-    return int((rows.levels > 0).sum())
+    return int((rows.weights_ids > 0).sum())
 
 
 def kill_writers(folder: Path, times: int) -> None:

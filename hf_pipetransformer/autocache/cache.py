@@ -57,12 +57,6 @@ class CacheCounts:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
 
-    def taken(self) -> dict[str, float]:
-        """The counts, which start again from zero."""
-        counts = asdict(self)
-        self.__init__()  # type: ignore[misc]
-        return counts
-
 
 class ActivationCache:
     """Completes batches from the store, and stores what the frozen layers gave (PipeTransformer, section 3.4).
@@ -85,17 +79,17 @@ class ActivationCache:
         self.level = 0
         self.stamp = 0
         """How often the weights that rows count for were named."""
-        self._level_id = 0
+        self._weights_id = 0
         self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
         self._is_off = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
         self._ahead: _ReadAhead | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="activation-cache-writer")
-        self._unconfirmed: list[_Kept] = []
+        self._pending: list[_Pending] = []
         self._writing: deque[Future[int]] = deque()
 
-    def enter(self, keys: Sequence[str]) -> None:
+    def use_weights(self, keys: Sequence[str]) -> None:
         """From now on the weights below layer `len(keys) - 1` are those of `keys`; other rows are not served.
 
         Args:
@@ -103,10 +97,15 @@ class ActivationCache:
         """
         self.stamp += 1
         self._ahead = None
-        self._unconfirmed.clear()
-        self._level_of_id = {self.store.level_of(key): level for level, key in enumerate(keys) if level}
+        self._pending.clear()
+        self._level_of_id = {self.store.weights_id(key): level for level, key in enumerate(keys) if level}
         self.level = len(keys) - 1
-        self._level_id = self.store.level_of(keys[-1])
+        self._weights_id = self.store.weights_id(keys[-1])
+
+    def take_counts(self) -> dict[str, float]:
+        """What was done since this was last called."""
+        counts, self.counts = asdict(self.counts), CacheCounts()
+        return counts
 
     def switch_off(self, reason: str) -> None:
         """Serve and store nothing any more, on no rank of this node."""
@@ -164,7 +163,7 @@ class ActivationCache:
         rows = self._read_rows(index[hit], length) if hit.any() else None
         if rows is not None:
             lost = np.zeros_like(hit)
-            lost[hit] = self._levels_of(rows.levels) == 0
+            lost[hit] = self._levels_of(rows.weights_ids) == 0
             if lost.any():
                 # Another process was writing it.
                 rows = rows.take(~lost[hit])
@@ -192,10 +191,10 @@ class ActivationCache:
 
     def _known(self, entries: Any) -> Indices:
         """Layers that each row holds the output of; 0 if not of the weights that are loaded now."""
-        return self._levels_of(entries["level"])
+        return self._levels_of(entries["weights_id"])
 
     def _levels_of(self, ids: Indices) -> Indices:
-        return np.array([self._level_of_id.get(level_id, 0) for level_id in ids.tolist()], dtype=np.int64)
+        return np.array([self._level_of_id.get(found, 0) for found in ids.tolist()], dtype=np.int64)
 
     def _without(self, hit: npt.NDArray[np.bool_], lost: Any, parts: Parts, samples: list[int]) -> Any:
         """`hit` without what turned out not to be there, which is read from the data set now."""
@@ -265,7 +264,7 @@ class ActivationCache:
         _, found = self.source.digests(self.source.read(sample.tolist()))
         self.counts.checked += 1
         (entry,) = self.store.entries(sample)
-        if entry["level"] and found[0] != entry["input_digest"]:
+        if entry["weights_id"] and found[0] != entry["input_digest"]:
             raise StoreDamagedError(
                 f"sample {sample[0]} of the data set is not what it was when its activation was stored. The data set "
                 "or its transform changes: set activation_cache='off', or make it give the same sample each time."
@@ -280,7 +279,7 @@ class ActivationCache:
             digests[where] = found
         hidden = None
         if rows is not None and hit.any():
-            levels[hit] = self._levels_of(rows.levels)
+            levels[hit] = self._levels_of(rows.weights_ids)
             hidden = rows.activation
             if not hit.all():
                 hidden = hidden.new_zeros(len(index), *hidden.shape[1:])
@@ -301,7 +300,7 @@ class ActivationCache:
         fields = {name: value for name, value in rows.fields.items() if name != LENGTH_FIELD}
         if not self.source.is_text:
             placeholder = torch.zeros(1, dtype=self.source.main_dtype)
-            fields[self.source.main_input] = placeholder.expand(len(rows.levels), *self.source.main_shape)
+            fields[self.source.main_input] = placeholder.expand(len(rows.weights_ids), *self.source.main_shape)
             return fields
         beyond = torch.arange(length) >= torch.from_numpy(rows.lengths.astype(np.int64))[:, None]
         for name in self.source.report.token_fields:
@@ -313,7 +312,7 @@ class ActivationCache:
 
     # ---- writing: the engine's side ----
 
-    def keep(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+    def write(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         """Store the activations after `level` layers of those samples that are not stored so far up."""
         prefix = micro_batch.prefix
         assert prefix is not None
@@ -321,21 +320,21 @@ class ActivationCache:
         if self._is_off or not len(rows):
             return
         start = time.perf_counter()
-        kept = self._kept(micro_batch, prefix, hidden, rows)
+        pending = self._rows_to_write(micro_batch, prefix, hidden, rows)
         if not self._is_apart:
-            self._count_written(lambda: self._write(kept))
+            self._count_written(lambda: self._write(pending))
         else:
-            self._unconfirmed.append(kept)
+            self._pending.append(pending)
             self._count_finished(MAX_BATCHES_IN_FLIGHT)
         self.counts.write_seconds += time.perf_counter() - start
 
-    def confirm(self) -> None:
-        """The weights are those that were named, so what was kept with them may be stored: by a thread."""
-        while self._unconfirmed:
-            self._writing.append(self._writer.submit(self._write, self._unconfirmed.pop(0)))
+    def write_pending(self) -> None:
+        """The weights are those that were named, so what was computed with them may be stored: by a thread."""
+        while self._pending:
+            self._writing.append(self._writer.submit(self._write, self._pending.pop(0)))
         self._count_finished(MAX_BATCHES_IN_FLIGHT)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until all that may be stored is."""
         self._count_finished(0)
 
@@ -349,7 +348,9 @@ class ActivationCache:
         except (StoreDamagedError, OSError, ValueError) as error:
             self.switch_off(str(error))
 
-    def _kept(self, micro_batch: MicroBatch, prefix: Prefix, hidden: torch.Tensor, rows: torch.Tensor) -> _Kept:
+    def _rows_to_write(
+        self, micro_batch: MicroBatch, prefix: Prefix, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> _Pending:
         """Those rows of a micro-batch, on their way to the host."""
         is_all = len(rows) == len(prefix.levels)
         given = micro_batch.inputs if micro_batch.on_host is None else micro_batch.on_host
@@ -367,23 +368,25 @@ class ActivationCache:
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
         has_row, digests = prefix.levels[rows].numpy() > 0, prefix.digests[rows].numpy().view(np.uint64)
-        return _Kept(index, self._level_id, arriving, lengths, fields, digests, has_row)
+        return _Pending(index, self._weights_id, arriving, lengths, fields, digests, has_row)
 
-    def _write(self, kept: _Kept) -> int:
+    def _write(self, pending: _Pending) -> int:
         if self._is_off:
             return 0
-        digests = np.where(kept.has_row, self.store.entries(kept.index)["input_digest"], kept.digests)
-        activation = kept.activation.on_host()
-        return self.store.write(kept.index, kept.level_id, activation, kept.lengths, kept.fields, digests)
+        digests = np.where(pending.has_row, self.store.entries(pending.index)["input_digest"], pending.digests)
+        activation = pending.activation.on_host()
+        return self.store.write(
+            pending.index, pending.weights_id, activation, pending.lengths, pending.fields, digests
+        )
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Pending:
     """Rows to store.
 
     Args:
         index: the samples, `(n,)`.
-        level_id: of the weights that they were computed with.
+        weights_id: of the weights that they were computed with.
         activation: `(n, seq, hidden)`, on its way to the host, in the stored dtype.
         lengths: tokens of each, `(n,)`.
         fields: inputs that are stored with it.
@@ -392,7 +395,7 @@ class _Kept:
     """
 
     index: Indices
-    level_id: int
+    weights_id: int
     activation: Arriving[torch.Tensor]
     lengths: Indices
     fields: dict[str, torch.Tensor]

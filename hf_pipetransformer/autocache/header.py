@@ -18,7 +18,7 @@ HEADER_FILE = "store.json"
 DROPPED_FILE = "dropped"
 
 # The heads of tables are compared with what Arrow writes now.
-_VERSION = f"2, Arrow {pa.__version__}"
+_VERSION = f"3, Arrow {pa.__version__}"
 
 
 @dataclass(frozen=True)

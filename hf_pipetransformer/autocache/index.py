@@ -12,7 +12,7 @@ from hf_pipetransformer.autocache.table import Array, ArrowTable, Column, Column
 INDEX_FILE = "index.arrow"
 
 _COLUMN = "entry"
-_LEVEL_BYTES = 8
+_ID_BYTES = 8
 _HASH_BYTES = 8
 _NUM_TRIES = 10
 _MAX_BYTES = 1 << 28
@@ -25,10 +25,10 @@ def index_columns(row_format: RowFormat) -> Columns:
 
 
 class Index:
-    """Where each sample's row lies, its level, its side fields, and the hash of its tokens.
+    """Where each sample's row lies, the id of its weights, its side fields, and the hash of its tokens.
 
-    An entry is changed in three writes: level 0, all but the level, the level. A reader that comes in between finds a
-    hash that does not hold, and looks again. The hash covers the number of the sample and the id of the store, so that
+    An entry is changed in three writes: id 0, all but the id, the id. A reader that comes in between finds a hash
+    that does not hold, and looks again. The hash covers the number of the sample and the id of the store, so that
     no entry counts in another's place.
 
     Args:
@@ -51,9 +51,9 @@ class Index:
         self.table.check()
         entries = self._taken(samples)
         for _ in range(_NUM_TRIES):
-            unsound = (entries["level"] != 0) & (self._hashes(entries, samples) != entries["hash"])
+            unsound = (entries["weights_id"] != 0) & (self._hashes(entries, samples) != entries["hash"])
             if not unsound.any():
-                entries[entries["level"] == 0] = np.zeros((), self.dtype)
+                entries[entries["weights_id"] == 0] = np.zeros((), self.dtype)
                 return entries
             entries[unsound] = self._taken(samples[unsound])
         raise StoreDamagedError(
@@ -69,7 +69,7 @@ class Index:
     def clear(self, samples: Array) -> None:
         """From now on nothing is stored of these samples."""
         for sample in samples.tolist():
-            self.table.write_at(_COLUMN, sample, b"\0" * _LEVEL_BYTES)
+            self.table.write_at(_COLUMN, sample, b"\0" * _ID_BYTES)
 
     def put(self, samples: Array, entries: Array) -> None:
         """Set entries that were cleared; their hashes are set here."""
@@ -77,8 +77,8 @@ class Index:
         size, content = self.dtype.itemsize, entries.tobytes()
         for sample, place in zip(samples.tolist(), range(0, len(content), size), strict=True):
             own = content[place : place + size]
-            self.table.write_at(_COLUMN, sample, b"\0" * _LEVEL_BYTES + own[_LEVEL_BYTES:])
-            self.table.write_at(_COLUMN, sample, own[:_LEVEL_BYTES])
+            self.table.write_at(_COLUMN, sample, b"\0" * _ID_BYTES + own[_ID_BYTES:])
+            self.table.write_at(_COLUMN, sample, own[:_ID_BYTES])
 
     def _taken(self, samples: Array) -> Array:
         """Entries as they lie in the file."""

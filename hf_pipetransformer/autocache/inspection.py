@@ -85,10 +85,10 @@ def _opened(folder: Folder) -> tuple[Index, ShardMap]:
 def _content_of(folder: Folder) -> str:
     try:
         index, _ = _opened(folder)
-        levels = index.entries(np.arange(index.table.num_rows))["level"]
+        ids = index.entries(np.arange(index.table.num_rows))["weights_id"]
     except StoreDamagedError as error:
         return f"damaged: {error}"
-    return f"{int((levels != 0).sum())} of {len(levels)} samples stored"
+    return f"{np.count_nonzero(ids)} of {len(ids)} samples stored"
 
 
 def _damage_of(folder: Folder) -> str:

@@ -137,10 +137,10 @@ def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSp
         store = ActivationStore.create(
             folder.folder, MEASURED_ROWS, row_format, 2**40, num_writers=1, row_length=length
         )
-        level = store.level_of("measured")
+        weights_id = store.weights_id("measured")
 
         def write() -> None:
-            store.write(samples, level, activation, lengths, fields, digests)
+            store.write(samples, weights_id, activation, lengths, fields, digests)
 
         seconds = [_seconds(write), _seconds(write)]
         read = min(_seconds(lambda: store.read(samples[::-1].copy(), length)) for _ in range(3))

@@ -21,7 +21,7 @@ _NUM_TRIES = 3
 class _Place:
     """Where a row lies, and what must be found there."""
 
-    level: int
+    weights_id: int
     shard: int
     start: int
     length: int
@@ -38,7 +38,7 @@ def read_rows(entries: Array, index: Index, shards: ShardMap, samples: Array, ou
     for name, column in list(shards.columns.items())[1:]:
         targets[name] = np.empty((num_rows, length), column.dtype)
     places = _places(entries)
-    for number in {place.shard for place in places if place.level}:
+    for number in {place.shard for place in places if place.weights_id}:
         shards[number].check()
     for row, place in enumerate(places):
         for _ in range(_NUM_TRIES):
@@ -55,7 +55,7 @@ def read_rows(entries: Array, index: Index, shards: ShardMap, samples: Array, ou
                 f"{shards.folder.path} to compute the rows anew."
             )
     fields = _tensors(shards.row_format, entries, targets)
-    return Rows(entries["level"].copy(), entries["length"].copy(), out, fields)
+    return Rows(entries["weights_id"].copy(), entries["length"].copy(), out, fields)
 
 
 def is_sound(index: Index, shards: ShardMap, sample: int) -> bool:
@@ -74,7 +74,7 @@ def is_sound(index: Index, shards: ShardMap, sample: int) -> bool:
 
 
 def _places(entries: Array) -> list[_Place]:
-    columns = [entries[name].tolist() for name in ("level", "shard", "start", "length", "tokens")]
+    columns = [entries[name].tolist() for name in ("weights_id", "shard", "start", "length", "tokens")]
     return [_Place(*values) for values in zip(*columns, strict=True)]
 
 
@@ -88,7 +88,7 @@ def _copy(shards: ShardMap, place: _Place, targets: list[Array]) -> bool:
     if copied < length:
         for target in targets:
             target[copied:] = 0
-    if not place.level:
+    if not place.weights_id:
         return True
     table = shards[place.shard]
     if place.start < 0 or place.start + place.length > table.num_rows:

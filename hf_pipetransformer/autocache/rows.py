@@ -73,17 +73,17 @@ class RowFormat:
     def entry_dtype(self) -> np.dtype[Any]:
         """An entry of the index.
 
-        `level` says what the row was computed with, 0 if there is none; its tokens are `length` of the `capacity`
-        ones from `start` on in a `shard`, and have the hash `tokens`. `hash` is that of all before it, of the
-        sample's number and of the store.
+        `weights_id` says what weights the row was computed with, 0 if there is no row; its tokens are `length` of the
+        `capacity` ones from `start` on in a `shard`, and have the hash `tokens`. `hash` is that of all before it, of
+        the sample's number and of the store.
         """
-        parts: list[Any] = [("level", "<i8"), ("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
+        parts: list[Any] = [("weights_id", "<i8"), ("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
         parts += [("shard", "<i4"), ("length", "<i4"), ("capacity", "<i4")]
         parts += [
             (field_column(name), np.dtype(_STORED[dtype]), shape)
             for name, (dtype, shape) in self.sample_fields.items()
         ]
-        # Whole words: a level never lies on two pages.
+        # Whole words: the id never lies on two pages.
         parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,)), ("hash", "<u8")]
         return np.dtype(parts)
 
@@ -114,22 +114,23 @@ class Rows:
     """A batch that was read.
 
     Attributes:
-        levels: `(n,)`; 0 where there is nothing, or where the row was being written: all its values are then zero.
+        weights_ids: `(n,)` of the weights that rows were computed with; 0 where there is nothing, or where the row was
+            being written: all its values are then zero.
         lengths: `(n,)` tokens that are stored, which may be more than were asked for.
         activation: `(n, length, hidden)` in the stored dtype, zero beyond a row's own length.
         fields: token fields `(n, length)`, zero likewise, and sample fields `(n, *shape)`, in their own dtypes.
     """
 
-    levels: Array
+    weights_ids: Array
     lengths: Array
     activation: torch.Tensor
     fields: dict[str, torch.Tensor]
 
     def take(self, chosen: Array) -> Rows:
         """A part of the rows, by a mask `(n,)` or by positions."""
-        places = torch.from_numpy(np.arange(len(self.levels))[chosen])
+        places = torch.from_numpy(np.arange(len(self.weights_ids))[chosen])
         fields = {name: values[places] for name, values in self.fields.items()}
-        return Rows(self.levels[chosen], self.lengths[chosen], self.activation[places], fields)
+        return Rows(self.weights_ids[chosen], self.lengths[chosen], self.activation[places], fields)
 
 
 def field_column(name: str) -> str:

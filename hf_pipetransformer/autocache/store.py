@@ -26,9 +26,9 @@ class ActivationStore:
     """Rows of `length` tokens x `hidden_size` numbers and their side fields, by sample.
 
     Any process may read any row; one thread of one process writes under each number of a writer, and no two processes
-    write the same sample at the same time. A row has a level, an id of what it was computed with (`level_of`). It is
+    write the same sample at the same time. A row has the id of the weights that it was computed with. It is
     cleared before a row is written and set again when the row is whole, and a row counts only if its hashes hold: one
-    that was being written, by a process that lives or that was killed, reads as level 0.
+    that was being written, by a process that lives or that was killed, reads as id 0.
 
     Made by `create` in one process, opened by `open` in the others.
     """
@@ -150,8 +150,8 @@ class ActivationStore:
             # Whatever is wrong with the folder: the other processes come upon it as this one did.
             logger.debug(f"The end of the store could not be noted: {error}")
 
-    def level_of(self, key: str) -> int:
-        """The id, 1 or more, of a level's key: a hash of the key and of this store.
+    def weights_id(self, key: str) -> int:
+        """The id, 1 or more, of what `key` names (see `chain_keys`): a hash of the key and of this store.
 
         No table gives it out, so none can be lost, and no id is ever that of another key or of another store.
         """
@@ -167,9 +167,9 @@ class ActivationStore:
             return np.zeros(len(samples), self._index.dtype)
         return self._index.entries(samples)
 
-    def levels(self, samples: Array) -> Array:
-        """`(n,)` int64: the level of each sample's row, 0 where nothing is stored; raises as `entries`."""
-        return self.entries(samples)["level"]
+    def weights_ids(self, samples: Array) -> Array:
+        """`(n,)` int64: the id of the weights of each sample's row, 0 where nothing is stored; raises as `entries`."""
+        return self.entries(samples)["weights_id"]
 
     def read(self, samples: Array, length: int, out: torch.Tensor | None = None) -> Rows:
         """Copy rows out.
@@ -193,7 +193,7 @@ class ActivationStore:
     def write(
         self,
         samples: Array,
-        level: int,
+        weights_id: int,
         activation: torch.Tensor,
         lengths: Array,
         fields: Mapping[str, torch.Tensor],
@@ -206,7 +206,7 @@ class ActivationStore:
 
         Args:
             samples: `(n,)` indices; of a repeated one the last row counts.
-            level: id of what the rows were computed with, 1 or more.
+            weights_id: id of what the rows were computed with, 1 or more.
             activation: `(n, seq, hidden)`, any floating dtype and device.
             lengths: `(n,)` tokens to store of each, at most `seq`.
             fields: each side field of the row format, `(n, seq)` or `(n, *shape)`.
@@ -219,7 +219,7 @@ class ActivationStore:
             ValueError: other fields, shapes or dtypes than the row format's, or integers per token beyond int32.
             StoreDamagedError: a file of the store has vanished or was cut.
         """
-        assert level > 0, level
+        assert weights_id > 0, weights_id
         self._index.table.check()
         if self.dropped is not None:
             return 0
@@ -228,7 +228,7 @@ class ActivationStore:
             self._shards,
             self._arena,
             np.asarray(samples, np.int64),
-            level,
+            weights_id,
             activation,
             np.asarray(lengths, np.int32),
             fields,

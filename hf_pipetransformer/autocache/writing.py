@@ -29,7 +29,7 @@ def write_rows(
     shards: ShardMap,
     arena: Arena,
     samples: Array,
-    level: int,
+    weights_id: int,
     activation: torch.Tensor,
     lengths: Array,
     fields: Mapping[str, torch.Tensor],
@@ -42,7 +42,7 @@ def write_rows(
     targets, placed, entries = _place(index, shards, arena, last_row, lengths)
     if not placed:
         return 0
-    entries["level"] = level
+    entries["weights_id"] = weights_id
     entries["input_digest"] = input_digests[placed]
     for name, field in values.sample_fields.items():
         entries[name] = field[placed]

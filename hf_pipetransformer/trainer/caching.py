@@ -209,11 +209,11 @@ class CachingTrainer(EvaluatingTrainer):
                     self._cache_planner.mode = "off"
             elif self._cache_planner is not None:
                 store, everyone = self._cache.store, np.arange(len(loader.dataset))
-                self._cache_planner.stored_share = lambda: float((store.levels(everyone) > 0).mean())
+                self._cache_planner.stored_share = lambda: float((store.weights_ids(everyone) > 0).mean())
                 self._cache_planner.is_dropped = lambda: store.dropped is not None
         if self._cache is None:
             return
-        stage.engine.keep = self._cache.keep
+        stage.engine.keep = self._cache.write
         self._say_who_is_in_evaluation_mode(stage)
         self._enter_level(stage)
         loader.take_from(self._cache)
@@ -291,7 +291,7 @@ class CachingTrainer(EvaluatingTrainer):
         assert self._cache is not None
         layout, structure = stage.layout, stage.view.structure
         if not layout.cache_level:
-            self._cache.enter([""])
+            self._cache.use_weights([""])
             return
         held = {name for name, p in stage.view.model.named_parameters() if not p.is_meta}
         tensors = {**dict(stage.view.model.named_parameters()), **dict(stage.view.model.named_buffers())}
@@ -305,7 +305,7 @@ class CachingTrainer(EvaluatingTrainer):
         for answer in all_gather_trees(tree, group, length):
             self._unit_digests.update({int(unit): digest for unit, digest in answer.items()})
         self._chain_keys = chain_keys(self._unit_digests, layout.cache_level, self._chain_context())
-        self._cache.enter(self._chain_keys)
+        self._cache.use_weights(self._chain_keys)
         watched = [
             tensors[name]
             for name, units in structure.units_of_parameter.items()
@@ -355,7 +355,7 @@ class CachingTrainer(EvaluatingTrainer):
             self._unit_digests.clear()
             self._enter_level(stage)
         else:
-            self._cache.confirm()
+            self._cache.write_pending()
 
     # ---- evaluation sets ----
 
@@ -376,7 +376,7 @@ class CachingTrainer(EvaluatingTrainer):
             self._eval_caches[id(dataset)] = dataset, None if source is None else self._opened(loader, source)
         _, eval_cache = self._eval_caches[id(dataset)]
         if eval_cache is not None:
-            eval_cache.enter(self._chain_keys)
+            eval_cache.use_weights(self._chain_keys)
             loader.take_from(eval_cache)
 
     def _may_serve(self, dataset: Any) -> bool:
@@ -412,8 +412,8 @@ class CachingTrainer(EvaluatingTrainer):
         runner, run_pipeline = self._runner, self._shell.run_pipeline
 
         def keep_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-            eval_cache.keep(micro_batch, hidden)
-            eval_cache.confirm()  # Nobody changes weights while a set is evaluated.
+            eval_cache.write(micro_batch, hidden)
+            eval_cache.write_pending()  # Nobody changes weights while a set is evaluated.
 
         keep, engine.keep = engine.keep, keep_now
         # Also with one stage it is the engine that knows what to do with a stored activation.
@@ -422,7 +422,7 @@ class CachingTrainer(EvaluatingTrainer):
             yield
         finally:
             engine.keep, self._shell.run_pipeline = keep, run_pipeline
-            eval_cache.settle()
+            eval_cache.wait_for_writes()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         with self._keeping_for(dataloader):
@@ -437,8 +437,8 @@ class CachingTrainer(EvaluatingTrainer):
         if is_apart(self.args.device):
             self._notice_changed_weights()
             # No sample of the next epoch is computed because its row is still on its way.
-            self._cache.settle()
-        counts: list[Mapping[str, float]] = self.topology.gather(self._cache.counts.taken())
+            self._cache.wait_for_writes()
+        counts: list[Mapping[str, float]] = self.topology.gather(self._cache.take_counts())
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self._write_cache_event("epoch", bytes_stored=self._cache.store.bytes_stored, **totals)
         reads = totals["hits"] + totals["misses"]
