@@ -50,6 +50,11 @@ class StageRunner:
         self.sends_loss_only = False
         """Whether predictions give the other stages the loss without the logits."""
 
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether the engine runs this stage right now."""
+        return self.stage.engine.is_active
+
     def train(
         self,
         inputs: dict[str, Any],

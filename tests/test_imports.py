@@ -18,6 +18,7 @@ SOURCES = Path(__file__).resolve().parents[1] / PACKAGE
 # From top to bottom.
 FLOORS = [
     {"trainer"},
+    {"run"},
     {"adaptation"},
     {"execution", "startup"},
     {"transition", "cli", "samples"},

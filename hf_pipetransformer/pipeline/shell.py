@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
+
+
+class Runner(Protocol):
+    """Runs batches through all stages."""
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether the engine runs this stage right now."""
+
+    def predict(self, inputs: dict[str, Any], forward: Callable[[dict[str, Any]], Any]) -> Any:
+        """The model's output for one batch, on every stage; `forward` runs this stage's part of a micro-batch."""
 
 
 class PipelineShell(nn.Module):
@@ -28,12 +39,11 @@ class PipelineShell(nn.Module):
         self.module = model
         self._autocast = autocast
         self._is_mixed = is_mixed
-        self.run_pipeline: Callable[[dict[str, Any]], Any] | None = None
-        """Set by the trainer when there is more than one stage; None runs the model directly."""
-        self.is_inside_step: Callable[[], bool] = lambda: False
+        self.runner: Runner | None = None
+        """Of the stages; None, where there is one only, runs the model directly."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.run_pipeline is None or self.is_inside_step():
+        if self.runner is None or self.runner.is_inside_step:
             with self._autocast():
                 outputs = self.module(*args, **kwargs)
             return convert_to_fp32(outputs) if self._is_mixed else outputs
@@ -43,7 +53,10 @@ class PipelineShell(nn.Module):
                 "torch.no_grad() only; gradients are computed by trainer.train(). Set pipeline_parallel_size=1 to "
                 "call it freely."
             )
-        return self.run_pipeline(kwargs)
+        return self.runner.predict(kwargs, self._run_own_part)
+
+    def _run_own_part(self, inputs: dict[str, Any]) -> Any:
+        return self(**inputs)
 
     def _get_name(self) -> str:
         # Trainer asks for the class name of the model to choose how labels are smoothed.

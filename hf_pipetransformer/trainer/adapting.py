@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer.adaptation import Adaptation, Change
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
-from hf_pipetransformer.freeze.policies import Fixed, FreezePolicy, NoFreezing, make_clock, make_policy
+from hf_pipetransformer.freeze.policies import Fixed, NoFreezing, make_clock
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
 from hf_pipetransformer.startup import main_input_of
@@ -26,12 +26,8 @@ from hf_pipetransformer.transition import Stage, change_layout
 class AdaptingTrainer(CachingTrainer):
     """Asks before every optimizer step whether the layout changes, and changes it."""
 
-    def __init__(self, *args: Any, policy: FreezePolicy | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = self.args
-        self._policy = policy or make_policy(
-            options.freeze_policy, options.freeze_alpha, options.freeze_rule, options.freeze_at
-        )
         self._adaptation: Adaptation | None = None
         self._optimizer_state: OptimizerState | None = None
         self._train_loader: PipelineLoader | None = None
@@ -43,12 +39,12 @@ class AdaptingTrainer(CachingTrainer):
         """The optimizer exists, the first step has not begun."""
         assert self._start_up is not None and self._stage is not None
         args, layout = self.args, self._stage.layout
-        if isinstance(self._policy, Fixed):
-            self._policy.check(layout.num_layers)
-            late = [step for step in self._policy.table if step >= max_steps]
+        if isinstance(self.run.policy, Fixed):
+            self.run.policy.check(layout.num_layers)
+            late = [step for step in self.run.policy.table if step >= max_steps]
             if late:
                 self._warn(f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes anything.")
-        if args.freeze_min_active_layers >= layout.num_layers and self._policy.keeps_minimum:
+        if args.freeze_min_active_layers >= layout.num_layers and self.run.policy.keeps_minimum:
             self._warn(
                 f"freeze_min_active_layers={args.freeze_min_active_layers} of {layout.num_layers} layers: nothing "
                 "will be frozen."
@@ -63,13 +59,14 @@ class AdaptingTrainer(CachingTrainer):
             )
         self._train_loader = loader if isinstance(loader, PipelineLoader) else None
         self._delete_leftovers()
-        if layout.num_frozen_layers or not isinstance(self._policy, NoFreezing) or self._replayed_layouts is not None:
+        freezes = not isinstance(self.run.policy, NoFreezing)
+        if layout.num_frozen_layers or freezes or self._replayed_layouts is not None:
             self._begin_cache(loader, steps_per_epoch)
         if self._replayed_layouts is not None and self._cache_planner is None:
             plan = self._replayed_layouts.items()
             self._replayed_layouts = {step: replace(planned, cache_level=0) for step, planned in plan}
         self._adaptation = Adaptation(
-            policy=self._policy,
+            policy=self.run.policy,
             clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
             args=args,
             costs=self._start_up.inputs(
@@ -78,18 +75,17 @@ class AdaptingTrainer(CachingTrainer):
             topology=self.topology,
             layout=layout,
             units_of_parameter=self._stage.view.structure.units_of_parameter,
-            write=self._write_event,
+            write=self.run.journal.write,
             meter=self._settings.meter,
             replay=self._replayed_layouts,
             cache=self._cache_planner,
         )
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        freezes = not isinstance(self._policy, NoFreezing)
         # A cache for layers that are frozen from the start changes the cuts too.
         adapts = freezes or self._cache_planner is not None
         may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.num_stages > 1)
         # A user's optimizer is put together again at the end.
-        may_move |= self._has_users_optimizer and layout.num_stages > 1
+        may_move |= self.run.has_users_optimizer and layout.num_stages > 1
         self._optimizer_state = OptimizerState(
             optimizer, self._stage.store.held(), self.topology, may_move, self._group_of
         )
@@ -113,12 +109,12 @@ class AdaptingTrainer(CachingTrainer):
         assert self._stage is not None
         self._adaptation = None
         self._end_cache()
-        if self._has_users_optimizer and self._optimizer_state is not None:
+        if self.run.has_users_optimizer and self._optimizer_state is not None:
             self._optimizer_state.hold({n: p for n, p in self._stage.store.held().items() if p.requires_grad}, {})
 
     def _forget_own_optimizer(self) -> None:
         """An optimizer that an earlier `train` made was for other stages and other frozen layers; the user's stays."""
-        if not self._has_users_optimizer:
+        if not self.run.has_users_optimizer:
             self.optimizer = None
         self._num_transitions = 0
 
@@ -135,22 +131,19 @@ class AdaptingTrainer(CachingTrainer):
         return {int(k): m for k, m in answer.items()}
 
     def _warn(self, text: str) -> None:
-        if self.is_world_process_zero() and not isinstance(self._policy, NoFreezing):
+        if self.is_world_process_zero() and not isinstance(self.run.policy, NoFreezing):
             logger.warning(text)
-
-    def _write_event(self, kind: str, **fields: Any) -> None:
-        self.events.write(kind, self.state.global_step, self.state.epoch, **fields)
 
     def _between_steps(self) -> None:
         """Between two optimizer steps: decide, and take what was decided into effect."""
         if self._adaptation is None or self._stage is None:
             return
         if self._adaptation.decides_before(self.state.global_step):
-            self._rest()  # Rank 0 may measure the disk while the others wait.
+            self.run.patience.rest()  # Rank 0 may measure the disk while the others wait.
         change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
         if change is not None:
             if change.moves:
-                self._rest()
+                self.run.patience.rest()
             self._apply(change)
         self._settings.meter.begin_step()
 
@@ -173,12 +166,12 @@ class AdaptingTrainer(CachingTrainer):
             torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * times)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        self._rest()
+        self.run.patience.rest()
         try:
             super()._run_epoch(**kwargs)
         finally:
             self._epoch_iterator = None  # Closes the loader's generator, and with it the workers.
-        self._rest()
+        self.run.patience.rest()
         self._report_cache()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -188,22 +181,23 @@ class AdaptingTrainer(CachingTrainer):
         logs = control.should_log and self.state.global_step > self._globalstep_last_logged
         if logs:
             # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
-            self._is_resting = True
+            self.run.patience.is_resting = True
         elif control.should_evaluate or control.should_save:
-            self._rest()
+            self.run.patience.rest()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _apply(self, change: Change) -> None:
         assert self._stage is not None
         if not change.moves:
             self._stage.layout = change.layout
-            self._write_event("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+            self.run.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
             return
         self._move_to(change)
 
     def _move_to(self, change: Change) -> None:
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""
         assert self._stage is not None and self._start_up is not None and self._optimizer_state is not None
+        assert self.run.pipeline is not None
         start, old = time.perf_counter(), self._stage.layout
         self._notice_changed_weights()
         self._watch = None  # It holds the weights that may leave this rank.
@@ -215,7 +209,7 @@ class AdaptingTrainer(CachingTrainer):
         stage, num_bytes = change_layout(
             self._stage, change.layout, self._start_up.probe, self.topology, self._settings, self._optimizer_state
         )
-        self._take_stage(stage)
+        self.run.pipeline.take(stage)
         self._follow_with_cache(stage, self._train_loader)
         for loader in [self._train_loader, *getattr(self, "_eval_dataloaders", {}).values()]:
             if isinstance(loader, PipelineLoader):
@@ -228,7 +222,7 @@ class AdaptingTrainer(CachingTrainer):
     def _report_transition(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
         new, plan, measured = change.layout, change.plan, change.measured
         predicted = None if plan is None else plan.prediction.seconds
-        self._write_event(
+        self.run.journal.write(
             "transition",
             **{"from": old.as_event(), "to": new.as_event()},
             seconds=seconds,

@@ -99,7 +99,7 @@ class CachingTrainer(EvaluatingTrainer):
             measure=lambda: measure_storage(base, row_format, length),
             fits_share=min(1.0, self._max_cache_bytes() / wanted),
             steps_per_epoch=steps_per_epoch,
-            write=self._write_event,
+            write=self.run.journal.write,
         )
 
     def _source_of(self, loader: Any) -> SampleSource | None:
@@ -194,7 +194,7 @@ class CachingTrainer(EvaluatingTrainer):
         return max(0.0, asked * 1e9 - sum(cache.store.bytes_stored for cache in opened if cache is not None))
 
     def _write_cache_event(self, what: str, **fields: Any) -> None:
-        self.events.write("cache", self.state.global_step, self.state.epoch, what=what, **fields)
+        self.run.journal.write("cache", what=what, **fields)
 
     # ---- following the layout ----
 
@@ -409,7 +409,7 @@ class CachingTrainer(EvaluatingTrainer):
             yield
             return
         assert self._shell is not None and self._runner is not None
-        runner, run_pipeline = self._runner, self._shell.run_pipeline
+        runner = self._shell.runner
 
         def keep_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             eval_cache.write(micro_batch, hidden)
@@ -417,11 +417,11 @@ class CachingTrainer(EvaluatingTrainer):
 
         keep, engine.keep = engine.keep, keep_now
         # Also with one stage it is the engine that knows what to do with a stored activation.
-        self._shell.run_pipeline = lambda inputs: runner.predict(inputs, self._predict_forward)
+        self._shell.runner = self._runner
         try:
             yield
         finally:
-            engine.keep, self._shell.run_pipeline = keep, run_pipeline
+            engine.keep, self._shell.runner = keep, runner
             eval_cache.wait_for_writes()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -24,14 +24,14 @@ class EvaluatingTrainer(StartingTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self._reporting_faults(), self._evaluating(eval_dataset):
+        with self.run.patience.reporting_faults(), self._evaluating(eval_dataset):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
-        with self._reporting_faults(), self._evaluating(test_dataset):
+        with self.run.patience.reporting_faults(), self._evaluating(test_dataset):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
@@ -53,7 +53,7 @@ class EvaluatingTrainer(StartingTrainer):
         self._eval_gather = self.gather_function = gather
         try:
             # Entered here too: an `evaluate` of a user's own calls this method itself.
-            with self._reporting_faults(), self._evaluating(dataloader.dataset):
+            with self.run.patience.reporting_faults(), self._evaluating(dataloader.dataset):
                 output: EvalLoopOutput = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )

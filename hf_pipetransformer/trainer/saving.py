@@ -56,7 +56,7 @@ class SavingTrainer(AdaptingTrainer):
             "world_size": self.topology.world_size,
             "arguments": {name: _comparable(arguments[name]) for name in TOLD_ARGUMENTS},
             "has_plan": self.args.layout_plan is not None,
-            "policy": self._policy.describe(),
+            "policy": self.run.policy.describe(),
             "decaying": list(self.get_decay_parameter_names(model)),
             "model": type(model).__name__,
             "parameters": {

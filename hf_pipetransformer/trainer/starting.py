@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,14 +13,13 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autodp.faults import FaultBoard, is_second_hand
 from hf_pipetransformer.autodp.gathering import ReplicaGather
 from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
 from hf_pipetransformer.autodp.stream import is_stream, make_stream_loader
-from hf_pipetransformer.autodp.topology import get_topology
+from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
-from hf_pipetransformer.errors import OUT_OF_MEMORY_REMEDY, PipelineError
 from hf_pipetransformer.execution import StageRunner
+from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.shell import PipelineShell
@@ -34,6 +31,8 @@ from hf_pipetransformer.refusals import (
     warn_about_options,
 )
 from hf_pipetransformer.report.events import EventLog, logger, read_layouts
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.run import Run
 from hf_pipetransformer.samples import probe_samples, read_batch
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
@@ -55,6 +54,7 @@ class StartingTrainer(Trainer):
         model: PreTrainedModel | torch.nn.Module | None = None,
         args: PipeTransformerArguments | None = None,
         *positional: Any,
+        policy: FreezePolicy | None = None,
         splitter: Splitter | None = None,
         **named: Any,
     ) -> None:
@@ -67,23 +67,9 @@ class StartingTrainer(Trainer):
         for text in warn_about_options(args) if args.process_index == 0 else ():
             logger.warning(text)
         super().__init__(model, args, *positional, **named)
-        self._has_users_optimizer = self.optimizer is not None
-        local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-        self._patience = max(args.pipeline_timeout, args.ddp_timeout)
-        self._is_resting = True
-        self.topology = get_topology(self._patience, int(local_world_size) if local_world_size else None)
-        self.topology.limit_waits(self._patience)  # An earlier trainer may have failed within a step.
-        if args.num_stages is not None:
-            self.topology.check_num_stages(args.num_stages)
-        check_agreement(self.topology, "training arguments", _comparable(args))
-        self.events = EventLog(args.output_dir if self.is_world_process_zero() else None)
-        self._splitter = splitter
-        self._faults = FaultBoard(self.topology.rank, self.topology.world_size)
-        self._guard_depth = 0
-        self._stage: Stage | None = None
+        self.run = Run(self, policy, splitter)
         self._start_up: StartUp | None = None
         self._shell: PipelineShell | None = None
-        self._runner: StageRunner | None = None
         self._batch_items: deque[int] = deque()
         self._eval_gather: ReplicaGather | None = None
         self._num_starts = 0
@@ -103,7 +89,25 @@ class StartingTrainer(Trainer):
     @property
     def layout(self) -> Layout | None:
         """The layout in force; None before the first training, evaluation or prediction."""
-        return None if self._stage is None else self._stage.layout
+        return self.run.layout
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks."""
+        return self.run.topology
+
+    @property
+    def events(self) -> EventLog:
+        """The events file."""
+        return self.run.journal.log
+
+    @property
+    def _stage(self) -> Stage | None:
+        return None if self.run.pipeline is None else self.run.pipeline.stage
+
+    @property
+    def _runner(self) -> StageRunner | None:
+        return None if self.run.pipeline is None else self.run.pipeline.runner
 
     @staticmethod
     def _check_model(model: Any, args: PipeTransformerArguments, optimizers: tuple[Any, Any]) -> None:
@@ -123,8 +127,8 @@ class StartingTrainer(Trainer):
         check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
         # Loaders that persist are of the layout before.
         self._eval_dataloaders: dict[str, PipelineLoader] = {}
-        self._check_model(self.model, args, (self.optimizer if self._has_users_optimizer else None, None))
-        splitter = self._splitter or find_splitter(self.model)
+        self._check_model(self.model, args, (self.optimizer if self.run.has_users_optimizer else None, None))
+        splitter = self.run.splitter or find_splitter(self.model)
         self._shell = PipelineShell(self.model, self.accelerator.autocast, self.accelerator.native_amp)
         self._shell.training = is_training
         columns = self._dataset_and_collator(dataset, what)
@@ -148,9 +152,10 @@ class StartingTrainer(Trainer):
         self._settings = self._make_settings()
         self._replayed_layouts = self._read_plan(start_up.probe.structure) if is_training else None
         layout = self._first_layout(start_up)
-        self._start_up, self._loss_rule = start_up, rule.rule
+        self._start_up, self._loss_rule, shell = start_up, rule.rule, self._shell
         stage = apply_layout(self.model, splitter, start_up.probe, self.topology, layout, self._settings, is_training)
-        self._take_stage(stage)
+        shifts = self._loss_shifts_labels
+        self.run.pipeline = Pipeline(start_up, shell, self._settings, rule.rule, shifts, self._has_labels, stage)
         return stage
 
     def _from_first_rank(self, call: Callable[[], Any]) -> Any:
@@ -208,17 +213,6 @@ class StartingTrainer(Trainer):
             raise ValueError(f"layout_plan={path!r} begins at step {min(layouts)}: expected a plan from step 0 on.")
         return layouts
 
-    def _take_stage(self, stage: Stage) -> None:
-        """From now on this rank is `stage`."""
-        assert self._shell is not None and self._start_up is not None
-        self._stage = stage
-        runner = StageRunner(stage, self._start_up.probe.activation, self._loss_rule, self._loss_shifts_labels)
-        self._runner = runner
-        self._shell.is_inside_step = lambda: stage.engine.is_active
-        self._shell.run_pipeline = None
-        if stage.layout.num_stages > 1:
-            self._shell.run_pipeline = lambda inputs: runner.predict(inputs, self._predict_forward)
-
     def _probe_loss(self, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
         device = next(self.model.parameters()).device  # The CPU for a model that is too large for the device.
         items = torch.tensor(num_items, device=device) if self._passes_num_items(inputs) else None
@@ -230,10 +224,6 @@ class StartingTrainer(Trainer):
         outputs = self._shell(**inputs)
         logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
         return logits.float().square().mean()
-
-    def _predict_forward(self, inputs: dict[str, Any]) -> Any:
-        assert self._shell is not None
-        return self._shell(**inputs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         assert self._shell is not None
@@ -250,55 +240,6 @@ class StartingTrainer(Trainer):
         if not any(self._passes_num_items(batch) for batch in batch_samples):
             return None
         return torch.tensor(float(sum(self._count_items(batch) for batch in batch_samples)), device=device)
-
-    # ---- patience ----
-
-    def _rest(self) -> None:
-        """Something long may follow on any rank: saving, evaluating, a callback, compiling. All ranks come by."""
-        self._is_resting = True
-        self.topology.limit_waits(self._patience)
-
-    def _enter_step(self) -> None:
-        """From here on the ranks wait `pipeline_timeout` for each other; after a rest they first gather here."""
-        if self._is_resting:
-            self.topology.barrier("waiting for all ranks to begin a step")
-            self._is_resting = False
-            # Any step may compile: a batch of another shape is enough.
-            self.topology.limit_waits(self._patience if self.args.torch_compile else self.args.pipeline_timeout)
-
-    @contextmanager
-    def _reporting_faults(self, together: bool = True) -> Iterator[None]:
-        """An error inside ends the run on every rank, with the first cause named.
-
-        Args:
-            together: whether all ranks come here.
-        """
-        self._guard_depth += 1
-        if self._guard_depth == 1:
-            self._faults.begin(together)
-            self._rest()
-        try:
-            yield
-        except BaseException as error:
-            if self._guard_depth == 1 and not isinstance(error, (SystemExit, GeneratorExit)):
-                self._report_fault(error)
-            raise
-        finally:
-            self._guard_depth -= 1
-            if not self._guard_depth:
-                self._faults.end()
-
-    def _report_fault(self, error: BaseException) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            error.add_note(OUT_OF_MEMORY_REMEDY)
-        text = " ".join(
-            [f"{type(error).__name__}: {error}".strip().split("\n", 1)[0], *getattr(error, "__notes__", [])]
-        )
-        second_hand = is_second_hand(error)
-        cause = self._faults.report(text, is_first_hand=not second_hand)
-        self.events.write("fault", self.state.global_step, self.state.epoch, cause=cause)
-        if second_hand:
-            raise PipelineError(f"The run ended on rank {self.topology.rank}. First cause: {cause}") from error
 
     # ---- data ----
 
@@ -356,9 +297,3 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except TypeError:
         return None
-
-
-def _comparable(args: PipeTransformerArguments) -> dict[str, Any]:
-    """The arguments that must be equal on all ranks."""
-    local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
-    return {key: str(value) for key, value in args.to_dict().items() if key not in local}

@@ -57,7 +57,7 @@ class PipeTransformerTrainer(ResumingTrainer):
             PipelineError: another rank failed; the text names the first cause.
         """
         try:
-            with self._reporting_faults(), self._resuming(resume_from_checkpoint) as folder:
+            with self.run.patience.reporting_faults(), self._resuming(resume_from_checkpoint) as folder:
                 return super().train(folder, trial, ignore_keys_for_eval)
         finally:
             self._end_cache()
@@ -112,7 +112,7 @@ class PipeTransformerTrainer(ResumingTrainer):
     def _announce_start(self) -> None:
         assert self._stage is not None and self._start_up is not None
         layout = self._stage.layout
-        policy = self._policy.describe() if self._replayed_layouts is None else "replayed"
+        policy = self.run.policy.describe() if self._replayed_layouts is None else "replayed"
         fields = self._start_up.describe(layout, self.args.per_device_train_batch_size, policy)
         step, epoch = 0, 0.0
         if self._resumption is not None:
@@ -204,7 +204,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
         self._batch_items = deque(counts)
-        self._enter_step()
+        self.run.patience.enter_step()
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         return batches, torch.full((), float(sum(counts)), device=device) if passes else None
@@ -318,13 +318,13 @@ class PipeTransformerTrainer(ResumingTrainer):
             torch.set_rng_state(self.topology.broadcast(self._shared_generator.get_state()).clone())
             self._shared_generator = None
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.events.write("end", self.state.global_step, self.state.epoch, train_loss=output.training_loss)
+        self.run.journal.write("end", train_loss=output.training_loss)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's log; the first training entry under a layout shows the layout as scalars."""
-        if self._is_resting:
-            self._rest()
+        if self.run.patience.is_resting:
+            self.run.patience.rest()
         if "loss" in logs and self.layout is not None and self.layout is not self._logged_layout:
             self._logged_layout = self.layout
             logs.update(self.layout.as_scalars())
@@ -339,7 +339,10 @@ class PipeTransformerTrainer(ResumingTrainer):
         """Save a normal checkpoint for `from_pretrained`, whole, by rank 0. Call it on every rank."""
         stage = self._stage
         is_spread = stage is not None and stage.reducer is not None
-        with self._reporting_faults(is_spread), whole_on_first_rank(stage) if is_spread and stage else nullcontext():
+        with (
+            self.run.patience.reporting_faults(is_spread),
+            whole_on_first_rank(stage) if is_spread and stage else nullcontext(),
+        ):
             super().save_model(output_dir, _internal_call)
             if is_spread:
                 self.topology.barrier()
@@ -347,7 +350,7 @@ class PipeTransformerTrainer(ResumingTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         content = "model" if self.args.save_only_model else "full"
-        self.events.write("checkpoint", self.state.global_step, self.state.epoch, content=content)
+        self.run.journal.write("checkpoint", content=content)
 
 
 @contextmanager

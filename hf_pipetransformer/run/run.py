@@ -1,0 +1,66 @@
+"""The parts that a pipeline adds to one trainer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import Trainer
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.topology import get_topology
+from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.patience import Patience
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.splitters import Splitter
+from hf_pipetransformer.startup import check_agreement
+
+
+class Run:
+    """What a pipeline adds to one trainer; it lives as long as the trainer. Made by all ranks together.
+
+    `pipeline` lives from one start to the next (a start comes with each `train`, and with an evaluation before any).
+    A part gets what it needs when it is made: the `Trainer`, where it follows the trainer's living state (`state`,
+    `args`, `accelerator`, `model`, `optimizer`, `lr_scheduler`, `callback_handler`), else nothing of it.
+
+    Args:
+        trainer: the user's trainer, whose own constructor has run.
+        policy: decides what freezes; None makes the one that the options name.
+        splitter: how the model falls into layers; None looks for it.
+
+    Raises:
+        ValueError: the ranks were started with different options.
+    """
+
+    def __init__(self, trainer: Trainer, policy: FreezePolicy | None, splitter: Splitter | None) -> None:
+        args: PipeTransformerArguments = trainer.args
+        rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
+        local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+        self.trainer = trainer
+        self.splitter = splitter
+        self.topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
+        self.topology.limit_waits(rest_seconds)  # An earlier trainer may have failed within a step.
+        if args.num_stages is not None:
+            self.topology.check_num_stages(args.num_stages)
+        check_agreement(self.topology, "training arguments", _comparable(args))
+        self.journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
+        # Any step may compile: a batch of another shape is enough.
+        step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
+        self.patience = Patience(self.topology, self.journal, step_seconds, rest_seconds)
+        self.has_users_optimizer = trainer.optimizer is not None
+        self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+        self.pipeline: Pipeline | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout in force; None before the first training, evaluation or prediction."""
+        return None if self.pipeline is None else self.pipeline.layout
+
+
+def _comparable(args: PipeTransformerArguments) -> dict[str, Any]:
+    """The arguments that must be equal on all ranks."""
+    local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
+    return {key: str(value) for key, value in args.to_dict().items() if key not in local}
