@@ -19,10 +19,10 @@ from hf_pipetransformer.option_values import (
     truth,
     whole_number,
 )
+from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES
 
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
-SCHEDULE_NAMES = ("gpipe", "1f1b")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 COMPRESSIONS = ("throughput", "memory")

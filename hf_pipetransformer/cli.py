@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hf_pipetransformer.autocache.folder import default_base
 from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, verify_stores
-from hf_pipetransformer.pipeline.schedules import SCHEDULES, build_table
+from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.plain_checkpoint import export_checkpoint
 from hf_pipetransformer.simulator import Durations, draw, simulate
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("simulate", help="draw the timeline of a schedule with equal stages")
-    drawing.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
+    drawing.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b")
     drawing.add_argument("--stages", type=int, required=True, help="pipeline length K")
     drawing.add_argument("--microbatches", type=int, required=True, help="micro-batches M")
     drawing.add_argument("--backward", type=float, default=2.0, help="time of a backward; a forward takes 1")
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     stages = options.stages
-    table = build_table(options.schedule, stages, options.microbatches, options.frozen_stages)
+    schedule, frozen = find_schedule(options.schedule), options.frozen_stages
+    table = schedule.table(stages, options.microbatches, first_active_stage=frozen)
     timeline = simulate(table, Durations((1.0,) * stages, (options.backward,) * stages, options.hop))
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")

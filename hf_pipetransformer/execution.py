@@ -15,7 +15,7 @@ from hf_pipetransformer.batches import count_items, join_outputs, split_batch
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
-from hf_pipetransformer.pipeline.schedules import build_table
+from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Row, Schedule, find_schedule
 from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
@@ -83,7 +83,7 @@ class StageRunner:
         micro_batches = _OnDevice(self._cut(inputs, total_items, self.loss_rule), prepare, self._copies)
         loss = torch.zeros((), device=stage.engine.device)
         if micro_batches:
-            row = self._row(stage.layout.schedule, len(micro_batches))
+            row = self._row(find_schedule(stage.layout.schedule), len(micro_batches))
             loss = stage.engine.train(row, micro_batches, forward, loss_scale, arm)
         elif total_items == 0 and stage.groups.is_last:
             loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
@@ -145,7 +145,7 @@ class StageRunner:
         # Without num_items_in_batch every loss is a mean, also one that could be a sum.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         micro_batches = self._cut(inputs, total, rule)
-        outputs = stage.engine.predict(self._row("forward_only", len(micro_batches)), micro_batches, forward)
+        outputs = stage.engine.predict(self._row(FORWARD_ONLY["loop"], len(micro_batches)), micro_batches, forward)
         message = None
         if stage.groups.is_last:
             joined = join_outputs(outputs, [batch.weight for batch in micro_batches])
@@ -154,9 +154,9 @@ class StageRunner:
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
         return _from_message(message, stage.engine.device)
 
-    def _row(self, schedule: str, num_microbatches: int) -> Any:
+    def _row(self, schedule: Schedule, num_microbatches: int) -> Row:
         layout = self.stage.layout
-        table = build_table(schedule, layout.num_stages, num_microbatches, layout.first_active_stage)
+        table = schedule.table(layout.num_stages, num_microbatches, first_active_stage=layout.first_active_stage)
         return table[self.stage.groups.stage]
 
     def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:

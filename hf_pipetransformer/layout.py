@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_pipetransformer import placement, units
+from hf_pipetransformer import units
+from hf_pipetransformer.placement import PLACEMENTS, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Layout:
                 f"{self.num_stages} stages do not make a pipeline of ranks with {self.num_chunks} stages each: "
                 "expected two ranks or more with as many stages each, or one rank with one stage."
             )
-        if self.placement not in placement.PLACEMENTS:
-            raise ValueError(f"Unknown placement {self.placement!r}: expected one of {placement.PLACEMENTS}.")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"Unknown placement {self.placement!r}: expected one of {PLACEMENTS}.")
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, found {self.num_microbatches}.")
 
@@ -78,6 +79,10 @@ class Layout:
     def pipeline_size(self) -> int:
         """K, the ranks of a pipeline."""
         return self.num_stages // self.num_chunks
+
+    @property
+    def _placed(self) -> Placement:
+        return Placement(self.pipeline_size, self.num_chunks, self.placement)
 
     @property
     def num_units(self) -> int:
@@ -109,16 +114,15 @@ class Layout:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`, as its position in the pipeline, 0 to K - 1."""
-        return placement.rank_of(stage, self.pipeline_size, self.placement)
+        return self._placed.rank_of(stage)
 
     def chunk_of(self, stage: int) -> int:
         """Which of its rank's stages `stage` is, 0 to V - 1."""
-        return placement.chunk_of(stage, self.pipeline_size)
+        return self._placed.chunk_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of the rank at a position in the pipeline, by chunk."""
-        chunks = range(self.num_chunks)
-        return tuple(placement.stage_of(rank, chunk, self.pipeline_size, self.placement) for chunk in chunks)
+        return self._placed.stages_of(rank)
 
     def units_of_rank(self, rank: int) -> tuple[range, ...]:
         """The units of the rank at a position in the pipeline, by chunk."""

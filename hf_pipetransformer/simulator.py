@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
-from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table, has_input
+from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table
+from hf_pipetransformer.pipeline.schedules.actions import has_input
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class _Run:
         return {stage: str(row[at]) for stage, (row, at) in enumerate(rows) if at < len(row)}
 
     def _run_one(self, stage: int, action: Action) -> bool:
-        op, i = action
+        op, i, _ = action
         if op in SENDS:
             offset, receive = SENDS[op]
             self.arrival[stage + offset, receive, i] = self.clock[stage] + self.durations.hop

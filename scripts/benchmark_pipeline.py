@@ -50,7 +50,7 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.planner import plan_layout
 from hf_pipetransformer.batches import split_batch
 from hf_pipetransformer.pipeline.engine import MicroBatch
-from hf_pipetransformer.pipeline.schedules import build_table
+from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model
@@ -194,7 +194,7 @@ def our_step(
 ) -> Callable[[], Any]:
     """One forward and backward of a mini-batch through our engine."""
     batch = len(inputs["labels"])
-    table = build_table(name, stage.layout.num_stages, m)
+    table = find_schedule(name).table(stage.layout.num_stages, m)
     row = table[stage.groups.stage]
 
     def step() -> torch.Tensor:

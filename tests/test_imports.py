@@ -1,6 +1,6 @@
 """Who may know whom: imports only run downwards, and the planning rooms stay pure.
 
-The floors are those of CONTRIBUTING.md. A room is a folder or a file directly inside the package.
+The floors are those of CONTRIBUTING.md. A room is a folder or a file directly inside the package, or the schedules.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ FLOORS = [
         "option_values",
         "fingerprint",
     },
+    {"pipeline.schedules"},
     {"units", "placement"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -47,7 +48,10 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = {("arguments", "layout"), ("arguments", "option_values"), ("report", "layout")}
 
 # Pure planning: no process group, no file, no clock.
-PURE = ["autopipe", "autocache.decision", "freeze.policies", "pipeline.schedules", "pipeline.checker", "simulator"]
+PURE = [
+    *("autopipe", "autocache.decision", "freeze.policies", "pipeline.schedules", "pipeline.checker", "placement"),
+    "simulator",
+]
 IMPURE_MODULES = (
     "torch.distributed",
     "accelerate",
@@ -91,13 +95,15 @@ def imported(tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[0]
+    """The schedules' tables are a room of their own inside the pipeline's: options name them."""
+    tables = "pipeline.schedules"
+    return tables if f"{module}.".startswith(f"{tables}.") else module.split(".")[0]
 
 
 def inner_imports(tree: ast.Module, module: str, is_package: bool) -> set[str]:
     """Rooms of the package that a module imports."""
     names = (name for name in imported(tree, module, is_package) if name.split(".")[0] == PACKAGE)
-    return {name.split(".")[1] for name in names if "." in name}
+    return {room_of(name.split(".", 1)[1]) for name in names if "." in name}
 
 
 def offence(room: str, target: str) -> str | None:
@@ -198,6 +204,7 @@ def test_planted_imports_are_found(module, package, source, expected):
     [
         ("pipeline", "trainer", "above"),
         ("pipeline", "autodp", "one floor"),
+        ("pipeline.schedules", "pipeline", "above"),
         ("layout", "report", "one floor"),
         ("errors", "messages", "one floor"),
         ("splitters", "autopipe", "above"),
@@ -212,7 +219,13 @@ def test_planted_offences_are_refused(room, target, reason):
 
 @pytest.mark.parametrize(
     ("room", "target"),
-    [("trainer", "layout"), ("autopipe", "pipeline"), ("arguments", "layout"), ("report", "layout")],
+    [
+        ("trainer", "layout"),
+        ("autopipe", "pipeline"),
+        ("arguments", "layout"),
+        ("report", "layout"),
+        ("pipeline", "pipeline.schedules"),
+    ],
 )
 def test_lawful_imports_are_allowed(room, target):
     assert offence(room, target) is None

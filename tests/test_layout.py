@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from hf_pipetransformer import placement, units
+from hf_pipetransformer import units
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.placement import PLACEMENTS
 
 
 def layout(num_stages: int = 2, num_layers: int = 6, **fields) -> Layout:
@@ -36,7 +37,7 @@ def test_v_placement_comes_back_to_the_first_rank():
     assert [found.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
-@pytest.mark.parametrize("kind", placement.PLACEMENTS)
+@pytest.mark.parametrize("kind", PLACEMENTS)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("pipeline_size", [2, 3, 4])
 def test_every_stage_and_unit_lies_on_one_rank(pipeline_size, num_chunks, kind):
@@ -56,7 +57,7 @@ def test_ranks_that_use_some_units_are_named_once_first_user_first():
     assert found.ranks_of([second, found.num_units - 1]) == (1, 0)
 
 
-@pytest.mark.parametrize("kind", placement.PLACEMENTS)
+@pytest.mark.parametrize("kind", PLACEMENTS)
 def test_a_layout_comes_back_from_its_event(kind):
     found = layout(4, num_chunks=2, placement=kind)
     assert Layout.from_event(json.loads(json.dumps(found.as_event()))) == found

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 
 from hf_pipetransformer.pipeline.checker import LinkKey, ScheduleError, check_first_uses, check_on_nccl, check_table
-from hf_pipetransformer.pipeline.schedules import SCHEDULES, Action, Op, Row, Table, build_table
+from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, Op, Row, Table, find_schedule
 
 
 def text(row: Row, computation_only: bool = False) -> str:
     chosen = [action for action in row if not computation_only or action.op in (Op.FORWARD, Op.BACKWARD)]
     return " ".join(map(str, chosen))
+
+
+def table_of(schedule: str, num_stages: int, num_microbatches: int, first_active_stage: int = 0) -> Table:
+    """The table of a named schedule, or of evaluation, with one stage a rank."""
+    found = FORWARD_ONLY["loop"] if schedule == "forward_only" else find_schedule(schedule)
+    return found.table(num_stages, num_microbatches, first_active_stage=first_active_stage)
 
 
 def parse(*rows: str) -> Table:
@@ -22,11 +28,11 @@ def parse(*rows: str) -> Table:
 
 
 def test_gpipe_is_all_forwards_then_all_backwards_reversed() -> None:
-    assert [text(row, computation_only=True) for row in build_table("gpipe", 2, 3)] == ["F0 F1 F2 B2 B1 B0"] * 2
+    assert [text(row, computation_only=True) for row in table_of("gpipe", 2, 3)] == ["F0 F1 F2 B2 B1 B0"] * 2
 
 
 def test_1f1b_is_the_drawn_table() -> None:
-    rows = [text(row, computation_only=True) for row in build_table("1f1b", 4, 4)]
+    rows = [text(row, computation_only=True) for row in table_of("1f1b", 4, 4)]
     assert rows == [
         "F0 F1 F2 F3 B0 B1 B2 B3",
         "F0 F1 F2 B0 F3 B1 B2 B3",
@@ -36,41 +42,41 @@ def test_1f1b_is_the_drawn_table() -> None:
 
 
 def test_1f1b_posts_each_receive_before_the_send_that_could_wait_for_it() -> None:
-    assert [text(row) for row in build_table("1f1b", 2, 3)] == [
+    assert [text(row) for row in table_of("1f1b", 2, 3)] == [
         "F0 RB0 SF0 F1 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
         "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
     ]
 
 
 def test_frozen_stages_run_forwards_only_and_no_gradient_enters_them() -> None:
-    table = build_table("1f1b", 3, 3, first_active_stage=1)
+    table = table_of("1f1b", 3, 3, first_active_stage=1)
     assert [text(row) for row in table] == [
         "F0 SF0 F1 SF1 F2 SF2",
         "RF0 RF1 F0 RB0 SF0 F1 RF2 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
         "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
     ]
-    assert [text(row) for row in build_table("gpipe", 3, 2, first_active_stage=2)] == [
+    assert [text(row) for row in table_of("gpipe", 3, 2, first_active_stage=2)] == [
         "F0 SF0 F1 SF1",
         "RF0 RF1 F0 SF0 F1 SF1",
         "RF0 RF1 F0 F1 B1 B0",
     ]
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_active_stages_compute_as_if_nothing_were_frozen(schedule: str) -> None:
-    whole, frozen = build_table(schedule, 4, 6), build_table(schedule, 4, 6, first_active_stage=2)
+    whole, frozen = table_of(schedule, 4, 6), table_of(schedule, 4, 6, first_active_stage=2)
     for stage in (2, 3):
         assert text(frozen[stage], computation_only=True) == text(whole[stage], computation_only=True)
 
 
 def test_evaluation_does_not_depend_on_what_is_frozen() -> None:
-    assert build_table("forward_only", 4, 6, first_active_stage=2) == build_table("forward_only", 4, 6)
+    assert table_of("forward_only", 4, 6, first_active_stage=2) == table_of("forward_only", 4, 6)
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: str) -> None:
     num_stages, num_microbatches = 4, 12
-    for stage, row in enumerate(build_table(schedule, num_stages, num_microbatches)):
+    for stage, row in enumerate(table_of(schedule, num_stages, num_microbatches)):
         held = most = 0
         for action in row:
             held += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
@@ -78,11 +84,11 @@ def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: s
         assert most == (num_stages - stage if schedule == "1f1b" else num_microbatches)
 
 
-@pytest.mark.parametrize("schedule", [*sorted(SCHEDULES), "forward_only"])
+@pytest.mark.parametrize("schedule", [*SCHEDULE_NAMES, "forward_only"])
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_every_table_ends_by_rendezvous_and_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in range(1, 49):
-        table = build_table(schedule, num_stages, num_microbatches)
+        table = table_of(schedule, num_stages, num_microbatches)
         check_table(table, num_microbatches, has_backward=schedule != "forward_only")
 
 
@@ -90,7 +96,7 @@ FROZEN_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48)
 """Numbers of micro-batches that the tests of every change take with frozen stages; the slow ones take the others."""
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("num_stages", "first_active_stage"), [(k, a) for k in range(2, 9) for a in range(1, k)])
 @pytest.mark.parametrize(
     "counts",
@@ -103,7 +109,7 @@ def test_every_table_with_frozen_stages_ends_by_rendezvous_and_on_nccl(
     schedule: str, num_stages: int, first_active_stage: int, counts: list[int]
 ) -> None:
     for num_microbatches in counts:
-        table = build_table(schedule, num_stages, num_microbatches, first_active_stage)
+        table = table_of(schedule, num_stages, num_microbatches, first_active_stage)
         check_table(table, num_microbatches, first_active_stage=first_active_stage)
 
 
@@ -157,7 +163,7 @@ def test_the_checker_rejects_gradients_in_frozen_stages(table: Table, complaint:
 @pytest.mark.parametrize("first_active_stage", [-1, 2])
 def test_an_active_stage_that_does_not_exist_is_refused(first_active_stage: int) -> None:
     with pytest.raises(ValueError, match="one of the 2 stages, 0 to 1"):
-        build_table("1f1b", 2, 2, first_active_stage)
+        table_of("1f1b", 2, 2, first_active_stage)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_an_active_stage_that_does_not_exist_is_refused(first_active_stage: int)
 )
 def test_nonsense_is_refused(name: str, num_stages: int, num_microbatches: int) -> None:
     with pytest.raises(ValueError, match=r"expected one of|at least one"):
-        build_table(name, num_stages, num_microbatches)
+        table_of(name, num_stages, num_microbatches)
 
 
 def one_communicator_a_pair(link: LinkKey) -> int:
@@ -173,27 +179,27 @@ def one_communicator_a_pair(link: LinkKey) -> int:
     return link[0]
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in range(1, 49):
-        table = build_table(schedule, num_stages, num_microbatches)
+        table = table_of(schedule, num_stages, num_microbatches)
         with pytest.raises(ScheduleError, match=r"stage 0 is at RB\d+, the first use of its link, until stage 1"):
             check_on_nccl(table, is_rehearsed=False)
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_both_directions_on_one_communicator_hang_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in (1, 2, 3, 8, 17, 48):
-        table = build_table(schedule, num_stages, num_microbatches)
+        table = table_of(schedule, num_stages, num_microbatches)
         with pytest.raises(ScheduleError, match=r"stage \d is at SF\d+ behind RB\d+ and waits for stage"):
             check_on_nccl(table, communicator=one_communicator_a_pair)
 
 
 def test_evaluation_ends_on_nccl_whatever_was_used_before() -> None:
     for num_stages in range(2, 9):
-        check_on_nccl(build_table("forward_only", num_stages, 7), is_rehearsed=False)
+        check_on_nccl(table_of("forward_only", num_stages, 7), is_rehearsed=False)
 
 
 @pytest.mark.parametrize(

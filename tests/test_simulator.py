@@ -7,19 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
-from hf_pipetransformer.pipeline.schedules import SCHEDULES, Action, Op, build_table
+from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, Action, Op
 from hf_pipetransformer.simulator import Durations, Span, Timeline, draw, simulate
+from tests.test_schedules import table_of
 
 
 def starts(timeline: Timeline, stage: int) -> dict[str, float]:
     return {str(span.action): span.start for span in timeline.spans if span.stage == stage}
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 7, 32])
 def test_equal_stages_end_when_the_formula_says(schedule: str, num_stages: int, num_microbatches: int) -> None:
-    table = build_table(schedule, num_stages, num_microbatches)
+    table = table_of(schedule, num_stages, num_microbatches)
     timeline = simulate(table, Durations((1.0,) * num_stages, (2.0,) * num_stages, 0.0))
     assert timeline.end == (num_microbatches + num_stages - 1) * 3
     assert timeline.busy == (num_microbatches * 3,) * num_stages
@@ -27,7 +28,7 @@ def test_equal_stages_end_when_the_formula_says(schedule: str, num_stages: int, 
 
 
 def test_an_uneven_pipeline_worked_by_hand() -> None:
-    timeline = simulate(build_table("gpipe", 2, 2), Durations(forward=(1, 2), backward=(2, 3), hop=1))
+    timeline = simulate(table_of("gpipe", 2, 2), Durations(forward=(1, 2), backward=(2, 3), hop=1))
     assert starts(timeline, 0) == {"F0": 0, "F1": 1, "B1": 10, "B0": 13}
     assert starts(timeline, 1) == {"F0": 2, "F1": 4, "B1": 6, "B0": 9}
     assert timeline.end == 15
@@ -35,14 +36,14 @@ def test_an_uneven_pipeline_worked_by_hand() -> None:
     assert timeline.bubble == pytest.approx(1 - 16 / 30)
     assert timeline.spans[0] == Span(0, Action(Op.FORWARD, 0), 0, 1)
 
-    timeline = simulate(build_table("1f1b", 2, 2), Durations(forward=(1, 2), backward=(2, 3), hop=1))
+    timeline = simulate(table_of("1f1b", 2, 2), Durations(forward=(1, 2), backward=(2, 3), hop=1))
     assert starts(timeline, 0) == {"F0": 0, "F1": 1, "B0": 8, "B1": 13}
     assert starts(timeline, 1) == {"F0": 2, "B0": 4, "F1": 7, "B1": 9}
     assert timeline.end == 15
 
 
 def test_a_frozen_stage_only_feeds_the_others() -> None:
-    table = build_table("1f1b", 2, 2, first_active_stage=1)
+    table = table_of("1f1b", 2, 2, first_active_stage=1)
     timeline = simulate(table, Durations(forward=(1, 2), backward=(99, 3), hop=1))
     assert starts(timeline, 0) == {"F0": 0, "F1": 1}
     assert starts(timeline, 1) == {"F0": 2, "B0": 4, "F1": 7, "B1": 9}
@@ -51,12 +52,12 @@ def test_a_frozen_stage_only_feeds_the_others() -> None:
 
 
 def test_evaluation_is_forwards_alone() -> None:
-    timeline = simulate(build_table("forward_only", 3, 4), Durations((1.0,) * 3, (9.0,) * 3, 0.5))
+    timeline = simulate(table_of("forward_only", 3, 4), Durations((1.0,) * 3, (9.0,) * 3, 0.5))
     assert timeline.end == 2 * (1 + 0.5) + 4
 
 
 def test_nothing_takes_no_time() -> None:
-    timeline = simulate(build_table("1f1b", 2, 2), Durations((0.0, 0.0), (0.0, 0.0), 0.0))
+    timeline = simulate(table_of("1f1b", 2, 2), Durations((0.0, 0.0), (0.0, 0.0), 0.0))
     assert timeline.end == 0 and timeline.bubble == 0
     assert draw(timeline, columns=14) == "stage 0 |....|\nstage 1 |....|"
 
@@ -66,11 +67,11 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ScheduleError, match="nobody sends: {1: 'F0'}"):
         simulate(((forward,), (receive, forward)), Durations((1, 1), (1, 1)))
     with pytest.raises(ValueError, match="each of 2 stages, found 2 and 1"):
-        simulate(build_table("1f1b", 2, 2), Durations((1, 1), (1,)))
+        simulate(table_of("1f1b", 2, 2), Durations((1, 1), (1,)))
 
 
 def test_the_drawing_shows_who_waits() -> None:
-    timeline = simulate(build_table("1f1b", 2, 2), Durations((1, 1), (2, 2)))
+    timeline = simulate(table_of("1f1b", 2, 2), Durations((1, 1), (2, 2)))
     drawing = ["stage 0 |F0-F1-......B0====...B1====|", "stage 1 |...F0-B0====F1-B1====......|"]
     assert draw(timeline, columns=len(drawing[0])).splitlines() == drawing
 
@@ -81,7 +82,7 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, Durations]:
     num_stages = draw(st.integers(1, 5))
     seconds = st.tuples(*[st.integers(0, 20)] * num_stages)
     return (
-        draw(st.sampled_from(sorted(SCHEDULES))),
+        draw(st.sampled_from(SCHEDULE_NAMES)),
         num_stages,
         draw(st.integers(1, 9)),
         draw(st.integers(0, num_stages - 1)),
@@ -94,7 +95,7 @@ def test_no_pipeline_ends_before_its_busiest_stage_or_the_way_of_one_micro_batch
     pipeline: tuple[str, int, int, int, Durations],
 ) -> None:
     schedule, num_stages, num_microbatches, first_active, durations = pipeline
-    timeline = simulate(build_table(schedule, num_stages, num_microbatches, first_active), durations)
+    timeline = simulate(table_of(schedule, num_stages, num_microbatches, first_active), durations)
     hops = (num_stages - 1) + (num_stages - 1 - first_active)
     way = sum(durations.forward) + sum(durations.backward[first_active:]) + hops * durations.hop
     assert timeline.end >= max(timeline.busy)
@@ -105,7 +106,7 @@ def test_no_pipeline_ends_before_its_busiest_stage_or_the_way_of_one_micro_batch
 @given(pipelines())
 def test_every_computation_follows_its_inputs(pipeline: tuple[str, int, int, int, Durations]) -> None:
     schedule, num_stages, num_microbatches, first_active, durations = pipeline
-    timeline = simulate(build_table(schedule, num_stages, num_microbatches, first_active), durations)
+    timeline = simulate(table_of(schedule, num_stages, num_microbatches, first_active), durations)
     span_of = {(span.stage, span.action): span for span in timeline.spans}
     for (stage, action), span in span_of.items():
         source = span_of.get((stage - 1 if action.op is Op.FORWARD else stage + 1, action))
@@ -121,7 +122,7 @@ def test_nothing_gets_faster_when_something_takes_longer(
     pipeline: tuple[str, int, int, int, Durations], data: st.DataObject
 ) -> None:
     schedule, num_stages, num_microbatches, first_active, durations = pipeline
-    table = build_table(schedule, num_stages, num_microbatches, first_active)
+    table = table_of(schedule, num_stages, num_microbatches, first_active)
     stage, extra = data.draw(st.integers(0, num_stages - 1)), data.draw(st.integers(1, 10))
 
     def slower(seconds: tuple[float, ...]) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.schedules import build_table
+from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import Durations, simulate
 from hf_pipetransformer.units import first_above
 
@@ -142,7 +142,8 @@ def predict_step(
         backward=tuple(seconds + overheads.per_microbatch for seconds in backward),
         hop=overheads.hop,
     )
-    table = build_table(layout.schedule, layout.num_stages, microbatches, layout.first_active_stage)
+    schedule = find_schedule(layout.schedule)
+    table = schedule.table(layout.num_stages, microbatches, first_active_stage=layout.first_active_stage)
     timeline = simulate(table, durations)
     trained = max(_by_stage(layout, _active(layout, costs.parameters)))
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
@@ -183,11 +184,11 @@ def stage_bytes(
     trained = _by_stage(layout, _active(layout, costs.parameters))
     kept = _by_stage(layout, _active(layout, costs.activation_bytes))
     copies, reduced = _shared_bytes(layout, costs, weight_bytes), _reduced(layout, costs)
+    schedule = find_schedule(layout.schedule)
+    held = schedule.in_flight(layout.num_stages, microbatches, first_active_stage=layout.first_active_stage)
     loads = []
     for stage in range(layout.num_stages):
-        # 1F1B holds the micro-batches of its warm-up and one more; GPipe holds all.
-        ahead = layout.num_stages - stage if layout.schedule == "1f1b" else microbatches
-        samples_held = min(microbatches, ahead) * samples_per_pipeline / microbatches
+        samples_held = held[stage] * samples_per_pipeline / microbatches
         weights = trained[stage] * state_bytes_per_parameter + (parameters[stage] - trained[stage]) * weight_bytes
         buffers = GRADIENT_BYTES * reduced[stage] if layout.num_replicas > 1 else 0
         loads.append(weights + copies[stage] + buffers + kept[stage] * samples_held)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 
-from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table, has_input
+from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table
+from hf_pipetransformer.pipeline.schedules.actions import has_input
 
 
 class ScheduleError(ValueError):
@@ -76,7 +77,7 @@ def _run_to_the_end(table: Table) -> None:
 
     def step(stage: int) -> bool:
         """Run the next action of `stage`; False if it has to wait."""
-        op, i = table[stage][position[stage]]
+        op, i, _ = table[stage][position[stage]]
         if op in _RECEIVES:
             _check_neighbour(stage, stage + _RECEIVES[op], num_stages, Action(op, i))
             posted[stage, op].append(i)

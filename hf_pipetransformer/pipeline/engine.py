@@ -177,7 +177,7 @@ class Engine:
             pending.wait()
 
     def _execute(self, action: Action, run: _Run) -> None:
-        op, i = action
+        op, i, _ = action
         links, shape = self.links, run.micro_batches[i].activation_shape
         if op is Op.FORWARD:
             self._forward(i, run)

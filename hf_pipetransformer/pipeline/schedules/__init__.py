@@ -1,0 +1,41 @@
+"""Pipeline schedules as tables: what every rank does, in which order. Pure; nothing here touches a device."""
+
+from __future__ import annotations
+
+from hf_pipetransformer.pipeline.schedules.actions import COMPUTATIONS, GIVES, NEEDS, SENDS, Action, Op, Row, Table
+from hf_pipetransformer.pipeline.schedules.forward_only import FORWARD_ONLY
+from hf_pipetransformer.pipeline.schedules.gpipe import GPIPE
+from hf_pipetransformer.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
+from hf_pipetransformer.pipeline.schedules.schedule import Schedule
+
+
+__all__ = [
+    "COMPUTATIONS",
+    "FORWARD_ONLY",
+    "GIVES",
+    "NEEDS",
+    "SCHEDULE_NAMES",
+    "SENDS",
+    "Action",
+    "Op",
+    "Row",
+    "Schedule",
+    "Table",
+    "find_schedule",
+]
+
+_SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B)}
+
+SCHEDULE_NAMES = tuple(_SCHEDULES)
+"""What `pipeline_schedule` may be."""
+
+
+def find_schedule(name: str) -> Schedule:
+    """The training schedule of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _SCHEDULES:
+        raise ValueError(f"Unknown schedule {name!r}: expected one of {sorted(_SCHEDULES)}.")
+    return _SCHEDULES[name]

@@ -1,0 +1,98 @@
+"""What a schedule is: a name, its tables, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hf_pipetransformer.pipeline.schedules.actions import Action, Op, Table
+from hf_pipetransformer.pipeline.schedules.transfers import add_transfers
+from hf_pipetransformer.placement import Placement
+
+
+Computations = list[list[Action]]
+"""What each rank computes, in this order; the transfers follow from it."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of the micro-batches' forwards and backwards.
+
+    Args:
+        name: as `pipeline_schedule` takes it.
+        lay: from where the stages lie, the number of micro-batches and the first stage that trains to what each rank
+            computes.
+        splits_backward: whether gradients of inputs and of weights are computed apart.
+        has_stale_weights: whether a backward may meet other weights than its forward.
+        placement: how stages lie on ranks, a kind of `Placement`.
+        default_chunks: stages on each rank, V, unless the user says otherwise.
+        max_chunks: the largest V.
+    """
+
+    name: str
+    lay: Callable[[Placement, int, int], Computations]
+    splits_backward: bool = False
+    has_stale_weights: bool = False
+    placement: str = "loop"
+    default_chunks: int = 1
+    max_chunks: int = 1
+
+    @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
+    def table(
+        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+    ) -> Table:
+        """One row of actions a rank.
+
+        Stages below `first_active_stage` hold frozen units only and run forwards only; no gradient is sent to them.
+
+        Args:
+            pipeline_size: ranks of the pipeline, K.
+            num_microbatches: M.
+            num_chunks: stages on each rank, V.
+            first_active_stage: the first stage with something to train, 0 to K V - 1.
+
+        Raises:
+            ValueError: fewer than one rank or micro-batch, stages that this schedule does not know how to lay, or an
+                active stage that does not exist.
+        """
+        if pipeline_size < 1 or num_microbatches < 1:
+            raise ValueError(
+                f"A table needs at least one rank and one micro-batch, found {pipeline_size} and {num_microbatches}."
+            )
+        if not 1 <= num_chunks <= self.max_chunks:
+            raise ValueError(f"{self.name} takes 1 to {self.max_chunks} stages a rank, found {num_chunks}.")
+        placement = Placement(pipeline_size, num_chunks, self.placement)
+        if not 0 <= first_active_stage < placement.num_stages:
+            raise ValueError(
+                f"The first active stage must be one of the {placement.num_stages} stages, 0 to "
+                f"{placement.num_stages - 1}, found {first_active_stage}."
+            )
+        rows = [
+            [each for each in row if each.op is Op.FORWARD or stages[each.chunk] >= first_active_stage]
+            for stages, row in (
+                (placement.stages_of(rank), row)
+                for rank, row in enumerate(self.lay(placement, num_microbatches, first_active_stage))
+            )
+        ]
+        return add_transfers(rows, placement, first_active_stage)
+
+    def in_flight(
+        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+    ) -> tuple[int, ...]:
+        """Of how many micro-batches each stage holds the activations at most: forward run, backward not done yet.
+
+        One entry a stage, for the arguments of `table`; 0 for frozen stages.
+        """
+        placement = Placement(pipeline_size, num_chunks, self.placement)
+        held, most = [0] * placement.num_stages, [0] * placement.num_stages
+        for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
+            stages = placement.stages_of(rank)
+            for action in row:
+                stage = stages[action.chunk]
+                if action.op is Op.FORWARD and stage >= first_active_stage:
+                    held[stage] += 1
+                    most[stage] = max(most[stage], held[stage])
+                elif action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                    held[stage] -= 1
+        return tuple(most)
