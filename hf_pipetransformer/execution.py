@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from hf_pipetransformer.autodp.topology import broadcast_tree
 from hf_pipetransformer.batches import count_items, join_outputs, split_batch
+from hf_pipetransformer.cache_tags import detach_tags
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Row, Schedule, find_schedule
-from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
 from hf_pipetransformer.transition import Stage
@@ -160,13 +160,13 @@ class StageRunner:
         return table[self.stage.groups.stage]
 
     def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:
-        cut = [detach_prefix(part) for part in split_batch(inputs, self.stage.layout.num_microbatches)]
+        cut = [detach_tags(part) for part in split_batch(inputs, self.stage.layout.num_microbatches)]
         parts = [part for part, _ in cut]
         counts = [count_items(part, self.shifts_labels) for part in parts]
         weights = [rule.weight(count, total_items) for count in counts]
         shapes = self._shapes(parts)
-        prefixes = [prefix for _, prefix in cut]
-        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, prefixes, parts, strict=True)]
+        tags = [found for _, found in cut]
+        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, tags, parts, strict=True)]
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         if self.stage.layout.num_stages == 1:

@@ -294,6 +294,12 @@ def check_dataset(dataset: Any, what: str) -> None:
         )
 
 
+def comparable(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as values that can be written, sent and compared: what JSON does not know as text."""
+    plain = (bool, int, float, str, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in arguments.items()}
+
+
 TOLD_ARGUMENTS = (
     *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
     *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),

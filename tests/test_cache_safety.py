@@ -28,9 +28,9 @@ from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.samples import PaddingRule
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.cache_tags import detach_tags
 from hf_pipetransformer.cli import main
 from hf_pipetransformer.pipeline.engine import MicroBatch
-from hf_pipetransformer.prefix import detach_prefix
 
 
 NUM_SAMPLES = 12
@@ -100,19 +100,19 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
             disturb(folder.path)
         missing = cache.select(samples)
         whole = cache.complete(samples, missing, read(missing) if missing else {}, lambda length: length)
-        inputs, prefix = detach_prefix(whole)
+        inputs, tags = detach_tags(whole)
         expected = read(samples)
         assert all(torch.equal(inputs[name], values) for name, values in expected.items())
-        if prefix is None:
+        if tags is None:
             # Given up, with a warning: all was read.
             assert store.dropped is not None
             continue
-        found = prefix.levels > 0
+        found = tags.num_layers > 0
         activation = activation_of(expected).float() * expected["attention_mask"][:, :, None]
-        if prefix.hidden is not None:
-            assert torch.equal(prefix.hidden[found], activation[found])
+        if tags.hidden is not None:
+            assert torch.equal(tags.hidden[found], activation[found])
         hits += int(found.sum())
-        cache.write(MicroBatch(inputs, 1.0, tuple(activation.shape), prefix), activation)
+        cache.write(MicroBatch(inputs, 1.0, tuple(activation.shape), tags), activation)
     cache.close()
     folder.release()
     return hits

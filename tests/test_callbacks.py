@@ -1,12 +1,14 @@
-"""Which callbacks are given the whole model."""
+"""Which callbacks are given the whole model, and what the others find in its place."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import (
+    BertConfig,
     DefaultFlowCallback,
     EarlyStoppingCallback,
     TrainerCallback,
@@ -15,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks, reads_model
+from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks, takes_model
 
 
 class Named(TrainerCallback):
@@ -25,12 +27,17 @@ class Named(TrainerCallback):
 
 class Looked(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        self.seen = kwargs["model"]
+        self.seen = kwargs["model"].num_parameters()
 
 
 class Got(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        self.seen = kwargs.get("model")
+        self.seen = kwargs.get("model").num_parameters()
+
+
+class Configured(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen = kwargs["model"].config.hidden_size
 
 
 class Inherited(Named):
@@ -43,36 +50,87 @@ class Blind(TrainerCallback):
         self.seen = kwargs["optimizer"]
 
 
+MODEL = SimpleNamespace(config=BertConfig(hidden_size=24), num_parameters=lambda: 7)
+
+
+class Double:
+    """What the handler knows of a trainer."""
+
+    def __init__(self, *callbacks: Any, num_stages: int = 2, is_inside_step: bool = False) -> None:
+        self.callback_handler = CallbackHandler(list(callbacks), MODEL, *[None] * 3)
+        self._stage = SimpleNamespace(
+            layout=SimpleNamespace(num_stages=num_stages),
+            view=SimpleNamespace(is_installed=True),
+            engine=SimpleNamespace(is_active=is_inside_step),
+        )
+        self.num_times_whole = 0
+        self.handler = WholeModelCallbacks(self)
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    @contextmanager
+    def whole_model(self) -> Any:
+        self.num_times_whole += 1
+        yield
+
+    def call(self, event: str = "on_step_end") -> None:
+        self.handler.call_event(event, None, TrainerState(), TrainerControl())
+
+
 @pytest.mark.parametrize(
-    ("kind", "reads"), [(Named, True), (Looked, True), (Got, True), (Inherited, True), (Blind, False)]
+    ("kind", "takes"), [(Named, True), (Inherited, True), (Looked, False), (Got, False), (Blind, False)]
 )
-def test_a_callback_that_names_the_model_reads_it(kind: type[TrainerCallback], reads: bool) -> None:
-    assert reads_model(kind(), "on_step_end") == reads
-    assert not reads_model(kind(), "on_step_begin")
+def test_a_callback_that_has_the_model_as_an_argument_takes_it(kind: type[TrainerCallback], takes: bool) -> None:
+    assert takes_model(kind(), "on_step_end") == takes
+    assert not takes_model(kind(), "on_step_begin")
 
 
 @pytest.mark.parametrize("event", [name for name in dir(TrainerCallback) if name.startswith("on_")])
 def test_callbacks_of_transformers_cost_nothing(event: str) -> None:
     for callback in (DefaultFlowCallback(), EarlyStoppingCallback()):
-        assert not reads_model(callback, event)
+        assert not takes_model(callback, event)
 
 
-def test_the_model_is_whole_for_those_that_read_it_and_for_no_others() -> None:
-    asked: list[Any] = []
-
-    @contextmanager
-    def whole(event: str, readers: list[str]) -> Any:
-        asked.append((event, readers))
-        yield
-
+def test_the_model_is_whole_for_those_that_take_it_and_for_no_others() -> None:
     reader = Named()
-    handler = WholeModelCallbacks(CallbackHandler([reader, Blind], "model", *[None] * 3), whole)
-    assert handler.readers() == {"Named": "on_step_end"}
-    state, control = TrainerState(), TrainerControl()
-    handler.on_step_end(None, state, control)
-    assert asked == [("on_step_end", ["Named"])] and reader.seen == "model"
-    handler.call_event("on_substep_end", None, state, control)
-    assert len(asked) == 1
-    handler.remove_callback(Named)
-    handler.on_step_end(None, state, control)
-    assert len(asked) == 1
+    double = Double(reader, Blind)
+    double.call()
+    assert double.num_times_whole == 1 and reader.seen is MODEL
+    double.call("on_substep_end")
+    assert double.num_times_whole == 1
+    double.handler.remove_callback(Named)
+    double.call()
+    assert double.num_times_whole == 1
+
+
+@pytest.mark.parametrize("kind", [Looked, Got])
+def test_a_model_that_was_not_asked_for_cannot_be_read(kind: type[TrainerCallback]) -> None:
+    double = Double(kind())
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.on_step_end reads 'num_parameters'.*argument `model`"):
+        double.call()
+    assert double.num_times_whole == 0
+
+
+@pytest.mark.parametrize("kind", [Looked, Got])
+def test_a_model_that_lies_on_one_stage_can_be_read_in_any_way(kind: type[TrainerCallback]) -> None:
+    callback = kind()
+    Double(callback, num_stages=1).call()
+    assert callback.seen == 7
+
+
+def test_the_configuration_can_be_read_and_events_go_on_to_the_next_callback() -> None:
+    first, last = Configured(), Configured()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            return TrainerControl(should_training_stop=True)
+
+    double = Double(first, Stop(), last)
+    control = double.handler.call_event("on_step_end", None, TrainerState(), TrainerControl())
+    assert first.seen == last.seen == 24 and control.should_training_stop
+
+
+def test_a_model_cannot_be_whole_amid_a_step() -> None:
+    with pytest.raises(ValueError, match="on_step_end was called amid a step.*Named reads"):
+        Double(Named(), is_inside_step=True).call()

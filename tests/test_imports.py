@@ -33,7 +33,7 @@ FLOORS = [
         "report",
         "messages",
         "errors",
-        "prefix",
+        "cache_tags",
         "staging",
         "manifest",
         "option_values",

@@ -20,8 +20,8 @@ from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import fill_value, pad_batch
 from hf_pipetransformer.batches import take_rows
+from hf_pipetransformer.cache_tags import CacheTags
 from hf_pipetransformer.pipeline.engine import MicroBatch
-from hf_pipetransformer.prefix import Prefix
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.staging import Arriving, CopyStream, is_apart
 
@@ -286,14 +286,14 @@ class ActivationCache:
                 hidden[torch.from_numpy(np.flatnonzero(hit))] = rows.activation
         stored = None if rows is None else self._fields_of(rows, length)
         inputs = merged(len(index), hit, stored, parts, length)
-        prefix = Prefix(
+        tags = CacheTags(
             torch.from_numpy(index),
             torch.from_numpy(levels),
             torch.from_numpy(digests.view(np.int64)),
             self.stamp,
             hidden,
         )
-        return prefix.attach(inputs)
+        return tags.attach(inputs)
 
     def _fields_of(self, rows: Rows, length: int) -> dict[str, torch.Tensor]:
         """The inputs of stored samples, padded as by the collator."""
@@ -314,13 +314,13 @@ class ActivationCache:
 
     def write(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         """Store the activations after `level` layers of those samples that are not stored so far up."""
-        prefix = micro_batch.prefix
-        assert prefix is not None
-        rows = (prefix.levels < self.level).nonzero().squeeze(1)
+        tags = micro_batch.tags
+        assert tags is not None
+        rows = (tags.num_layers < self.level).nonzero().squeeze(1)
         if self._is_off or not len(rows):
             return
         start = time.perf_counter()
-        pending = self._rows_to_write(micro_batch, prefix, hidden, rows)
+        pending = self._rows_to_write(micro_batch, tags, hidden, rows)
         if not self._is_apart:
             self._count_written(lambda: self._write(pending))
         else:
@@ -349,17 +349,17 @@ class ActivationCache:
             self.switch_off(str(error))
 
     def _rows_to_write(
-        self, micro_batch: MicroBatch, prefix: Prefix, hidden: torch.Tensor, rows: torch.Tensor
+        self, micro_batch: MicroBatch, tags: CacheTags, hidden: torch.Tensor, rows: torch.Tensor
     ) -> _Pending:
         """Those rows of a micro-batch, on their way to the host."""
-        is_all = len(rows) == len(prefix.levels)
+        is_all = len(rows) == len(tags.num_layers)
         given = micro_batch.inputs if micro_batch.on_host is None else micro_batch.on_host
         inputs = given if is_all else take_rows(given, rows)
         activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
         num_tokens = activation.shape[1]
         # A copy of its own where it is read later: the model may go on to change it in place.
         arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
-        index = prefix.samples[rows].numpy()
+        index = tags.samples[rows].numpy()
         names = [*self.source.report.token_fields, *self.source.report.sample_fields]
         fields = {name: inputs[name].cpu() for name in names}
         lengths = np.full(len(index), num_tokens, dtype=np.int64)
@@ -367,7 +367,7 @@ class ActivationCache:
             real = real_lengths(fields, self.source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
-        has_row, digests = prefix.levels[rows].numpy() > 0, prefix.digests[rows].numpy().view(np.uint64)
+        has_row, digests = tags.num_layers[rows].numpy() > 0, tags.digests[rows].numpy().view(np.uint64)
         return _Pending(index, self._weights_id, arriving, lengths, fields, digests, has_row)
 
     def _write(self, pending: _Pending) -> int:

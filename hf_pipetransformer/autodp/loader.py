@@ -20,8 +20,8 @@ from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
+from hf_pipetransformer.cache_tags import detach_tags, without_hidden
 from hf_pipetransformer.errors import guarded
-from hf_pipetransformer.prefix import detach_prefix, without_hidden
 from hf_pipetransformer.staging import pinned
 
 
@@ -264,11 +264,11 @@ class PipelineLoader(DataLoaderStateMixin):
         """The samples of `batch`, which was handed out, as `rows` has them now. All stages of a pipeline call it."""
         if not self.groups.is_first:
             return self._receive()
-        _, prefix = detach_prefix(batch)
-        if self.rows is not None and prefix is not None:
+        _, tags = detach_tags(batch)
+        if self.rows is not None and tags is not None:
             rule = self.common_length
             same = None if rule is None else sequence_length(batch, rule.main_input)
-            batch = self.rows.complete(prefix.samples.tolist(), [], {}, lambda own: own if same is None else same)
+            batch = self.rows.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
         self._outbox.flush()
         self._send(batch)
         return batch

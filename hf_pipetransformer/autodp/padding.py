@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-
-IGNORED_LABEL = -100
+from hf_pipetransformer.batches import IGNORED_LABEL
 
 
 def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.batches import take_rows
+from hf_pipetransformer.cache_tags import CacheTags
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.pipeline.links import Link, Pending, post_receive, post_send
 from hf_pipetransformer.pipeline.schedules import Action, Op, Row
 from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.prefix import Prefix
 from hf_pipetransformer.splitters.view import StageExit, StageView
 
 
@@ -29,14 +29,14 @@ class MicroBatch:
         inputs: keyword arguments of the model.
         weight: what its loss counts in the loss of the step.
         activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
-        prefix: which of its samples are stored; None without a cache.
+        tags: which of its samples are stored; None without a cache.
         on_host: the inputs as they came; None if they were made for this stage.
     """
 
     inputs: dict[str, Any]
     weight: float
     activation_shape: tuple[int, ...]
-    prefix: Prefix | None = None
+    tags: CacheTags | None = None
     on_host: dict[str, Any] | None = None
 
 
@@ -240,11 +240,11 @@ class Engine:
 
     def _run_stage(self, held: _Held, micro_batch: MicroBatch, forward: Forward) -> Any:
         entering, units = held.received, self.units
-        if micro_batch.prefix is not None:
+        if micro_batch.tags is not None:
             if held.entry is None:
                 # Kept for a recomputation: no sample goes through a frozen layer twice.
                 with torch.no_grad():
-                    held.entry = self._bring_to_entry(held.received, micro_batch, micro_batch.prefix, forward)
+                    held.entry = self._bring_to_entry(held.received, micro_batch, micro_batch.tags, forward)
             entering, units = held.entry, range(max(units.start, self.entry_unit), units.stop)
             if not units:
                 assert entering is not None
@@ -257,7 +257,7 @@ class Engine:
         return result
 
     def _bring_to_entry(
-        self, received: torch.Tensor | None, micro_batch: MicroBatch, prefix: Prefix, forward: Forward
+        self, received: torch.Tensor | None, micro_batch: MicroBatch, tags: CacheTags, forward: Forward
     ) -> torch.Tensor | None:
         """The activation that enters this stage's part above the cached layers, `(micro-batch, seq, hidden)`.
 
@@ -267,10 +267,10 @@ class Engine:
         if start >= stop:
             return received
         hidden = received
-        if hidden is None and prefix.hidden is not None:
+        if hidden is None and tags.hidden is not None:
             # In its stored dtype, which may be half as long.
-            hidden = prefix.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
-        enters_at = torch.where(prefix.levels > 0, 2 * prefix.levels + 1, 0).clamp(min=start)
+            hidden = tags.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
+        enters_at = torch.where(tags.num_layers > 0, 2 * tags.num_layers + 1, 0).clamp(min=start)
         for unit in enters_at.unique().tolist():
             if unit >= stop:
                 continue

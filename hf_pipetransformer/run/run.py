@@ -11,6 +11,7 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.patience import Patience
@@ -45,7 +46,7 @@ class Run:
         self.topology.limit_waits(rest_seconds)  # An earlier trainer may have failed within a step.
         if args.num_stages is not None:
             self.topology.check_num_stages(args.num_stages)
-        check_agreement(self.topology, "training arguments", _comparable(args))
+        check_agreement(self.topology, "training arguments", _shared(args))
         self.journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
         # Any step may compile: a batch of another shape is enough.
         step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
@@ -60,7 +61,7 @@ class Run:
         return None if self.pipeline is None else self.pipeline.layout
 
 
-def _comparable(args: PipeTransformerArguments) -> dict[str, Any]:
+def _shared(args: PipeTransformerArguments) -> dict[str, Any]:
     """The arguments that must be equal on all ranks."""
     local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
-    return {key: str(value) for key, value in args.to_dict().items() if key not in local}
+    return comparable({key: value for key, value in args.to_dict().items() if key not in local})

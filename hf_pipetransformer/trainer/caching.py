@@ -36,8 +36,8 @@ from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
+from hf_pipetransformer.cache_tags import detach_tags
 from hf_pipetransformer.pipeline.engine import MicroBatch
-from hf_pipetransformer.prefix import detach_prefix
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
@@ -329,8 +329,8 @@ class CachingTrainer(EvaluatingTrainer):
         What was stored for other weights is no hit then. A collective call of a pipeline's stages.
         """
         self._notice_changed_weights(at_once=False)
-        _, prefix = detach_prefix(inputs)
-        if self._cache is None or prefix is None or prefix.stamp == self._cache.stamp:
+        _, tags = detach_tags(inputs)
+        if self._cache is None or tags is None or tags.stamp == self._cache.stamp:
             return inputs
         renewed: dict[str, Any] = loader.read_again(inputs)
         return renewed

@@ -2,57 +2,115 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.startup import check_agreement
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.trainer.training import PipeTransformerTrainer
+
 
 class WholeModelCallbacks(CallbackHandler):
-    """Trainer's handler; a callback that reads the model finds all of it, on every rank.
+    """Trainer's handler; a callback that takes `model` as an argument finds all of it, on every rank.
 
     Args:
-        handler: Trainer's, taken over as it is.
-        whole: makes the model whole inside; told which callbacks ask for it at which event.
+        trainer: whose callbacks these are; its own handler is taken over as it is.
     """
 
-    def __init__(
-        self, handler: CallbackHandler, whole: Callable[[str, list[str]], AbstractContextManager[None]]
-    ) -> None:
-        self.__dict__.update(handler.__dict__)
-        self._whole = whole
+    def __init__(self, trainer: PipeTransformerTrainer) -> None:
+        self.__dict__.update(trainer.callback_handler.__dict__)
+        self._trainer = trainer
+        self._warned_events: set[str] = set()
 
-    def readers(self) -> dict[str, str]:
-        """The callbacks that read the model, each with the events at which it does."""
+    def check(self, topology: Topology) -> None:
+        """Whether the callbacks that read the model can have it. A collective call.
+
+        Raises:
+            ValueError: they are not the same on every rank, or read it where Trainer calls rank 0 alone.
+        """
         found = {}
         for callback in self.callbacks:
-            events = [name for name in dir(TrainerCallback) if name.startswith("on_") and reads_model(callback, name)]
+            events = [name for name in dir(TrainerCallback) if name.startswith("on_") and takes_model(callback, name)]
             if events:
                 found[type(callback).__name__] = ", ".join(events)
-        return found
+        check_agreement(topology, "callbacks that read the model", found)
+        for name, names in found.items():
+            if "on_push_begin" in names:
+                raise ValueError(
+                    f"{name}.on_push_begin reads the model, which lies on several stages, and is called on rank 0 "
+                    "alone. Read what is pushed from the folder, or set pipeline_parallel_size=1."
+                )
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        readers = [type(callback).__name__ for callback in self.callbacks if reads_model(callback, event)]
+        trainer, stage = self._trainer, self._trainer._stage
+        if stage is None or stage.layout.num_stages == 1 or not stage.view.is_installed:
+            return super().call_event(event, args, state, control, **kwargs)
+        readers = [type(callback).__name__ for callback in self.callbacks if takes_model(callback, event)]
         if not readers:
-            return super().call_event(event, args, state, control, **kwargs)
-        with self._whole(event, readers):
+            return self._call_each(event, args, state, control, **kwargs)
+        if stage.engine.is_active:
+            raise ValueError(
+                f"{event} was called amid a step, where other stages do not come by, and {', '.join(readers)} reads "
+                "the model there. Log between steps, or leave out the argument `model`."
+            )
+        if event not in self._warned_events:
+            self._warned_events.add(event)
+            if trainer.is_world_process_zero():
+                logger.warning(
+                    f"{', '.join(readers)}: {event} reads the model, so all of it is put together on every rank each "
+                    "time. Leave out the argument `model` where it is not needed."
+                )
+        with trainer.whole_model():
             return super().call_event(event, args, state, control, **kwargs)
 
+    def _call_each(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Trainer's loop over the callbacks; none of the user's gets at the model, of which a stage is here alone."""
+        for callback in self.callbacks:
+            one = copy.copy(self)
+            one.callbacks = [callback]
+            if _own_kinds(callback, event):
+                one.model = SpreadModel(self.model, f"{type(callback).__name__}.{event}")
+            control = CallbackHandler.call_event(one, event, args, state, control, **kwargs)
+        return control
 
-def reads_model(callback: TrainerCallback, event: str) -> bool:
-    """Whether a callback asks for the model at an event: it names `model` as an argument or as a key of `kwargs`.
+
+class SpreadModel:
+    """In place of a model that lies on several stages, for a callback that did not ask for it whole.
+
+    Args:
+        model: of which its configuration can be read.
+        reader: for the error's text.
+    """
+
+    def __init__(self, model: Any, reader: str) -> None:
+        self.config = model.config
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python looks for such names, to copy an object for example.
+        raise ValueError(
+            f"{self._reader} reads {name!r} of kwargs['model'], which lies on several stages. Give the method an "
+            "argument `model`, then it gets the whole model; or read `trainer.model` within `trainer.whole_model()`."
+        )
+
+
+def takes_model(callback: TrainerCallback, event: str) -> bool:
+    """Whether a callback asks for the model at an event: its method, or one that it extends, has an argument `model`.
 
     Those of transformers read no weights.
     """
+    return any("model" in inspect.signature(vars(kind)[event]).parameters for kind in _own_kinds(callback, event))
+
+
+def _own_kinds(callback: TrainerCallback, event: str) -> list[type]:
+    """The classes of a callback, those of transformers left out, that have a method for an event."""
     own = [kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] != "transformers"]
-    return any(_names_model(vars(kind)[event]) for kind in own if event in vars(kind))
-
-
-def _names_model(method: Any) -> bool:
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    if code is None:
-        return False
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return "model" in arguments or "model" in code.co_consts
+    return [kind for kind in own if event in vars(kind)]

@@ -104,8 +104,11 @@ class ResumingTrainer(SavingTrainer):
             self._resumption = None
 
     def _read_resumption(self, where: Any) -> dict[str, Any]:
-        folder = self._latest_checkpoint() if where is True else os.fspath(where)
-        state = self._read_checkpoint(folder)
+        if where is True:
+            folder, state = self._latest_checkpoint()
+        else:
+            folder = os.fspath(where)
+            state = self._read_checkpoint(folder)
         if state["layout"] is None:
             logger.warning(
                 f"{folder!r} was saved by plain Trainer: whether its files are whole and its data are the same is not "
@@ -123,8 +126,13 @@ class ResumingTrainer(SavingTrainer):
         num_samples = self._described_data()["num_samples"]
         return read_plain_state(folder, num_samples, self.args.dataloader_drop_last)
 
-    def _latest_checkpoint(self) -> str:
-        folder, reasons = checkpoint.latest_sound(self.args.output_dir, self._read_checkpoint)
+    def _latest_checkpoint(self) -> tuple[str, dict[str, Any]]:
+        states: dict[str, dict[str, Any]] = {}
+
+        def read(folder: str) -> None:
+            states[folder] = self._read_checkpoint(folder)
+
+        folder, reasons = checkpoint.latest_sound(self.args.output_dir, read)
         if folder is None:
             raise ValueError(
                 f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={self.args.output_dir!r}, "
@@ -132,7 +140,7 @@ class ResumingTrainer(SavingTrainer):
             )
         for reason in reasons:
             logger.warning(f"Passed over on the way to {folder!r}: {reason}")
-        return folder
+        return folder, states[folder]
 
     # ---- taking up what was saved ----
 

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.fingerprint import describe_data
 from hf_pipetransformer.manifest import Entry
-from hf_pipetransformer.refusals import TOLD_ARGUMENTS
+from hf_pipetransformer.refusals import TOLD_ARGUMENTS, comparable
 from hf_pipetransformer.trainer.adapting import AdaptingTrainer
 from hf_pipetransformer.transition import check_replicas_agree
 
@@ -54,7 +54,7 @@ class SavingTrainer(AdaptingTrainer):
         model, arguments = self.model, self.args.to_dict()
         return {
             "world_size": self.topology.world_size,
-            "arguments": {name: _comparable(arguments[name]) for name in TOLD_ARGUMENTS},
+            "arguments": comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
             "has_plan": self.args.layout_plan is not None,
             "policy": self.run.policy.describe(),
             "decaying": list(self.get_decay_parameter_names(model)),
@@ -246,7 +246,3 @@ class SavingTrainer(AdaptingTrainer):
         assert self._stage is not None
         stage = self._stage
         return {name: p for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)}
-
-
-def _comparable(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

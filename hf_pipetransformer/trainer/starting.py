@@ -76,7 +76,6 @@ class StartingTrainer(Trainer):
         self._model_declares_loss_kwargs = self.model_accepts_loss_kwargs
         self._has_labels = False
         self._logged_layout: Layout | None = None
-        self._read_events: set[str] = set()
         self._name_of: dict[int, str] = {}
         self._group_of: dict[str, int] = {}
         self._shared_generator: torch.Generator | None = None

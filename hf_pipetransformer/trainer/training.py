@@ -18,9 +18,8 @@ from hf_pipetransformer.autodp.topology import let_group_threads_finish
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.shared import share_values
-from hf_pipetransformer.report.events import announce, logger
+from hf_pipetransformer.report.events import announce
 from hf_pipetransformer.staging import is_apart
-from hf_pipetransformer.startup import check_agreement
 from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks
 from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
 from hf_pipetransformer.trainer.resuming import ResumingTrainer
@@ -134,44 +133,32 @@ class PipeTransformerTrainer(ResumingTrainer):
         self._optimizer_hooks = [optimizer.register_step_post_hook(self._after_optimizer_step)]
 
     def _start(self, dataset: Any, is_training: bool) -> Stage:
-        """The pipeline starts; from now on, callbacks that read the model find it whole.
-
-        Raises:
-            ValueError: they are not the same on every rank, or read it where Trainer calls rank 0 alone.
-        """
+        """The pipeline starts; from now on, callbacks that take the model find it whole."""
         stage = super()._start(dataset, is_training)
-        if stage.layout.num_stages == 1:
-            return stage
-        if not isinstance(self.callback_handler, WholeModelCallbacks):
-            self.callback_handler = WholeModelCallbacks(self.callback_handler, self._whole_for_callbacks)
-        readers = self.callback_handler.readers()
-        check_agreement(self.topology, "callbacks that read the model", readers)
-        for name, events in readers.items():
-            if "on_push_begin" in events:
-                raise ValueError(
-                    f"{name}.on_push_begin reads the model, which lies on several stages, and is called on rank 0 "
-                    "alone. Read what is pushed from the folder, or set pipeline_parallel_size=1."
-                )
+        if stage.layout.num_stages > 1:
+            if not isinstance(self.callback_handler, WholeModelCallbacks):
+                self.callback_handler = WholeModelCallbacks(self)
+            self.callback_handler.check(self.topology)
         return stage
 
     @contextmanager
-    def _whole_for_callbacks(self, event: str, readers: list[str]) -> Iterator[None]:
+    def whole_model(self) -> Iterator[None]:
+        """Inside, `trainer.model` is whole and has its own forward, on every rank; what is changed in it stays.
+
+        A collective call: every rank enters and leaves it, between two steps of a training or outside.
+
+        Raises:
+            ValueError: it is called amid a step, where other stages do not come by.
+        """
         stage = self._stage
         if stage is None or stage.layout.num_stages == 1 or not stage.view.is_installed:
             yield
             return
         if stage.engine.is_active:
             raise ValueError(
-                f"{event} was called amid a step, where other stages do not come by, and {', '.join(readers)} reads "
-                "the model there. Log between steps, or leave out the argument `model`."
+                "whole_model() was called amid a step, where other stages do not come by. Call it between two steps "
+                "on every rank, in a callback for example."
             )
-        if event not in self._read_events:
-            self._read_events.add(event)
-            if self.is_world_process_zero():
-                logger.warning(
-                    f"{', '.join(readers)}: {event} reads the model, so all of it is put together on every rank each "
-                    "time. Leave out the argument `model` where it is not needed."
-                )
         with whole_on_every_rank(stage):
             yield
 

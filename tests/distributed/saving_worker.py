@@ -87,11 +87,33 @@ def unpadded(name: str, predictions: Any) -> dict[str, torch.Tensor]:
     return parts
 
 
+class ReadWhole(TrainerCallback):
+    """Reads the model at each checkpoint: through what it was not given for that, and as the whole one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trainer: PipeTransformerTrainer | None = None
+        self.refusals: list[str] = []
+        self.logits: dict[str, torch.Tensor] = {}
+
+    def on_save(self, *_args: Any, **kwargs: Any) -> None:
+        try:
+            kwargs["model"].num_parameters()
+        except ValueError as error:
+            self.refusals.append(str(error))
+        with self.trainer.whole_model():
+            self.logits = logits_of(self.trainer.model, self.name)
+
+
 def train(folder: Path, num_stages: int) -> None:
     for name in MODELS:
         args = arguments(folder / name, num_stages, save_strategy="steps", save_steps=3)
-        trainer = trainer_of(build_model(name, seed=5), name, args)
+        read = ReadWhole(name)
+        trainer = trainer_of(build_model(name, seed=5), name, args, callbacks=[read])
+        read.trainer = trainer
         trainer.train()
+        save_file(read.logits, folder / name / f"logits_in_training.rank{RANK}.safetensors")
+        (folder / name / f"refusals.rank{RANK}.json").write_text(json.dumps(read.refusals))
         trainer.save_model(str(folder / name / "saved"))
         logits = logits_of(trainer.model, name)
         if RANK == 0:

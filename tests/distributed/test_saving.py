@@ -64,6 +64,21 @@ def test_evaluation_on_one_process_gives_the_same_logits_to_the_bit(saved: Path,
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_the_whole_model_in_training_gives_the_logits_of_its_checkpoint_on_every_rank(saved: Path, name: str):
+    found = sorted((saved / name).glob("logits_in_training.rank*.safetensors"))
+    assert len(found) >= 2
+    for path in found:
+        assert_same_bits(path, saved / name / "logits_loaded.safetensors")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_callback_that_did_not_ask_for_the_whole_model_is_refused_a_part(saved: Path, name: str):
+    for path in (saved / name).glob("refusals.rank*.json"):
+        refusals = json.loads(path.read_text())
+        assert len(refusals) == 2 and all("trainer.whole_model()" in text for text in refusals), refusals
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_missing_or_left_over(saved: Path, name: str):
     loading = json.loads((saved / name / "loading.json").read_text())
     assert set(loading) == {"saved", f"checkpoint-{NUM_STEPS}", "checkpoint-3"}

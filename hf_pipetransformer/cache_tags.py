@@ -1,4 +1,4 @@
-"""What a batch knows of the stored activations of its samples, and how it travels with the batch."""
+"""Cache tags: what a batch says of the stored activations of its samples, and how that travels with the batch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import torch
 
 
-_SAMPLES, _LEVELS, _DIGESTS, _STAMP, _HIDDEN = (
-    f"pipetransformer_{name}" for name in ("samples", "levels", "digests", "stamp", "hidden")
+_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
+    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden")
 )
 
 
 @dataclass(frozen=True)
-class Prefix:
+class CacheTags:
     """The samples of a batch or micro-batch as the activation cache sees them.
 
     Args:
         samples: index of each sample in the data set, `(batch,)`, int64.
-        levels: layers whose output is known for each sample, `(batch,)`, int64; 0: it starts from its input.
+        num_layers: layers whose output is known for each sample, `(batch,)`, int64; 0: it starts from its input.
         digests: of each sample's input, `(batch,)`, int64; 0 where the sample was not read.
-        stamp: number of the weights, as the cache counts them, that `levels` is about.
-        hidden: the stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows of level 0 hold
+        stamp: number of the weights, as the cache counts them, that `num_layers` is about.
+        hidden: the stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows with 0 layers hold
             nothing. None on later stages, and if nothing is stored.
     """
 
     samples: torch.Tensor
-    levels: torch.Tensor
+    num_layers: torch.Tensor
     digests: torch.Tensor
     stamp: int
     hidden: torch.Tensor | None
@@ -36,20 +36,25 @@ class Prefix:
     def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch with this in it, so that it is cut, padded and sent on with the batch."""
         stamps = torch.full_like(self.samples, self.stamp)
-        own = {_SAMPLES: self.samples, _LEVELS: self.levels, _DIGESTS: self.digests, _STAMP: stamps}
+        own = {_SAMPLES: self.samples, _NUM_LAYERS: self.num_layers, _DIGESTS: self.digests, _STAMP: stamps}
         return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
 
 
-def detach_prefix(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Prefix | None]:
-    """A batch's inputs of the model, and what the cache knows of it."""
+def has_tags(batch: Mapping[str, Any]) -> bool:
+    """Whether `CacheTags` travel with a batch."""
+    return _SAMPLES in batch
+
+
+def detach_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], CacheTags | None]:
+    """A batch's inputs of the model, and its tags."""
     inputs = dict(batch)
-    about = [inputs.pop(key, None) for key in (_SAMPLES, _LEVELS, _DIGESTS, _STAMP)]
+    about = [inputs.pop(key, None) for key in (_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP)]
     hidden = inputs.pop(_HIDDEN, None)
     if any(values is None for values in about):
         return inputs, None
     # Trainer puts whole batches on the device in evaluation; indices are for the files.
-    samples, levels, digests, stamps = (values.cpu() for values in about)
-    return inputs, Prefix(samples, levels, digests, int(stamps[0]), hidden)
+    samples, num_layers, digests, stamps = (values.cpu() for values in about)
+    return inputs, CacheTags(samples, num_layers, digests, int(stamps[0]), hidden)
 
 
 def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:
