@@ -297,7 +297,7 @@ def _throughput_run(name: str, frozen: int) -> dict[str, Any]:
     assert trainer._start_up is not None and len(trainer.parts) == 1, len(trainer.parts)
     found, parts = trainer.parts[0]
     assert (found.num_frozen_layers, found.cache_level) == (frozen, frozen), found
-    costs = trainer._start_up.inputs(found, 1, {}).units
+    costs = trainer._start_up.plans.inputs(found, 1, {}).units
     read = 0.0
     if frozen and dist.get_rank() == 0:
         later = cache_epochs(events)[1:]

@@ -155,7 +155,7 @@ def benchmark_throughput(rounds: int) -> dict[str, Any]:
     plan = plan_of([layout(num_layers, frozen, 1, 1) for _ in range(rounds) for frozen in depths], each)
     trainer = train(name, rounds * len(depths) * each, plan, pipeline_parallel_size=1)
     assert trainer._start_up is not None
-    costs = trainer._start_up.inputs(trainer.parts[0][0], 1, {}).units
+    costs = trainer._start_up.plans.inputs(trainer.parts[0][0], 1, {}).units
     shares: dict[int, list[float]] = {frozen: [] for frozen in depths}
     speedups: dict[int, list[float]] = {frozen: [] for frozen in depths}
     for start in range(0, len(trainer.parts) - len(depths) + 1, len(depths)):

@@ -15,7 +15,7 @@ from hf_pipetransformer.batches import count_items
 from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, probe_samples, read_batch
 from hf_pipetransformer.splitters import find_splitter, profile
 from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
-from hf_pipetransformer.startup import StartUp, samples_per_microbatch
+from hf_pipetransformer.startup import StartUp, Subject, look_at, samples_per_microbatch
 from tests.models import build_model, collate, make_rows
 
 
@@ -37,10 +37,9 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
     model.register_forward_pre_hook(note, with_kwargs=True)
     read = partial(read_batch, rows, collate) if with_batches else None
     args = arguments(folder, **options)
-    start_up = StartUp(model, find_splitter(model), args, Topology(60, 1), torch.device("cpu"), read)
     samples = probe_samples(rows, collate, model.main_input_name, count_items)
-    start_up.run(samples, compute, count_items, is_training=True)
-    return start_up, sizes
+    subject = Subject(model, find_splitter(model), samples, compute, count_items)
+    return look_at(subject, args, Topology(60, 1), torch.device("cpu"), True, read), sizes
 
 
 @pytest.mark.parametrize("model", ["bert_masked", "vit"])
@@ -49,13 +48,13 @@ def test_units_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model:
         tmp_path, model, per_device_train_batch_size=26, pipeline_parallel_num_microbatches=2, activation_cache="off"
     )
     assert max(sizes) == 13
-    layout = start_up.layout(26)
-    assert start_up.describe(layout, 26, "none")["measured_samples"] == 13
+    layout = start_up.plans.layout(26)
+    assert start_up.plans.describe(layout, 26, "none")["measured_samples"] == 13
 
 
 def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
-    assert start_up.describe(start_up.layout(2), 2, "none")["measured_samples"] == 2
+    assert start_up.plans.describe(start_up.plans.layout(2), 2, "none")["measured_samples"] == 2
 
 
 def test_what_only_evaluates_measures_what_it_probed_with(tmp_path: Path) -> None:
@@ -69,13 +68,13 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
     monkeypatch.setattr(profile, "PROFILE_SECONDS", 1e-6)
     start_up, sizes = started(tmp_path, "vit", per_device_train_batch_size=26)
     assert max(sizes) == NUM_PROBE_SAMPLES
-    assert start_up.describe(start_up.layout(26), 26, "none")["measured_samples"] == NUM_PROBE_SAMPLES
+    assert start_up.plans.describe(start_up.plans.layout(26), 26, "none")["measured_samples"] == NUM_PROBE_SAMPLES
 
 
 def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "bert_masked", per_device_train_batch_size=2)
-    word_embeddings = start_up.model.get_input_embeddings().weight
-    assert start_up._units.shared == (((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),)
+    word_embeddings = build_model("bert_masked").get_input_embeddings().weight
+    assert start_up.plans.costs.units.shared == (((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),)
 
 
 @pytest.mark.parametrize(

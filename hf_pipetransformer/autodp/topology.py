@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.errors import guarded, set_present_limit
+from hf_pipetransformer.errors import PipelineError, guarded, set_present_limit
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.transfers import complete, receiving, sending
 
@@ -178,6 +178,39 @@ class Topology:
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """`value` of rank `source` on every rank."""
         return broadcast_tree(value, source, self.control, self.rank)
+
+    def decide(self, call: Callable[[], Any], where: dict[str, Any] | None = None) -> Any:
+        """What a call gives on rank 0, on every rank: the others never make it.
+
+        All that layouts hang on comes this way: a rank's own measurement counts once rank 0 has gathered it and
+        decided. A collective call.
+
+        Args:
+            call: gives a tree of tensors and JSON values.
+            where: this rank's place in the run, JSON values, which must be rank 0's too.
+
+        Raises:
+            ValueError: on every rank, what the call refused on rank 0.
+            PipelineError: this rank is elsewhere than rank 0.
+        """
+        answer: dict[str, Any] = {"where": where or {}}
+        refusal = None
+        if self.rank == 0:
+            try:
+                answer["value"] = call()
+            except ValueError as error:
+                refusal, answer["refusal"] = error, str(error)
+        answer = self.broadcast(answer)
+        for key, expected in answer["where"].items():
+            found = (where or {}).get(key)
+            if found != expected:
+                raise PipelineError(
+                    f"Rank {self.rank} is at {key} {found} while rank 0 is at {expected}: the ranks have lost step "
+                    "with each other, so the run cannot go on."
+                )
+        if "refusal" in answer:
+            raise refusal or ValueError(answer["refusal"])
+        return answer["value"]
 
     def largest(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor by its maximum over all ranks, in place."""

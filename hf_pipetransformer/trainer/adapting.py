@@ -69,7 +69,7 @@ class AdaptingTrainer(CachingTrainer):
             policy=self.run.policy,
             clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
             args=args,
-            costs=self._start_up.inputs(
+            costs=self._start_up.plans.inputs(
                 self._layout_of_first_step(), args.per_device_train_batch_size, self._known_microbatches(layout)
             ),
             topology=self.topology,
@@ -125,7 +125,7 @@ class AdaptingTrainer(CachingTrainer):
 
     def _known_microbatches(self, layout: Layout) -> dict[int, int]:
         assert self._start_up is not None
-        path = self.events.path if self._start_up.measures_microbatches and layout.num_stages > 1 else None
+        path = self.events.path if self._start_up.plans.measures_microbatches and layout.num_stages > 1 else None
         known = read_known_microbatches(path, layout, self.args.per_device_train_batch_size)
         answer: Mapping[str, int] = self.topology.broadcast({str(k): m for k, m in known.items()})
         return {int(k): m for k, m in answer.items()}

@@ -93,11 +93,11 @@ class ResumingTrainer(SavingTrainer):
         where = resume_from_checkpoint or None
         check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
         self._check_shared_folder()
-        self._run_description = self._from_first_rank(self._described_run)
+        self._run_description = self.topology.decide(self._described_run)
         self._began_under = self._saved_here = self._remainder = self._data_description = None
         self._is_elsewhere = False
         if where is not None:
-            self._resumption = Resumption(**self._from_first_rank(lambda: self._read_resumption(where)))
+            self._resumption = Resumption(**self.topology.decide(lambda: self._read_resumption(where)))
         try:
             yield None if self._resumption is None else self._resumption.folder
         finally:
@@ -186,7 +186,7 @@ class ResumingTrainer(SavingTrainer):
             return layout
         if plan is not None:
             return planned
-        return start_up.layout(self.args.per_device_train_batch_size, layout.num_frozen_layers)
+        return start_up.plans.layout(self.args.per_device_train_batch_size, layout.num_frozen_layers)
 
     def _is_still_asked_for(self, layout: Layout, cut_positions: Collection[int]) -> bool:
         """Whether the layout of the run that was saved may stay: the same processes, and the same wishes."""

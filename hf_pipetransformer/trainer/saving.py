@@ -99,7 +99,7 @@ class SavingTrainer(AdaptingTrainer):
         saves = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
         if not saves or self.topology.local_world_size >= self.topology.world_size:
             return
-        token = self._from_first_rank(lambda: checkpoint.leave_token(self.args.output_dir))
+        token = self.topology.decide(lambda: checkpoint.leave_token(self.args.output_dir))
         own = {"sees": checkpoint.sees_token(self.args.output_dir, token), "host": socket.gethostname()}
         answers = self.topology.gather({**own, "output_dir": os.path.abspath(self.args.output_dir)})
         if self.topology.rank == 0:

@@ -38,7 +38,7 @@ from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.staging import is_apart
-from hf_pipetransformer.startup import StartUp, check_agreement, main_input_of
+from hf_pipetransformer.startup import StartUp, Subject, check_agreement, look_at, main_input_of
 from hf_pipetransformer.transition import Settings, Stage, apply_layout
 
 
@@ -132,18 +132,15 @@ class StartingTrainer(Trainer):
         self._shell.training = is_training
         columns = self._dataset_and_collator(dataset, what)
         read = partial(read_batch, *columns) if is_training else None
-        start_up = StartUp(self.model, splitter, args, self.topology, args.device, read)
         with undisturbed(self.model):
             parts = (*columns, main_input_of(self.model), self._count_items)
-            if is_stream(dataset):
-                # It is read by rank 0 alone.
-                samples = self._from_first_rank(lambda: probe_samples(*parts))
-            else:
-                samples = self.topology.broadcast(probe_samples(*parts))
+            samples = self.topology.decide(lambda: probe_samples(*parts))
         self._has_labels = "labels" in samples
         needs_loss = is_training or all(samples.get(name) is not None for name in self.label_names)
         compute = self._probe_loss if needs_loss else self._probe_output
-        rule = start_up.run(samples, compute, self._count_items, is_training)
+        subject = Subject(self.model, splitter, samples, compute, self._count_items)
+        start_up = look_at(subject, args, self.topology, args.device, is_training, read)
+        rule = start_up.loss_rule
         if needs_loss and rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).
@@ -156,19 +153,6 @@ class StartingTrainer(Trainer):
         shifts = self._loss_shifts_labels
         self.run.pipeline = Pipeline(start_up, shell, self._settings, rule.rule, shifts, self._has_labels, stage)
         return stage
-
-    def _from_first_rank(self, call: Callable[[], Any]) -> Any:
-        """What a call gives on rank 0, or its refusal, on every rank."""
-        answer: dict[str, Any] = {}
-        if self.topology.rank == 0:
-            try:
-                answer = {"value": call()}
-            except ValueError as error:
-                answer = {"refusal": str(error)}
-        answer = self.topology.broadcast(answer)
-        if "refusal" in answer:
-            raise ValueError(answer["refusal"])
-        return answer["value"]
 
     def _make_settings(self) -> Settings:
         args, compiled = self.args, None
@@ -185,7 +169,7 @@ class StartingTrainer(Trainer):
     def _first_layout(self, start_up: StartUp) -> Layout:
         if self._replayed_layouts is not None:
             return self._replayed_layouts[0]
-        return start_up.layout(self.args.per_device_train_batch_size)
+        return start_up.plans.layout(self.args.per_device_train_batch_size)
 
     def _read_plan(self, structure: Structure) -> dict[int, Layout] | None:
         """The layouts of an earlier run, by step, if the user wants them again.

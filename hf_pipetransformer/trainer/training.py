@@ -112,7 +112,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         assert self._stage is not None and self._start_up is not None
         layout = self._stage.layout
         policy = self.run.policy.describe() if self._replayed_layouts is None else "replayed"
-        fields = self._start_up.describe(layout, self.args.per_device_train_batch_size, policy)
+        fields = self._start_up.plans.describe(layout, self.args.per_device_train_batch_size, policy)
         step, epoch = 0, 0.0
         if self._resumption is not None:
             step, epoch = self._resumption.step, self._resumption.state["epoch"]

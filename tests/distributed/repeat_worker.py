@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, startup
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.startup import costs
 from tests.models import build_model, collate, make_dataset
 
 
@@ -43,7 +44,7 @@ class Note(TrainerCallback):
 
 def train(options: dict[str, Any], dropout: float = 0.0, device_bytes: list[float] | None = None) -> dict[str, Any]:
     if device_bytes is not None:
-        startup._device_bytes = lambda *_: device_bytes[RANK]
+        costs._device_bytes = lambda *_: device_bytes[RANK]
     settings = {
         "output_dir": str(FOLDER / "output"),
         "per_device_train_batch_size": 8,

@@ -1,0 +1,46 @@
+"""Whether the loss sees padding, as a softmax over positions does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.autodp.padding import pad_batch
+from hf_pipetransformer.splitters.padding_check import sees_padding
+from hf_pipetransformer.splitters.structure import Structure
+from hf_pipetransformer.startup.model import Subject
+
+
+def hangs_on_length(subject: Subject) -> bool:
+    """Whether one more position of padding changes the loss: then replicas must pad alike."""
+    if not _is_text(subject):
+        return False
+    padded = _padded_more(subject)
+    if padded is None:
+        return True
+    with torch.no_grad():
+        expected, found = float(subject.loss(subject.inputs)), float(subject.loss(padded))
+    return abs(found - expected) > 1e-6 * abs(expected)
+
+
+def hangs_on_padding(subject: Subject, structure: Structure) -> bool:
+    """Whether what stands at masked positions changes the loss: then stored rows keep it."""
+    padded = _padded_more(subject) if _is_text(subject) else None
+    if padded is None:
+        return True
+    return sees_padding(subject.model, subject.splitter, structure, subject.loss, padded)
+
+
+def _is_text(subject: Subject) -> bool:
+    tokens = subject.inputs[subject.main_input]
+    return tokens.dim() == 2 and not tokens.is_floating_point()
+
+
+def _padded_more(subject: Subject) -> dict[str, Any] | None:
+    """The batch with one more position of padding; None where that is not possible."""
+    length = subject.inputs[subject.main_input].shape[1]
+    longest = getattr(subject.model.config, "max_position_embeddings", length + 1)
+    if "attention_mask" not in subject.inputs or length + 2 >= longest:
+        return None
+    return pad_batch(subject.inputs, subject.main_input, length + 1, subject.pad_token_id)

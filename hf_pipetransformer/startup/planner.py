@@ -1,0 +1,140 @@
+"""The first layout of a run, and what the later ones are planned from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.autopipe.costs import predict_step, stage_bytes, unit_loads
+from hf_pipetransformer.autopipe.inputs import PlanInputs
+from hf_pipetransformer.autopipe.planner import (
+    PlanRules,
+    choose_num_microbatches,
+    choose_num_stages,
+    largest_stage_size,
+    plan_layout,
+)
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.splitters.check import Probe
+from hf_pipetransformer.startup.costs import MeasuredCosts
+
+
+class RunPlanner:
+    """Plans with what rank 0 measured and what all devices have in common; rank 0 chooses.
+
+    Args:
+        args: the options.
+        topology: the ranks.
+        probe: of the model.
+        costs: of its units, the same on every rank.
+        device_bytes: memory of the smallest device.
+        num_frozen_by_user: leading layers that the script froze.
+        has_dropout: whether the model draws random masks in training.
+    """
+
+    def __init__(
+        self,
+        args: PipeTransformerArguments,
+        topology: Topology,
+        probe: Probe,
+        costs: MeasuredCosts,
+        device_bytes: float,
+        num_frozen_by_user: int,
+        has_dropout: bool,
+    ) -> None:
+        self.args = args
+        self.topology = topology
+        self.probe = probe
+        self.costs = costs
+        self.device_bytes = device_bytes
+        self.num_frozen_by_user = num_frozen_by_user
+        self._has_dropout = has_dropout
+
+    @property
+    def measures_microbatches(self) -> bool:
+        """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
+        asked = self.args.pipeline_parallel_num_microbatches
+        is_free = not (self._has_dropout or self.args.full_determinism)
+        return asked == "measured" or (asked == "auto" and is_free)
+
+    def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:
+        """What the plans of a run that began under `layout` start from."""
+        args, units = self.args, self.costs.units
+        rules = PlanRules(
+            compression=args.pipeline_compression,
+            cut_positions=tuple(self.probe.structure.cut_positions()),
+            device_bytes=self.device_bytes,
+            elastic=args.elastic,
+            num_microbatches=args.num_microbatches,
+            known_microbatches=known_microbatches,
+            initial_largest_size=largest_stage_size(units.parameters, layout.num_frozen_layers, layout.boundaries),
+        )
+        return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
+
+    def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
+        """The layout of the start, chosen by rank 0.
+
+        Args:
+            samples_per_device: samples of a loader batch by rank.
+            num_frozen: layers that an earlier part of the run froze.
+
+        Raises:
+            ValueError: on every rank, the pipeline length that was asked for is not possible.
+        """
+        num_frozen = max(num_frozen, self.num_frozen_by_user)
+        chosen = self.topology.decide(lambda: self._choose(samples_per_device, num_frozen).as_event())
+        return Layout.from_event(chosen)
+
+    def _choose(self, samples_per_device: int, num_frozen: int) -> Layout:
+        num_stages = self.args.num_stages
+        if num_stages is None:
+            most = len(self.probe.structure.cut_positions()) - 1
+            local = self.topology.local_world_size
+
+            def largest_bytes(k: int) -> float:
+                layout = self._plan(k, samples_per_device, num_frozen)
+                return max(stage_bytes(layout, self.costs.units, k * samples_per_device))
+
+            possible = [k for k in range(1, min(local, most) + 1) if local % k == 0]
+            num_stages = choose_num_stages(possible, largest_bytes, self.device_bytes)
+        self.topology.check_num_stages(num_stages)
+        return self._plan(num_stages, samples_per_device, num_frozen)
+
+    def _plan(self, num_stages: int, samples_per_device: int, num_frozen: int) -> Layout:
+        structure = self.probe.structure
+        samples = samples_per_device * num_stages
+        return plan_layout(
+            unit_costs=unit_loads(self.costs.units, num_frozen),
+            cut_positions=structure.cut_positions(),
+            num_layers=structure.num_layers,
+            num_stages=num_stages,
+            num_replicas=self.topology.world_size // num_stages,
+            num_microbatches=self.args.num_microbatches or choose_num_microbatches(num_stages, samples),
+            schedule=self.args.pipeline_schedule,
+            num_frozen_layers=num_frozen,
+        )
+
+    def describe(self, layout: Layout, samples_per_device: int, policy: str) -> dict[str, Any]:
+        """The start-up line's honest expectation, and the inputs of the choice, for the event."""
+        costs, samples = self.costs, samples_per_device * layout.pipeline_size
+        accumulation = self.args.gradient_accumulation_steps
+        prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
+        k, m = layout.pipeline_size, layout.num_microbatches
+        bubble = (
+            "" if k == 1 else f" Bubble: at most {m / (m + k - 1):.0%} of {k} devices a pipeline are busy at M={m}."
+        )
+        rule = ""
+        if k > 1 and self.args.num_microbatches is None and not self.measures_microbatches:
+            cause = "dropout masks depend on M" if self._has_dropout else "full_determinism"
+            rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
+        return {
+            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}{rule}",
+            "predicted_step_s": prediction.seconds,
+            "stage_seconds": list(prediction.stage_seconds),
+            "measured_samples": costs.num_samples,
+            "unit_costs": {key: list(value) for key, value in asdict(costs.units).items()},
+            "unit_flops": list(self.probe.unit_flops),
+        }
