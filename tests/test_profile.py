@@ -74,7 +74,9 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
 def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "bert_masked", per_device_train_batch_size=2)
     word_embeddings = build_model("bert_masked").get_input_embeddings().weight
-    assert start_up.plans.costs.units.shared == (((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),)
+    assert start_up.plans.costs.units.shared == (
+        ((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),
+    )
 
 
 @pytest.mark.parametrize(

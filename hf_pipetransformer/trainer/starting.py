@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
