@@ -74,20 +74,25 @@ class CountedRows(Dataset):
 
 
 class At(TrainerCallback):
-    """Does something once, after optimizer step `step`, or before the step that follows `step` of them."""
+    """Does something once, after optimizer step `step`, or before the step that follows `step` of them.
+
+    It is given the model as its rank has it, which is a stage: `Scenario.run` says which model.
+    """
+
+    model: nn.Module
 
     def __init__(self, step: int, act: Callable[..., None], before: bool = False) -> None:
         self.step = step
         self.act = act
         self.before = before
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         if self.before and state.global_step == self.step:
-            self.act(control=control, **kwargs)
+            self.act(control=control, model=self.model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         if not self.before and state.global_step == self.step:
-            self.act(control=control, **kwargs)
+            self.act(control=control, model=self.model)
 
 
 class RunsWithoutReads(TrainerCallback):
@@ -157,6 +162,8 @@ class Scenario:
         set_seed(0)
         model = build_model(setting.model, 11)
         setting.prepare(model)
+        for callback in setting.callbacks:
+            callback.model = model
         rows = setting.rows or CountedRows(make_rows(setting.model, NUM_SAMPLES))
         options: dict[str, Any] = {
             "output_dir": str(output),
