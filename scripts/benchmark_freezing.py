@@ -66,10 +66,10 @@ class Watching(PipeTransformerTrainer):
         self.is_kept = False
 
     def _between_steps(self) -> None:
-        assert self._stage is not None
-        meter = self._settings.meter
+        assert self.run.pipeline.stage is not None
+        meter = self.run.pipeline.settings.meter
         if meter.num_steps == NUM_MEASURED and not self.is_kept:
-            self.parts.append((self._stage.layout, meter.medians()))
+            self.parts.append((self.run.pipeline.stage.layout, meter.medians()))
         self.is_kept = meter.num_steps == NUM_MEASURED
         super()._between_steps()
 
@@ -154,8 +154,8 @@ def benchmark_throughput(rounds: int) -> dict[str, Any]:
     each = NUM_WARM + NUM_MEASURED + 1
     plan = plan_of([layout(num_layers, frozen, 1, 1) for _ in range(rounds) for frozen in depths], each)
     trainer = train(name, rounds * len(depths) * each, plan, pipeline_parallel_size=1)
-    assert trainer._start_up is not None
-    costs = trainer._start_up.plans.inputs(trainer.parts[0][0], 1, {}).units
+    assert trainer.run.in_force is not None
+    costs = trainer.run.pipeline.start_up.plans.inputs(trainer.parts[0][0], 1, {}).units
     shares: dict[int, list[float]] = {frozen: [] for frozen in depths}
     speedups: dict[int, list[float]] = {frozen: [] for frozen in depths}
     for start in range(0, len(trainer.parts) - len(depths) + 1, len(depths)):

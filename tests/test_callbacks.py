@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks, takes_model
+from hf_pipetransformer.run.callbacks import WholeModelCallbacks, takes_model
 
 
 class Named(TrainerCallback):
@@ -54,20 +54,13 @@ MODEL = SimpleNamespace(config=BertConfig(hidden_size=24), num_parameters=lambda
 
 
 class Double:
-    """What the handler knows of a trainer."""
+    """What the handler knows of a pipeline."""
 
     def __init__(self, *callbacks: Any, num_stages: int = 2, is_inside_step: bool = False) -> None:
-        self.callback_handler = CallbackHandler(list(callbacks), MODEL, *[None] * 3)
-        self._stage = SimpleNamespace(
-            layout=SimpleNamespace(num_stages=num_stages),
-            view=SimpleNamespace(is_installed=True),
-            engine=SimpleNamespace(is_active=is_inside_step),
-        )
+        self.is_in_parts = num_stages > 1
+        self.is_inside_step = is_inside_step
         self.num_times_whole = 0
-        self.handler = WholeModelCallbacks(self)
-
-    def is_world_process_zero(self) -> bool:
-        return True
+        self.handler = WholeModelCallbacks(CallbackHandler(list(callbacks), MODEL, *[None] * 3), self)
 
     @contextmanager
     def whole_model(self) -> Any:

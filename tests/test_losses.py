@@ -265,11 +265,11 @@ def decide(probe: Probe, folder: Path) -> FoundRule | None:
     )
     accepts = trainer.model_accepts_loss_kwargs
     try:
-        trainer._start(trainer.train_dataset, is_training=True)
+        found = trainer.run.starter.look(trainer.train_dataset, is_training=True)
     except LossDoesNotDecomposeError:
         return None
     ignores = accepts and not trainer.model_accepts_loss_kwargs
-    return FoundRule(trainer._loss_rule, ignores)
+    return FoundRule(found.start_up.loss_rule.rule, ignores)
 
 
 def wrong_decisions(seeds: range, folder: Path) -> list[str]:

@@ -77,14 +77,17 @@ def private_uses(tree: ast.Module) -> Iterator[str]:
 
 
 def overridden_methods() -> set[str]:
-    """`Base.method` for every method in the trainer room and the arguments that hides one of transformers."""
+    """`Base.method` for every method in the rooms of the trainer and the arguments that hides one of transformers."""
     found = set()
     for path, tree in TREES.items():
-        if path.parent.name != "trainer" and path.name != "arguments.py":
+        if path.parent.name not in ("trainer", "run") and path.name != "arguments.py":
             continue
         for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
             bases = {ast.unparse(base) for base in kind.bases}
-            base = next((name for name in BASES if name in bases), "Trainer")
+            # In the trainer room whatever is not said to be something else stands before Trainer.
+            base = next((name for name in BASES if name in bases), "Trainer" if path.parent.name == "trainer" else "")
+            if not base:
+                continue
             methods = {node.name for node in kind.body if isinstance(node, ast.FunctionDef)} - {"__post_init__"}
             found |= {f"{base}.{name}" for name in methods if name in vars(BASES[base])}
     return found

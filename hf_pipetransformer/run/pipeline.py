@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.startup import StartUp
-from hf_pipetransformer.transition import Settings, Stage
+from hf_pipetransformer.transition import Settings, Stage, whole_on_every_rank
 
 
 class Pipeline:
@@ -17,7 +22,6 @@ class Pipeline:
         start_up: what was found out about the model.
         shell: the model as Trainer sees it.
         settings: of the stages.
-        loss_rule: how losses of parts add up.
         shifts_labels: the loss predicts the next token.
         has_labels: the data set that it was started with has labels.
         stage: this rank's.
@@ -31,7 +35,6 @@ class Pipeline:
         start_up: StartUp,
         shell: PipelineShell,
         settings: Settings,
-        loss_rule: LossRule,
         shifts_labels: bool,
         has_labels: bool,
         stage: Stage,
@@ -39,9 +42,12 @@ class Pipeline:
         self.start_up = start_up
         self.shell = shell
         self.settings = settings
-        self.loss_rule = loss_rule
         self.shifts_labels = shifts_labels
         self.has_labels = has_labels
+        self.shared_generator: torch.Generator | None = None
+        """In a training of several ranks it stands for the only generator of one process."""
+        self.persistent_loaders: dict[str, PipelineLoader] = {}
+        """Those of evaluations that outlive one."""
         self.take(stage)
 
     @property
@@ -52,5 +58,36 @@ class Pipeline:
     def take(self, stage: Stage) -> None:
         """From now on this rank is `stage`."""
         self.stage = stage
-        self.runner = StageRunner(stage, self.start_up.probe.activation, self.loss_rule, self.shifts_labels)
+        start_up = self.start_up
+        self.runner = StageRunner(stage, start_up.probe.activation, start_up.loss_rule.rule, self.shifts_labels)
         self.shell.runner = self.runner if stage.layout.num_stages > 1 else None
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the model's forward is that of one of several stages now."""
+        return self.layout.num_stages > 1 and self.stage.view.is_installed
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether the engine runs this stage right now."""
+        return self.runner.is_inside_step
+
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Inside, the model is whole and has its own forward, on every rank; what is changed in it stays.
+
+        A collective call: every rank enters and leaves it, between two steps of a training or outside.
+
+        Raises:
+            ValueError: it is called amid a step, where other stages do not come by.
+        """
+        if not self.is_in_parts:
+            yield
+            return
+        if self.is_inside_step:
+            raise ValueError(
+                "whole_model() was called amid a step, where other stages do not come by. Call it between two steps "
+                "on every rank, in a callback for example."
+            )
+        with whole_on_every_rank(self.stage):
+            yield

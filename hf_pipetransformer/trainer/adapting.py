@@ -18,9 +18,9 @@ from hf_pipetransformer.autodp.migration import OptimizerState
 from hf_pipetransformer.freeze.policies import Fixed, NoFreezing, make_clock
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
-from hf_pipetransformer.startup import main_input_of
+from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.trainer.caching import CachingTrainer
-from hf_pipetransformer.transition import Stage, change_layout
+from hf_pipetransformer.transition import change_layout
 
 
 class AdaptingTrainer(CachingTrainer):
@@ -31,13 +31,12 @@ class AdaptingTrainer(CachingTrainer):
         self._adaptation: Adaptation | None = None
         self._optimizer_state: OptimizerState | None = None
         self._train_loader: PipelineLoader | None = None
-        self._num_transitions = 0
         self._optimizer_hooks: list[Any] = []
-        self._epoch_iterator: Any = None
+        self._steps: Steps
 
     def _begin_adapting(self, loader: Any, max_steps: int) -> None:
         """The optimizer exists, the first step has not begun."""
-        assert self._start_up is not None and self._stage is not None
+        assert self._stage is not None
         args, layout = self.args, self._stage.layout
         if isinstance(self.run.policy, Fixed):
             self.run.policy.check(layout.num_layers)
@@ -58,6 +57,7 @@ class AdaptingTrainer(CachingTrainer):
                 "freeze_interval to a number of steps or a share of the run."
             )
         self._train_loader = loader if isinstance(loader, PipelineLoader) else None
+        self._steps = Steps(self, self.topology, self.run.pipeline, self._train_loader)
         self._delete_leftovers()
         freezes = not isinstance(self.run.policy, NoFreezing)
         if layout.num_frozen_layers or freezes or self._replayed_layouts is not None:
@@ -69,14 +69,14 @@ class AdaptingTrainer(CachingTrainer):
             policy=self.run.policy,
             clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
             args=args,
-            costs=self._start_up.plans.inputs(
+            costs=self.run.pipeline.start_up.plans.inputs(
                 self._layout_of_first_step(), args.per_device_train_batch_size, self._known_microbatches(layout)
             ),
             topology=self.topology,
             layout=layout,
             units_of_parameter=self._stage.view.structure.units_of_parameter,
             write=self.run.journal.write,
-            meter=self._settings.meter,
+            meter=self.run.pipeline.settings.meter,
             replay=self._replayed_layouts,
             cache=self._cache_planner,
         )
@@ -92,7 +92,7 @@ class AdaptingTrainer(CachingTrainer):
         part = ExitStack()
         self._optimizer_hooks += [
             optimizer.register_step_pre_hook(
-                lambda *_: part.enter_context(self._settings.meter.part("optimizer")) and None
+                lambda *_: part.enter_context(self.run.pipeline.settings.meter.part("optimizer")) and None
             ),
             optimizer.register_step_post_hook(lambda *_: part.close()),
         ]
@@ -116,7 +116,7 @@ class AdaptingTrainer(CachingTrainer):
         """An optimizer that an earlier `train` made was for other stages and other frozen layers; the user's stays."""
         if not self.run.has_users_optimizer:
             self.optimizer = None
-        self._num_transitions = 0
+        self.run.seeds.num_transitions = 0
 
     def _layout_of_first_step(self) -> Layout:
         """The layout under which the run began: a resumed one began earlier."""
@@ -124,8 +124,11 @@ class AdaptingTrainer(CachingTrainer):
         return self._stage.layout
 
     def _known_microbatches(self, layout: Layout) -> dict[int, int]:
-        assert self._start_up is not None
-        path = self.events.path if self._start_up.plans.measures_microbatches and layout.num_stages > 1 else None
+        path = (
+            self.events.path
+            if self.run.pipeline.start_up.plans.measures_microbatches and layout.num_stages > 1
+            else None
+        )
         known = read_known_microbatches(path, layout, self.args.per_device_train_batch_size)
         answer: Mapping[str, int] = self.topology.broadcast({str(k): m for k, m in known.items()})
         return {int(k): m for k, m in answer.items()}
@@ -145,32 +148,18 @@ class AdaptingTrainer(CachingTrainer):
             if change.moves:
                 self.run.patience.rest()
             self._apply(change)
-        self._settings.meter.begin_step()
+        self.run.pipeline.settings.meter.begin_step()
 
     def _watch_gradients(self, squares: torch.Tensor) -> None:
         if self._adaptation is not None and self._adaptation.monitor is not None:
             self._adaptation.monitor.record(squares)
-
-    def _count_tokens(self, inputs: Mapping[str, Any]) -> int:
-        value = inputs.get(main_input_of(self.model))
-        return value.numel() if isinstance(value, torch.Tensor) else 0
-
-    def _separate_random_streams(self, stage: Stage) -> None:
-        """Stages and replicas draw different dropout masks, new ones after each transition.
-
-        One process draws what Trainer draws.
-        """
-        if self.topology.world_size > 1:
-            place = stage.groups.replica * stage.groups.num_stages + stage.groups.stage
-            times = self._num_starts + 1_009 * self._num_transitions
-            torch.manual_seed(self.args.seed + 1_000_003 * (1 + place) + 7_919 * times)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         self.run.patience.rest()
         try:
             super()._run_epoch(**kwargs)
         finally:
-            self._epoch_iterator = None  # Closes the loader's generator, and with it the workers.
+            self._steps.end_epoch()
         self.run.patience.rest()
         self._report_cache()
 
@@ -196,8 +185,7 @@ class AdaptingTrainer(CachingTrainer):
 
     def _move_to(self, change: Change) -> None:
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""
-        assert self._stage is not None and self._start_up is not None and self._optimizer_state is not None
-        assert self.run.pipeline is not None
+        assert self._stage is not None and self._optimizer_state is not None
         start, old = time.perf_counter(), self._stage.layout
         self._notice_changed_weights()
         self._watch = None  # It holds the weights that may leave this rank.
@@ -207,15 +195,20 @@ class AdaptingTrainer(CachingTrainer):
                 "Build it with self._get_dataloader, or set elastic=False."
             )
         stage, num_bytes = change_layout(
-            self._stage, change.layout, self._start_up.probe, self.topology, self._settings, self._optimizer_state
+            self._stage,
+            change.layout,
+            self.run.pipeline.start_up.probe,
+            self.topology,
+            self.run.pipeline.settings,
+            self._optimizer_state,
         )
         self.run.pipeline.take(stage)
         self._follow_with_cache(stage, self._train_loader)
-        for loader in [self._train_loader, *getattr(self, "_eval_dataloaders", {}).values()]:
-            if isinstance(loader, PipelineLoader):
+        for loader in (self._train_loader, *self.run.pipeline.persistent_loaders.values()):
+            if loader is not None:
                 loader.follow(stage.groups)
-        self._num_transitions += 1
-        self._separate_random_streams(stage)
+        self.run.seeds.num_transitions += 1
+        self.run.seeds.part(stage)
         seconds = time.perf_counter() - start
         self._report_transition(change, old, seconds, num_bytes)
 

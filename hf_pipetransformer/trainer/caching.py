@@ -110,8 +110,8 @@ class CachingTrainer(EvaluatingTrainer):
             if self.is_world_process_zero():
                 logger.warning(f"The activation cache stays off: {report.reason}")
             return None
-        assert self._start_up is not None
-        probe = self._start_up.probe
+        assert self._stage is not None
+        probe = self.run.pipeline.start_up.probe
         return SampleSource(
             read=lambda samples: loader.collate([loader.dataset[i] for i in samples]),
             main_input=probe.activation.main_input,
@@ -119,14 +119,14 @@ class CachingTrainer(EvaluatingTrainer):
             row_length=probe.activation.hidden_shape[0],
             hidden_size=probe.activation.hidden_shape[-1],
             main_shape=probe.activation.input_shape,
-            main_dtype=self._start_up.main_dtype,
-            pad_token_id=self._start_up.pad_token_id,
-            keeps_padding=self._start_up.sees_padding,
+            main_dtype=self.run.pipeline.start_up.main_dtype,
+            pad_token_id=self.run.pipeline.start_up.pad_token_id,
+            keeps_padding=self.run.pipeline.start_up.sees_padding,
         )
 
     def _examined(self, loader: Any) -> InputReport:
         """What the ranks found out about the inputs, or why they did not look."""
-        assert self._start_up is not None
+        assert self._stage is not None
         reason = None
         if not isinstance(loader, PipelineLoader):
             reason = (
@@ -144,7 +144,7 @@ class CachingTrainer(EvaluatingTrainer):
             reason = self._refused_base()
         if reason is not None:
             return InputReport(reason)
-        probe = self._start_up.probe
+        probe = self.run.pipeline.start_up.probe
         report = examine_inputs(loader.dataset, loader.collate, probe.activation.main_input, probe.placeholders)
         if report.reason is None:
             report = self._storable(report)
@@ -175,13 +175,13 @@ class CachingTrainer(EvaluatingTrainer):
 
     def _stored_dtype(self) -> torch.dtype:
         """Precision of what is stored."""
-        assert self._start_up is not None
+        assert self._stage is not None
         name = self.args.activation_cache_dtype
         if name != "auto":
             asked: torch.dtype = getattr(torch, name)
             return asked
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        return autocast or self._start_up.probe.boundary_dtypes[-1]
+        return autocast or self.run.pipeline.start_up.probe.boundary_dtypes[-1]
 
     def _cache_base(self) -> Path:
         return Path(self.args.activation_cache_dir or default_base())
@@ -408,8 +408,8 @@ class CachingTrainer(EvaluatingTrainer):
         if engine is None or not isinstance(eval_cache, ActivationCache):
             yield
             return
-        assert self._shell is not None and self._runner is not None
-        runner = self._shell.runner
+        shell = self.run.pipeline.shell
+        runner = shell.runner
 
         def keep_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             eval_cache.write(micro_batch, hidden)
@@ -417,11 +417,11 @@ class CachingTrainer(EvaluatingTrainer):
 
         keep, engine.keep = engine.keep, keep_now
         # Also with one stage it is the engine that knows what to do with a stored activation.
-        self._shell.runner = self._runner
+        shell.runner = self.run.pipeline.runner
         try:
             yield
         finally:
-            engine.keep, self._shell.runner = keep, runner
+            engine.keep, shell.runner = keep, runner
             eval_cache.wait_for_writes()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:

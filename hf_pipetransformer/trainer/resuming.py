@@ -229,7 +229,7 @@ class ResumingTrainer(SavingTrainer):
             return
         self._refused_alike(lambda: check_same_kinds(saved.folder, state, self._kinds()))
         self._refused_alike(lambda: self._take_up_optimizer(saved))
-        self._num_starts, self._num_transitions = state["num_starts"], state["num_transitions"]
+        self.run.seeds.num_starts, self.run.seeds.num_transitions = state["num_starts"], state["num_transitions"]
         self._saved_here = self._refused_alike(lambda: self._random_state_of(saved))
         self.lr_scheduler.load_state_dict(state["scheduler"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
@@ -252,10 +252,10 @@ class ResumingTrainer(SavingTrainer):
         checkpoint.set_group_options(own.optimizer, options)
         self.lr_scheduler.load_state_dict(self._refused_alike(lambda: read_plain_scheduler(saved.folder)))
         if self.topology.world_size > 1 or not self._refused_alike(lambda: set_plain_random_state(saved.folder)):
-            self._separate_random_streams(self._stage)
+            self.run.seeds.part(self._stage)
         tensors, values = checkpoint.random_state(self.args.device)
-        if self._shared_generator is not None:
-            tensors[SHARED] = self._shared_generator.get_state()
+        if self.run.pipeline.shared_generator is not None:
+            tensors[SHARED] = self.run.pipeline.shared_generator.get_state()
         self._saved_here = tensors, values | {"unlogged_loss": 0.0, "last_logged_step": saved.step}
         if self.is_world_process_zero():
             announce(f"Resumed from plain Trainer's {saved.folder} at step {saved.step}: {self._stage.layout}.")
@@ -416,8 +416,8 @@ class ResumingTrainer(SavingTrainer):
         """Restore this rank's random number generators, once: Trainer asks for it at two places."""
         if self._saved_here is not None:
             checkpoint.set_random_state(*self._saved_here, self.args.device)
-            if self._shared_generator is not None:
-                self._shared_generator.set_state(self._saved_here[0][SHARED])
+            if self.run.pipeline.shared_generator is not None:
+                self.run.pipeline.shared_generator.set_state(self._saved_here[0][SHARED])
             self._saved_here = None
 
     def _take_up_unlogged_loss(self) -> None:

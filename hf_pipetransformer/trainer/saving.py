@@ -168,8 +168,8 @@ class SavingTrainer(AdaptingTrainer):
         order = None if self._train_loader is None else self._train_loader.order_state()
         if order is not None:
             tensors[ORDER] = order
-        if self._shared_generator is not None:
-            tensors[SHARED] = self._shared_generator.get_state()
+        if self.run.pipeline.shared_generator is not None:
+            tensors[SHARED] = self.run.pipeline.shared_generator.get_state()
         if self._train_loader is not None and not has_length(self._train_loader):
             values[POSITION] = self._train_loader.position
         values |= {"unlogged_loss": self._tr_loss.item(), "last_logged_step": self._globalstep_last_logged}
@@ -188,8 +188,8 @@ class SavingTrainer(AdaptingTrainer):
             "unlogged_loss": self._unlogged_loss,
             "layout": self._stage.layout.as_event(),
             "first_layout": self._layout_of_first_step().as_event(),
-            "num_starts": self._num_starts,
-            "num_transitions": self._num_transitions,
+            "num_starts": self.run.seeds.num_starts,
+            "num_transitions": self.run.seeds.num_transitions,
             "adaptation": self._adaptation.state(),
             **self._schedules(),
             **self._kinds(),

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache
-from torch.nn.utils import clip_grads_with_norm_
 from transformers.trainer_utils import TrainOutput
 
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import keep_parameters
 from hf_pipetransformer.autodp.topology import let_group_threads_finish
-from hf_pipetransformer.batches import batch_size
-from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.shared import share_values
 from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.run import host
+from hf_pipetransformer.run.loaders import share_generator
 from hf_pipetransformer.staging import is_apart
-from hf_pipetransformer.trainer.callbacks import WholeModelCallbacks
 from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
 from hf_pipetransformer.trainer.resuming import ResumingTrainer
-from hf_pipetransformer.transition import Stage, make_whole, whole_on_every_rank, whole_on_first_rank
+from hf_pipetransformer.transition import Stage, make_whole, whole_on_first_rank
 
 
 class PipeTransformerTrainer(ResumingTrainer):
@@ -99,20 +95,17 @@ class PipeTransformerTrainer(ResumingTrainer):
         self._name_of = {id(parameter): name for name, parameter in self.model.named_parameters()}
         stage = self._start(self.train_dataset, is_training=True)
         self._announce_start()
-        if self.topology.world_size > 1:
-            # The ranks' own generators part now; what one process draws from its one goes on here.
-            self._shared_generator = torch.Generator()
-            self._shared_generator.set_state(self.topology.broadcast(torch.get_rng_state()).clone())
-        self._separate_random_streams(stage)
-        self._num_starts += 1
+        self.run.pipeline.shared_generator = share_generator(self.topology)
+        self.run.seeds.part(stage)
+        self.run.seeds.num_starts += 1
         with stage.active():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _announce_start(self) -> None:
-        assert self._stage is not None and self._start_up is not None
+        assert self._stage is not None
         layout = self._stage.layout
         policy = self.run.policy.describe() if self._replayed_layouts is None else "replayed"
-        fields = self._start_up.plans.describe(layout, self.args.per_device_train_batch_size, policy)
+        fields = self.run.pipeline.start_up.plans.describe(layout, self.args.per_device_train_batch_size, policy)
         step, epoch = 0, 0.0
         if self._resumption is not None:
             step, epoch = self._resumption.step, self._resumption.state["epoch"]
@@ -126,20 +119,11 @@ class PipeTransformerTrainer(ResumingTrainer):
 
         A parameter that stages share is stepped by its first user, the others get the value.
         """
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer = host.torch_optimizer(self)
         if stage.layout.num_stages > 1:
             now = {id(parameter): name for name, parameter in self.model.named_parameters()}
             self._group_of = keep_parameters(optimizer, {**self._name_of, **now}, self._trained_here())
         self._optimizer_hooks = [optimizer.register_step_post_hook(self._after_optimizer_step)]
-
-    def _start(self, dataset: Any, is_training: bool) -> Stage:
-        """The pipeline starts; from now on, callbacks that take the model find it whole."""
-        stage = super()._start(dataset, is_training)
-        if stage.layout.num_stages > 1:
-            if not isinstance(self.callback_handler, WholeModelCallbacks):
-                self.callback_handler = WholeModelCallbacks(self)
-            self.callback_handler.check(self.topology)
-        return stage
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -150,16 +134,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         Raises:
             ValueError: it is called amid a step, where other stages do not come by.
         """
-        stage = self._stage
-        if stage is None or stage.layout.num_stages == 1 or not stage.view.is_installed:
-            yield
-            return
-        if stage.engine.is_active:
-            raise ValueError(
-                "whole_model() was called amid a step, where other stages do not come by. Call it between two steps "
-                "on every rank, in a callback for example."
-            )
-        with whole_on_every_rank(stage):
+        with nullcontext() if self.run.in_force is None else self.run.in_force.whole_model():
             yield
 
     def _after_optimizer_step(self, *_args: Any) -> None:
@@ -183,18 +158,12 @@ class PipeTransformerTrainer(ResumingTrainer):
 
         Before it, between two steps, the layout may change.
         """
-        if epoch_iterator is self._epoch_iterator and self._train_loader is not None and self._train_loader.is_at_end:
-            return [], None  # Trainer asks on, to the number of steps of the run: no step comes of it.
+        if self._steps.are_over(epoch_iterator):
+            return [], None
         self._between_steps()
-        self._epoch_iterator = epoch_iterator
-        assert self._runner is not None
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        counts = self._runner.over_replicas([self._count_items(batch) for batch in batches])
-        self._batch_items = deque(counts)
+        batches = self._steps.begin(epoch_iterator, num_batches)
         self.run.patience.enter_step()
-        # An empty batch of this replica says nothing of labels; the probe did.
-        passes = self._has_labels and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
-        return batches, torch.full((), float(sum(counts)), device=device) if passes else None
+        return batches
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
@@ -202,49 +171,11 @@ class PipeTransformerTrainer(ResumingTrainer):
         Returns:
             A scalar whose mean over all ranks is the batch's loss. Trainer's loop adds it up without reading it.
         """
-        is_last = self.accelerator.sync_gradients
-        share = self._run_batch(model, inputs, num_items_in_batch, is_last)
-        is_own = type(self).training_step is PipeTransformerTrainer.training_step and "training_step" not in vars(self)
+        share = self._steps.run(model, self._current(inputs, self._train_loader), num_items_in_batch)
+        is_own = not host.is_overridden(self, "training_step")
         if self.args.logging_nan_inf_filter and is_own:
             return SelfFilteringLoss.of(share, 1 + self.state.global_step - self._globalstep_last_logged)
         return share
-
-    def _run_batch(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any, is_last: bool) -> torch.Tensor:
-        assert self._runner is not None and self._stage is not None
-        inputs = self._current(inputs, self._train_loader)
-        model.training = True  # The shell's own flag, which a loss may ask: an evaluation has cleared it.
-        self._stage.set_modes()
-        self._settings.meter.count(batch_size(inputs), self._count_tokens(inputs))
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
-            clear_device_cache()
-
-        def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            with self.compute_loss_context_manager():
-                loss: torch.Tensor = self.compute_loss(model, micro_batch, num_items_in_batch=num_items_in_batch)
-            return loss
-
-        accumulation = 1.0 if self._is_scaled(num_items_in_batch) else 1.0 / self.current_gradient_accumulation_steps
-        loss_scale: float | torch.Tensor = accumulation
-        if self.accelerator.scaler is not None:
-            loss_scale = self.accelerator.scaler.scale(torch.full((), accumulation, device=self.args.device))
-        loss = self._runner.train(
-            inputs,
-            self._prepare_inputs,
-            forward,
-            self._batch_items.popleft(),
-            loss_scale,
-            is_last,
-        )
-        return loss.detach().to(self.args.device) * (accumulation * self.topology.world_size)
-
-    def _is_scaled(self, num_items_in_batch: Any) -> bool:
-        """Trainer's rule for a loss that is already divided over the accumulation."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
-        uses_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        return uses_items or self.compute_loss_func is not None
 
     def _prepare_input(self, data: Any) -> Any:
         """Trainer's, without waiting until a tensor has come to the device."""
@@ -261,21 +192,16 @@ class PipeTransformerTrainer(ResumingTrainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        assert self._runner is not None
-        with self._settings.meter.part("optimizer"):
+        with self.run.pipeline.settings.meter.part("optimizer"):
             norm = self._global_grad_norm()
-            clip_grads_with_norm_(self._runner.parameters_with_gradient(), self.args.max_grad_norm, norm)
+            self._steps.clip(norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return self._global_grad_norm() if grad_norm is None else grad_norm
 
     def _global_grad_norm(self) -> torch.Tensor:
-        assert self._runner is not None
-        if self.accelerator.scaler is not None:
-            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-            agree_on_overflow(self.accelerator.scaler, optimizer, self.args.device, self.topology.largest)
-        squares = self._runner.gradient_squares()
+        squares = self._steps.gradient_squares()
         # The embeddings' norm is no layer's, but a step that they overflow in is skipped: infinity times 0 tells.
         self._watch_gradients(squares[:-1] + 0 * squares[-1])
         return squares.sum().sqrt().float()
@@ -300,10 +226,10 @@ class PipeTransformerTrainer(ResumingTrainer):
         total = sum(self.topology.gather(self._tr_loss.item()))
         self._tr_loss = self._tr_loss * 0 + total / self.topology.world_size
         self._give_model_back(self._stage)
-        if self._shared_generator is not None:
+        shared, self.run.pipeline.shared_generator = self.run.pipeline.shared_generator, None
+        if shared is not None:
             # Rank 0 reads streams, and draws more from it than the others.
-            torch.set_rng_state(self.topology.broadcast(self._shared_generator.get_state()).clone())
-            self._shared_generator = None
+            torch.set_rng_state(self.topology.broadcast(shared.get_state()).clone())
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         self.run.journal.write("end", train_loss=output.training_loss)
         return output

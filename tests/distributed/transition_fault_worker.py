@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, transition
 from hf_pipetransformer.freeze.policies import FreezePolicy
-from hf_pipetransformer.trainer import starting
+from hf_pipetransformer.run import replay
 from tests.distributed.transition_cases import Phase, TransitionCase
 from tests.models import build_model, collate, make_dataset
 
@@ -57,7 +57,7 @@ def nothing(trainer: Any) -> None:
 
 
 def tamper_with_the_layout(trainer: Any) -> None:
-    trainer._stage.layout = replace(trainer._stage.layout, num_microbatches=3)
+    trainer.run.pipeline.stage.layout = replace(trainer.run.pipeline.stage.layout, num_microbatches=3)
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ def read_another_plan(path: str) -> Any:
     return real_read(write_plan(Path(path).with_suffix(".other"), OTHER))
 
 
-real_read = starting.read_layouts
+real_read = replay.read_layouts
 
 DECIDES = {"freeze_policy": "fixed", "freeze_at": f"{CHANGE_AT}:2", "pipeline_compression": "memory"}
 
@@ -153,7 +153,7 @@ def main() -> None:
     if "plan" in fault:
         options["layout_plan"] = write_plan(parsed.output / "plan.jsonl", fault["plan"])
     if "reads" in fault and RANK == 1:
-        starting.read_layouts = fault["reads"]
+        replay.read_layouts = fault["reads"]
     callback = BeforeTransition(fault.get("act", nothing) if RANK == 1 else nothing)
     trainer = PipeTransformerTrainer(
         model=build_model(MODEL),

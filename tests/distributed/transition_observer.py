@@ -130,7 +130,7 @@ class Observer(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         trainer = self.trainer
-        layout, stage = trainer.layout, trainer._stage.groups.stage
+        layout, stage = trainer.layout, trainer.run.pipeline.stage.groups.stage
         frozen = frozen_names(trainer.model, layout.num_frozen_layers)
         named = dict(trainer.model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
@@ -161,7 +161,7 @@ class Observer(TrainerCallback):
         task = MODELS[self.case.model].task
         num_samples = len(inputs.get("pixel_values" if task == "image" else "input_ids", []))
         self._num_samples += num_samples
-        if self.trainer._stage.groups.is_first:
+        if self.trainer.run.pipeline.stage.groups.is_first:
             step = self.trainer.state.global_step
             self.record.samples.append((step, self._samples_of(inputs, num_samples, task)))
 
@@ -177,7 +177,7 @@ class Observer(TrainerCallback):
     def snapshot(self) -> dict[str, Any]:
         """The bits of all that this rank trains."""
         trainer = self.trainer
-        stage, model = trainer._stage, trainer.model
+        stage, model = trainer.run.pipeline.stage, trainer.model
         units = set(stage.layout.units_of(stage.groups.stage))
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
@@ -246,7 +246,7 @@ def observe(base: type, observer: Observer) -> type:
             entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}
             super()._move_to(change)
             entry |= {"to": self.layout.as_event(), "after": observer.snapshot()}
-            entry["stage"] = self._stage.groups.stage
+            entry["stage"] = self.run.pipeline.stage.groups.stage
             observer.record.transitions.append(entry)
 
     return Observed

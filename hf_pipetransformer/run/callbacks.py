@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.startup import check_agreement
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.trainer.training import PipeTransformerTrainer
 
 
 class WholeModelCallbacks(CallbackHandler):
     """Trainer's handler; a callback that takes `model` as an argument finds all of it, on every rank.
 
     Args:
-        trainer: whose callbacks these are; its own handler is taken over as it is.
+        handler: Trainer's own, taken over as it is.
+        pipeline: that the model lies on.
     """
 
-    def __init__(self, trainer: PipeTransformerTrainer) -> None:
-        self.__dict__.update(trainer.callback_handler.__dict__)
-        self._trainer = trainer
+    def __init__(self, handler: CallbackHandler, pipeline: Pipeline) -> None:
         self._warned_events: set[str] = set()
+        self.__dict__.update(handler.__dict__)
+        self._pipeline = pipeline
 
     def check(self, topology: Topology) -> None:
         """Whether the callbacks that read the model can have it. A collective call.
@@ -49,25 +47,24 @@ class WholeModelCallbacks(CallbackHandler):
                 )
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        trainer, stage = self._trainer, self._trainer._stage
-        if stage is None or stage.layout.num_stages == 1 or not stage.view.is_installed:
+        if not self._pipeline.is_in_parts:
             return super().call_event(event, args, state, control, **kwargs)
         readers = [type(callback).__name__ for callback in self.callbacks if takes_model(callback, event)]
         if not readers:
             return self._call_each(event, args, state, control, **kwargs)
-        if stage.engine.is_active:
+        if self._pipeline.is_inside_step:
             raise ValueError(
                 f"{event} was called amid a step, where other stages do not come by, and {', '.join(readers)} reads "
                 "the model there. Log between steps, or leave out the argument `model`."
             )
         if event not in self._warned_events:
             self._warned_events.add(event)
-            if trainer.is_world_process_zero():
+            if state.is_world_process_zero:
                 logger.warning(
                     f"{', '.join(readers)}: {event} reads the model, so all of it is put together on every rank each "
                     "time. Leave out the argument `model` where it is not needed."
                 )
-        with trainer.whole_model():
+        with self._pipeline.whole_model():
             return super().call_event(event, args, state, control, **kwargs)
 
     def _call_each(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

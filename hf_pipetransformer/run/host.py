@@ -1,0 +1,66 @@
+"""What the parts of a run use of Trainer that it does not promise: its rules for columns, counts and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import torch
+from transformers import Trainer
+
+from hf_pipetransformer.batches import count_items
+
+
+def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tuple[Any, Any]:
+    """The data set without the columns that the model does not take, and a collator that drops the rest."""
+    if isinstance(dataset, datasets.Dataset):
+        return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
+    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+
+
+def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Puts a batch on the device."""
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = trainer._prepare_inputs
+    return prepare
+
+
+def shifts_labels(trainer: Trainer) -> bool:
+    """Whether the loss predicts the next token."""
+    return bool(trainer._loss_shifts_labels)
+
+
+def items_of(trainer: Trainer, inputs: Any) -> int:
+    """Items of a batch that the mean of the loss runs over."""
+    return count_items(inputs, shifts_labels(trainer)) if inputs else 0
+
+
+def takes_num_items(trainer: Trainer) -> bool:
+    """Whether Trainer tells a loss of labels by how many items of the whole step to divide."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
+def is_divided(trainer: Trainer, num_items: Any) -> bool:
+    """Trainer's rule for a loss that is already divided over the accumulation."""
+    if trainer.loss_is_scaled_for_ga is not None:
+        return bool(trainer.loss_is_scaled_for_ga)
+    return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+
+
+def has_plain_loss(trainer: Trainer) -> bool:
+    """Whether the loss is the model's own, and no code of a user looks at batch and output."""
+    is_models = trainer.compute_loss_func is None and trainer.label_smoother is None
+    return is_models and not is_overridden(trainer, "compute_loss")
+
+
+def is_overridden(trainer: Trainer, name: str) -> bool:
+    """Whether another class than Trainer and this library's has a method, or the trainer itself."""
+    package = __name__.partition(".")[0]
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] != package]
+    return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
+
+
+def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
+    """The optimizer without accelerate's wrapping."""
+    optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return optimizer

@@ -1,0 +1,148 @@
+"""From a model in one piece to a pipeline: checks, a look at the model, this rank's stage under the first layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.shell import PipelineShell
+from hf_pipetransformer.pipeline.timing import StepMeter
+from hf_pipetransformer.refusals import check_dataset, check_model
+from hf_pipetransformer.run import host
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.samples import probe_samples, read_batch
+from hf_pipetransformer.splitters import Splitter, find_splitter
+from hf_pipetransformer.splitters.check import undisturbed
+from hf_pipetransformer.startup import StartUp, Subject, check_agreement, look_at, main_input_of
+from hf_pipetransformer.transition import Settings, apply_layout
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found out about a model that is still in one piece.
+
+    Args:
+        start_up: about the model and its loss.
+        shell: the model as Trainer sees it.
+        splitter: how the model falls into layers.
+        has_labels: the data set has labels.
+        is_training: what the pipeline is for.
+    """
+
+    start_up: StartUp
+    shell: PipelineShell
+    splitter: Splitter
+    has_labels: bool
+    is_training: bool
+
+
+class Starter:
+    """Brings the trainer's model onto stages: the transition from nothing. Its calls are collective.
+
+    Args:
+        trainer: of the model, whose loss is computed.
+        topology: the ranks.
+        splitter: how the model falls into layers; None looks for it.
+        users_optimizer: that must be divided between the stages.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        topology: Topology,
+        splitter: Splitter | None,
+        users_optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.trainer = trainer
+        self.topology = topology
+        self.splitter = splitter
+        self.users_optimizer = users_optimizer
+        self._declares_loss_kwargs = trainer.model_accepts_loss_kwargs
+
+    def look(self, dataset: Any, is_training: bool) -> Found:
+        """Check data set, model and loss, and measure the model.
+
+        Raises:
+            ValueError: something cannot work with a pipeline.
+        """
+        trainer, what = self.trainer, "Training" if is_training else "Evaluation"
+        if dataset is None:
+            raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
+        check_dataset(dataset, what.lower())
+        trainer.model_accepts_loss_kwargs = self._declares_loss_kwargs
+        check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
+        check_trained_model(trainer.model, trainer.args, self.users_optimizer)
+        splitter = self.splitter or find_splitter(trainer.model)
+        shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
+        shell.training = is_training
+        columns = host.dataset_and_collator(trainer, dataset, what)
+        count = partial(host.items_of, trainer)
+        with undisturbed(trainer.model):
+            parts = (*columns, main_input_of(trainer.model), count)
+            samples = self.topology.decide(lambda: probe_samples(*parts))
+        needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
+        compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
+        start_up = look_at(
+            Subject(trainer.model, splitter, samples, compute, count),
+            trainer.args,
+            self.topology,
+            trainer.args.device,
+            is_training,
+            partial(read_batch, *columns) if is_training else None,
+        )
+        if needs_loss and start_up.loss_rule.ignores_num_items:
+            # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
+            # (transformers#47688).
+            trainer.model_accepts_loss_kwargs = False
+        return Found(start_up, shell, splitter, "labels" in samples, is_training)
+
+    def start(self, found: Found, layout: Layout) -> Pipeline:
+        """This rank's stage of the model under `layout`."""
+        args: PipeTransformerArguments = self.trainer.args
+        compiled = None
+        if args.torch_compile:
+            compiled = partial(torch.compile, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        meter = StepMeter(args.device)
+        settings = Settings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, meter, compiled)
+        probe = found.start_up.probe
+        stage = apply_layout(
+            self.trainer.model, found.splitter, probe, self.topology, layout, settings, found.is_training
+        )
+        shifts_labels = host.shifts_labels(self.trainer)
+        return Pipeline(found.start_up, found.shell, settings, shifts_labels, found.has_labels, stage)
+
+
+def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:
+    """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
+    is_alone = args.world_size == 1
+    is_undivided = is_alone and args.num_microbatches in (None, 1)
+    check_model(model, 1 if is_alone else args.num_stages, is_undivided, (users_optimizer, None))
+
+
+def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
+    device = next(trainer.model.parameters()).device  # The CPU for a model that is too large for the device.
+    passes = "labels" in inputs and host.takes_num_items(trainer)
+    items = torch.tensor(num_items, device=device) if passes else None
+    loss: torch.Tensor = trainer.compute_loss(shell, dict(inputs), num_items_in_batch=items)
+    return loss
+
+
+def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
+    outputs = shell(**inputs)
+    logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
+    return logits.float().square().mean()
+
+
+def _length(dataset: Any) -> int | None:
+    """Samples of a data set; None where it does not know."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None

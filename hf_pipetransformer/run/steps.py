@@ -1,0 +1,121 @@
+"""Optimizer steps: their batches, the losses and gradients of these, and the norm that they are clipped by."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from torch.nn.utils import clip_grads_with_norm_
+from transformers import Trainer
+
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.batches import batch_size
+from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
+from hf_pipetransformer.run import host
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.startup import main_input_of
+
+
+class _Step:
+    """The state of one optimizer step.
+
+    Args:
+        batches: an iterator, that of the epoch.
+        items: of each batch over all replicas, those that are still to run.
+    """
+
+    def __init__(self, batches: Any, items: list[int]) -> None:
+        self.batches = batches
+        self.items = deque(items)
+
+
+class Steps:
+    """Runs the optimizer steps of a training through its pipeline.
+
+    Args:
+        trainer: whose loop asks for them.
+        topology: the ranks.
+        pipeline: runs the batches.
+        loader: of all batches; None for one of the user's own.
+    """
+
+    def __init__(
+        self, trainer: Trainer, topology: Topology, pipeline: Pipeline, loader: PipelineLoader | None
+    ) -> None:
+        self.trainer = trainer
+        self.topology = topology
+        self.pipeline = pipeline
+        self.loader = loader
+        self._step = _Step(None, [])
+
+    def are_over(self, batches: Any) -> bool:
+        """Whether an epoch's iterator is at its end: Trainer keeps requesting batches, to its number of steps."""
+        return batches is self._step.batches and self.loader is not None and self.loader.is_at_end
+
+    def begin(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
+        """Fetch the batches of one step and count, over all replicas, what their losses average over."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        items = self.pipeline.runner.over_replicas([host.items_of(self.trainer, batch) for batch in batches])
+        self._step = _Step(epoch_iterator, items)
+        # An empty batch of this replica says nothing of labels; the probe did.
+        passes = self.pipeline.has_labels and host.takes_num_items(self.trainer)
+        device = self.trainer.args.device
+        return batches, torch.full((), float(sum(items)), device=device) if passes else None
+
+    def end_epoch(self) -> None:
+        """Let go of the epoch's iterator: that closes the loader's generator, and with it the workers."""
+        self._step = _Step(None, [])
+
+    def run(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+        """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
+
+        Returns:
+            A scalar whose mean over all ranks is the batch's loss.
+        """
+        trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
+        model.training = True  # The shell's own flag, which a loss may ask: an evaluation has cleared it.
+        pipeline.stage.set_modes()
+        pipeline.settings.meter.count(batch_size(inputs), self._num_tokens(inputs))
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
+            clear_device_cache()
+
+        def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                loss: torch.Tensor = trainer.compute_loss(model, micro_batch, num_items_in_batch=num_items)
+            return loss
+
+        share = 1.0 if host.is_divided(trainer, num_items) else 1.0 / trainer.current_gradient_accumulation_steps
+        loss_scale: float | torch.Tensor = share
+        if trainer.accelerator.scaler is not None:
+            loss_scale = trainer.accelerator.scaler.scale(torch.full((), share, device=args.device))
+        loss = pipeline.runner.train(
+            inputs,
+            host.preparation(trainer),
+            forward,
+            self._step.items.popleft(),
+            loss_scale,
+            trainer.accelerator.sync_gradients,
+        )
+        return loss.detach().to(args.device) * (share * self.topology.world_size)
+
+    def _num_tokens(self, inputs: dict[str, Any]) -> int:
+        value = inputs.get(main_input_of(self.trainer.model))
+        return value.numel() if isinstance(value, torch.Tensor) else 0
+
+    def gradient_squares(self) -> torch.Tensor:
+        """Squared L2 norms of the gradients, see `StageRunner`; the ranks of a step that overflowed agree on it."""
+        scaler = self.trainer.accelerator.scaler
+        if scaler is not None:
+            optimizer = host.torch_optimizer(self.trainer)
+            agree_on_overflow(scaler, optimizer, self.trainer.args.device, self.topology.largest)
+        return self.pipeline.runner.gradient_squares()
+
+    def clip(self, norm: torch.Tensor) -> None:
+        """Scale this rank's gradients to `max_grad_norm`, given the norm of all."""
+        parameters = self.pipeline.runner.parameters_with_gradient()
+        clip_grads_with_norm_(parameters, self.trainer.args.max_grad_norm, norm)
