@@ -133,18 +133,18 @@ class Adaptation:
         """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
         # A step that brings stored activations to a new level tells little of the steps that read them.
         self.meter.reset(skip=self.cache.steps_per_epoch if self.cache and layout.cache_level else 0)
-        asks = self.replay is None and self.costs.measures_microbatches and layout.num_stages > 1
+        asks = self.replay is None and self.costs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
-        if asks and layout.num_stages not in self._known_microbatches:
+        if asks and layout.pipeline_size not in self._known_microbatches:
             self._trial = MicrobatchTrial(self.topology.broadcast(self._fitting_candidates(layout)))
             return replace(layout, num_microbatches=self._trial.current())
         return layout
 
     def _fitting_candidates(self, layout: Layout) -> list[int]:
         """The M to try: fewer micro-batches hold more activations, so some may not fit."""
-        samples = self.costs.samples_per_device * layout.num_stages
+        samples = self.costs.samples_per_device * layout.pipeline_size
         budget = self.costs.rules.device_bytes * (1 - MEMORY_RESERVE)
-        tried = candidates(layout.num_stages, samples)
+        tried = candidates(layout.pipeline_size, samples)
         fitting = [
             count
             for count in tried
@@ -287,7 +287,7 @@ class Adaptation:
         trial, count = self._trial, self._trial.current()
         if trial.is_done:
             count = int(self.topology.broadcast(trial.best()))
-            self._known_microbatches[layout.num_stages] = count
+            self._known_microbatches[layout.pipeline_size] = count
             self._trial = None
             self.meter.reset()
         if trial.is_done:
@@ -298,7 +298,7 @@ class Adaptation:
 
     def _known_microbatches_change(self, layout: Layout) -> Change | None:
         """To the M that an earlier trial found best for this length, if another one is in force."""
-        count = self._known_microbatches.get(layout.num_stages, layout.num_microbatches)
+        count = self._known_microbatches.get(layout.pipeline_size, layout.num_microbatches)
         if self.args.num_microbatches is not None or count == layout.num_microbatches:
             return None
         return Change(replace(layout, num_microbatches=count), False)
@@ -308,17 +308,17 @@ class Adaptation:
         self.write(
             "profile",
             what="microbatches",
-            num_stages=layout.num_stages,
+            num_stages=layout.pipeline_size,
             num_layers=layout.num_layers,
             num_replicas=layout.num_replicas,
-            samples_per_pipeline=self.costs.samples_per_device * layout.num_stages,
+            samples_per_pipeline=self.costs.samples_per_device * layout.pipeline_size,
             schedule=layout.schedule,
             seconds_per_token=seconds,
             num_microbatches=chosen,
         )
         if self.topology.rank == 0:
             tried = ", ".join(f"M={count}: {value * 1e6:.1f}" for count, value in trial.as_event().items())
-            announce(f"K={layout.num_stages}: M={chosen} micro-batches from now on; microseconds a token: {tried}.")
+            announce(f"K={layout.pipeline_size}: M={chosen} micro-batches from now on; microseconds a token: {tried}.")
 
     # ---- replay ----
 

@@ -273,7 +273,7 @@ class PipeTransformerArguments(TrainingArguments):
         return False
 
     @property
-    def num_stages(self) -> int | None:
+    def pipeline_size(self) -> int | None:
         """The asked pipeline length K; None for "auto"."""
         return None if self.pipeline_parallel_size == "auto" else int(self.pipeline_parallel_size)
 

@@ -145,19 +145,23 @@ class StageRunner:
         # Without num_items_in_batch every loss is a mean, also one that could be a sum.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         micro_batches = self._cut(inputs, total, rule)
-        outputs = stage.engine.predict(self._row(FORWARD_ONLY["loop"], len(micro_batches)), micro_batches, forward)
+        outputs = stage.engine.predict(
+            self._row(FORWARD_ONLY[stage.layout.placement], len(micro_batches)), micro_batches, forward
+        )
         message = None
         if stage.groups.is_last:
             joined = join_outputs(outputs, [batch.weight for batch in micro_batches])
             message = _as_message(_loss_of(joined) if self.sends_loss_only else joined)
-        rank = stage.groups.pipeline_ranks[stage.groups.stage]
+        rank = stage.groups.pipeline_ranks[stage.groups.position]
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
         return _from_message(message, stage.engine.device)
 
     def _row(self, schedule: Schedule, num_microbatches: int) -> Row:
         layout = self.stage.layout
-        table = schedule.table(layout.num_stages, num_microbatches, first_active_stage=layout.first_active_stage)
-        return table[self.stage.groups.stage]
+        place = self.stage.groups.position
+        return schedule.table(layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage)[
+            place
+        ]
 
     def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:
         cut = [detach_tags(part) for part in split_batch(inputs, self.stage.layout.num_microbatches)]
@@ -169,7 +173,7 @@ class StageRunner:
         return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, tags, parts, strict=True)]
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-        if self.stage.layout.num_stages == 1:
+        if self.stage.layout.pipeline_size == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
 

@@ -81,7 +81,8 @@ class Layout:
         return self.num_stages // self.num_chunks
 
     @property
-    def _placed(self) -> Placement:
+    def places(self) -> Placement:
+        """How the stages lie on the ranks of a pipeline."""
         return Placement(self.pipeline_size, self.num_chunks, self.placement)
 
     @property
@@ -114,15 +115,15 @@ class Layout:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`, as its position in the pipeline, 0 to K - 1."""
-        return self._placed.rank_of(stage)
+        return self.places.rank_of(stage)
 
     def chunk_of(self, stage: int) -> int:
         """Which of its rank's stages `stage` is, 0 to V - 1."""
-        return self._placed.chunk_of(stage)
+        return self.places.chunk_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of the rank at a position in the pipeline, by chunk."""
-        return self._placed.stages_of(rank)
+        return self.places.stages_of(rank)
 
     def units_of_rank(self, rank: int) -> tuple[range, ...]:
         """The units of the rank at a position in the pipeline, by chunk."""

@@ -50,3 +50,16 @@ class Placement(NamedTuple):
     def is_crossed(self, lower: int) -> bool:
         """Whether stages `lower` and `lower + 1` exist and lie on two ranks: what passes between them is sent."""
         return 0 <= lower < self.num_stages - 1 and self.rank_of(lower) != self.rank_of(lower + 1)
+
+    def rounds(self) -> list[list[int]]:
+        """The crossed boundaries, each by its lower stage, in rounds of which no rank is in two."""
+        rounds: list[tuple[set[int], list[int]]] = []
+        for lower in filter(self.is_crossed, range(self.num_stages)):
+            ends = {self.rank_of(lower), self.rank_of(lower + 1)}
+            free = next((entry for entry in rounds if not entry[0] & ends), None)
+            if free is None:
+                free = (set(), [])
+                rounds.append(free)
+            free[0].update(ends)
+            free[1].append(lower)
+        return [boundaries for _, boundaries in rounds]

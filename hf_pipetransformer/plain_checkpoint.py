@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.layout import Layout
 
 
 _OPTIMIZER = "optimizer.pt"
@@ -220,8 +221,8 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
 def _collect_optimizer(folder: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     states: dict[str, Any] = {}
     options: list[dict[str, Any]] = []
-    for stage in range(state["layout"]["num_stages"]):
-        tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(stage))
+    for position in range(Layout.from_event(state["layout"]).pipeline_size):
+        tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(position))
         states |= checkpoint.join_optimizer_state(tensors, header["values"])
         options = header["groups"]
     # JSON has no tuples, which betas are.

@@ -105,7 +105,7 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
 def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
     """Options that would be wrong or without effect with several stages or processes."""
     accelerator, several = args.accelerator_config, args.world_size > 1
-    may_have_stages = several and args.num_stages != 1
+    may_have_stages = several and args.pipeline_size != 1
     return [
         (
             bool(accelerator.split_batches or accelerator.dispatch_batches),
@@ -169,12 +169,12 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
         )
     if not args.accelerator_config.even_batches:
         warnings.append("accelerator_config.even_batches has no effect: no sample is ever repeated or dropped.")
-    if args.num_stages == 1 and args.pipeline_checkpoint != "never":
+    if args.pipeline_size == 1 and args.pipeline_checkpoint != "never":
         warnings.append(
             f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a stage, with one stage that saves nothing: "
             "use activation_checkpointing=True, which recomputes layer by layer."
         )
-    may_have_stages = args.world_size > 1 and args.num_stages != 1
+    may_have_stages = args.world_size > 1 and args.pipeline_size != 1
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
     if may_have_stages and uses_nccl and precision_of(args) not in VERIFIED_ON_NCCL:
         warnings.append(

@@ -26,7 +26,6 @@ from hf_pipetransformer.autodp.migration import (
     digests,
     exchange,
     plan_moves,
-    stages_of_bundle,
 )
 from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
 from hf_pipetransformer.errors import PipelineError, guarded
@@ -38,7 +37,7 @@ from hf_pipetransformer.pipeline.shared import SharedParameter
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe
-from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names, stages_of_parameters
+from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import Compile, StageView
 from hf_pipetransformer.units import block_of
@@ -71,10 +70,10 @@ class Stage:
         layout: the layout in force.
         groups: place and process groups of this rank.
         view: the stage's view of the model.
-        store: the model's parameters; while training only this stage's are held.
+        store: the model's parameters; while training only this rank's are held.
         engine: runs the schedule.
-        owners: name of every parameter to the stages that use it, first user first.
-        shared: the parameters that this stage shares with others.
+        owners: name of every parameter to the ranks that use it, as positions in the pipeline, first user first.
+        shared: the parameters that this rank shares with others.
         reducer: sums gradients over replicas; None outside training.
     """
 
@@ -88,12 +87,12 @@ class Stage:
     reducer: GradientReducer | None
 
     def own_names(self) -> set[str]:
-        """Names of the parameters that this stage uses."""
-        return {name for name, stages in self.owners.items() if self.groups.stage in stages}
+        """Names of the parameters that this rank uses."""
+        return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
 
     def owns_state_of(self, name: str) -> bool:
-        """Whether this stage keeps the optimizer state of a parameter: its first user does."""
-        return self.owners[name][0] == self.groups.stage
+        """Whether this rank keeps the optimizer state of a parameter: its first user does."""
+        return self.owners[name][0] == self.groups.position
 
     def set_modes(self) -> None:
         """Training mode; evaluation mode, without dropout, for what the run froze and for what is stored.
@@ -131,17 +130,17 @@ class Stage:
 
     @property
     def is_spread(self) -> bool:
-        """Whether each rank holds its own parameters only: in training, with more than one stage."""
-        return self.reducer is not None and self.layout.num_stages > 1
+        """Whether each rank holds its own parameters only: in training, with more than one rank in a pipeline."""
+        return self.reducer is not None and self.layout.pipeline_size > 1
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The model runs only this stage inside; outside it has its own forward."""
-        self.view.install(self.layout.units_of(self.groups.stage))
+        """The model runs only this rank's stages inside; outside it has its own forward."""
+        self.view.install(*self.layout.units_of_rank(self.groups.position))
         try:
             yield
         finally:
-            self.view.remove()  # Also if the layout has changed inside: all its stages share one view.
+            self.view.remove()  # Also if the layout has changed inside: the view is one.
 
 
 def apply_layout(
@@ -197,28 +196,28 @@ def change_layout(
     arrivals.finish()
     _prepare_training(new, topology, settings)
     if stage.view.is_installed:
-        new.view.install(layout.units_of(new.groups.stage))
+        new.view.install(*layout.units_of_rank(new.groups.position))
     return new, num_bytes
 
 
 def _make_stage(
     view: StageView, store: ParameterStore, probe: Probe, topology: Topology, layout: Layout, settings: Settings
 ) -> Stage:
-    groups = topology.groups(layout.num_stages)
+    groups = topology.groups(layout.places)
     engine = Engine(
         view=view,
-        units=layout.units_of(groups.stage),
+        units=layout.units_of(groups.position),
         entry_unit=layout.entry_unit,
         links=_links(groups),
         is_last=groups.is_last,
-        boundary_dtypes=_boundary_dtypes(probe, layout, groups.stage),
+        boundary_dtypes=_boundary_dtypes(probe, layout, groups.position),
         device=settings.device,
         timeout=settings.timeout,
         recompute=settings.recompute,
-        sends_gradient=groups.stage > layout.first_active_stage,
+        sends_gradient=groups.position > layout.first_active_stage,
         meter=settings.meter,
     )
-    owners = stages_of_parameters(probe.structure, layout)
+    owners = {name: layout.ranks_of(units) for name, units in probe.structure.units_of_parameter.items()}
     return Stage(layout, groups, view, store, engine, owners, shared=[], reducer=None)
 
 
@@ -323,7 +322,7 @@ def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
 
 def make_whole(stage: Stage) -> None:
     """Give every rank the whole model back, after training. A collective call."""
-    if stage.groups.num_stages > 1:
+    if stage.groups.pipeline_size > 1:
         stage.store.fill(_missing(stage, torch.device("cpu")))
         _share_buffers(stage)
         stage.store.move(set(stage.store.held()), torch.device("cpu"))
@@ -338,11 +337,11 @@ def make_whole(stage: Stage) -> None:
 @contextmanager
 def whole_on_first_rank(stage: Stage) -> Iterator[None]:
     """Rank 0 holds the whole model inside, to save it. A collective call of replica 0; the others pass through."""
-    if stage.groups.num_stages == 1 or stage.groups.replica != 0:
+    if stage.groups.pipeline_size == 1 or stage.groups.replica != 0:
         yield
         return
     held = set(stage.store.held())
-    stage.store.fill(_missing(stage, torch.device("cpu"), stages=(0,)))
+    stage.store.fill(_missing(stage, torch.device("cpu"), wanting=(0,)))
     _share_buffers(stage)
     try:
         yield
@@ -356,7 +355,7 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
 
     What that code changes in this stage's part stays.
     """
-    if stage.groups.num_stages == 1:
+    if stage.groups.pipeline_size == 1:
         yield
         return
     store, held, device = stage.store, set(stage.store.held()), stage.engine.device
@@ -371,24 +370,24 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
         yield
     finally:
         if was_installed:
-            stage.view.install(stage.layout.units_of(stage.groups.stage))
+            stage.view.install(*stage.layout.units_of_rank(stage.groups.position))
         store.release(keep=held)
         if held - own:
             store.move(held - own, torch.device("cpu"))
             store.move(own, device)
 
 
-def _missing(stage: Stage, device: torch.device, stages: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
-    """The parameters that this rank does not hold, on `device`; only for `stages`, if not all want them."""
+def _missing(stage: Stage, device: torch.device, wanting: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
+    """The parameters that this rank does not hold, on `device`; only at some positions, if not all want them."""
     if not stage.is_spread:
         return {}
     timeout = stage.engine.timeout
-    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, stages)
+    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, wanting)
 
 
 def _share_buffers(stage: Stage) -> None:
     units_of_buffer = stage.view.structure.units_of_buffer
-    owners = {name: stages_of_bundle(units, stage.layout) for name, units in units_of_buffer.items()}
+    owners = {name: stage.layout.ranks_of(units) for name, units in units_of_buffer.items()}
     share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.engine.timeout)
 
 
@@ -418,11 +417,11 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
 
 
 def _links(groups: PipelineGroups) -> StageLinks:
-    stage, ranks = groups.stage, groups.pipeline_ranks
+    stage, ranks = groups.position, groups.pipeline_ranks
 
     def link(lower: int, direction: str, peer_stage: int, what: str) -> Link:
         where = f"{what} stage {peer_stage} (rank {ranks[peer_stage]})"
-        return Link(ranks[peer_stage], groups.pair_groups[lower, direction], where)
+        return Link(ranks[peer_stage], groups.links[lower, direction], where)
 
     before, after = not groups.is_first, not groups.is_last
     return StageLinks(
@@ -442,12 +441,12 @@ def _boundary_dtypes(probe: Probe, layout: Layout, stage: int) -> tuple[torch.dt
 def _shared_parameters(stage: Stage, topology: Topology) -> list[SharedParameter]:
     groups, named = stage.groups, stage.store.named()
     shared = []
-    for name, stages in stage.owners.items():
-        if len(stages) < 2 or not stage.store.is_active(name):
+    for name, positions in stage.owners.items():
+        if len(positions) < 2 or not stage.store.is_active(name):
             continue
-        group, pipeline_group = topology.shared_groups(groups.num_stages, stages)
-        if groups.stage in stages:
-            owner = groups.pipeline_ranks[stages[0]]
-            is_owner = groups.stage == stages[0]
+        group, pipeline_group = topology.shared_groups(groups.pipeline_size, positions)
+        if groups.position in positions:
+            owner = groups.pipeline_ranks[positions[0]]
+            is_owner = groups.position == positions[0]
             shared.append(SharedParameter(name, named[name], group, pipeline_group, owner, is_owner))
     return shared

@@ -195,7 +195,7 @@ def our_step(
     """One forward and backward of a mini-batch through our engine."""
     batch = len(inputs["labels"])
     table = find_schedule(name).table(stage.layout.num_stages, m)
-    row = table[stage.groups.stage]
+    row = table[stage.groups.position]
 
     def step() -> torch.Tensor:
         model.zero_grad()
@@ -213,7 +213,7 @@ def torch_step(
     """One forward and backward of a mini-batch through torch.distributed.pipelining."""
     module = StageModule(stage, model)
     groups = stage.groups
-    pipe_stage = PipelineStage(module, groups.stage, groups.num_stages, torch.device("cpu"))
+    pipe_stage = PipelineStage(module, groups.position, groups.pipeline_size, torch.device("cpu"))
     loss = nn.CrossEntropyLoss()
     schedule = schedule_class(pipe_stage, m, loss_fn=loss, scale_grads=True)
     main, labels = inputs[module.main_input], inputs["labels"]

@@ -148,7 +148,7 @@ class Rows(torch.utils.data.IterableDataset):
             yield row
 
 
-ALONE = PipelineGroups(1, 1, 0, 0, (0,), (0,), {}, None, None, None, None)
+ALONE = PipelineGroups(1, 1, 0, 0, (0,), (0,), None, None, None, None)
 
 
 def stream(num_rows: int, batch: int = 4) -> StreamLoader:

@@ -33,7 +33,7 @@ def on_three_stages(call: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch)
         wires.carry(parcels, control, timeout)
 
     def run(stage: int) -> None:
-        place = SimpleNamespace(num_stages=3, stage=stage, pipeline_ranks=(0, 1, 2), pipeline_control=stage)
+        place = SimpleNamespace(pipeline_size=3, position=stage, pipeline_ranks=(0, 1, 2), pipeline_control=stage)
         found[stage] = call(place)
 
     monkeypatch.setattr(collecting, "carry", carry)
@@ -58,7 +58,7 @@ def test_each_stage_that_wants_them_gets_what_it_lacks_and_nothing_else_moves(
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", round_bytes)
     found, sent = on_three_stages(
-        lambda place: collect_parameters(part_of(place.stage), OWNERS, place, CPU, 10, stages), monkeypatch
+        lambda place: collect_parameters(part_of(place.position), OWNERS, place, CPU, 10, stages), monkeypatch
     )
     for stage in range(3):
         lacks = [name for name in OWNERS if stage not in OWNERS[name]] if stages is None or stage in stages else []
@@ -77,7 +77,7 @@ def test_all_stages_get_the_buffers_of_their_first_user(monkeypatch: pytest.Monk
         }
         for stage in range(3)
     ]
-    on_three_stages(lambda place: share_buffers(held[place.stage], owners, place, 10), monkeypatch)
+    on_three_stages(lambda place: share_buffers(held[place.position], owners, place, 10), monkeypatch)
     for buffers in held:
         assert buffers["count"].item() == 11
         assert buffers["positions"].tolist() == [0, 1, 2]

@@ -8,7 +8,7 @@ import pytest
 
 from hf_pipetransformer import units
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.placement import PLACEMENTS
+from hf_pipetransformer.placement import PLACEMENTS, Placement
 
 
 def layout(num_stages: int = 2, num_layers: int = 6, **fields) -> Layout:
@@ -86,3 +86,19 @@ def test_the_words_for_one_stage_a_rank_do_not_speak_of_chunks():
 def test_ranks_hold_equally_many_stages(fields, text):
     with pytest.raises(ValueError, match=text):
         layout(**fields)
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("pipeline_size", range(1, 9))
+def test_boundaries_between_ranks_fall_into_rounds_of_which_no_rank_is_in_two(pipeline_size, num_chunks, kind):
+    places = Placement(pipeline_size, num_chunks, kind)
+    rounds = places.rounds()
+    assert sorted(lower for each in rounds for lower in each) == [
+        lower for lower in range(places.num_stages - 1) if places.rank_of(lower) != places.rank_of(lower + 1)
+    ]
+    for each in rounds:
+        ends = [places.rank_of(stage) for lower in each for stage in (lower, lower + 1)]
+        assert len(ends) == len(set(ends))
+    assert num_chunks > 1 or len(rounds) <= 2
+    assert len(rounds) < 4 * num_chunks

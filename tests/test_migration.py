@@ -22,10 +22,10 @@ from hf_pipetransformer.autodp.migration import (
     exchange,
     keep_parameters,
     plan_moves,
-    stages_of_bundle,
 )
 from hf_pipetransformer.autodp.rounds import in_rounds
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.placement import PLACEMENTS
 from tests.wires import Wires
 
 
@@ -42,40 +42,53 @@ def transitions(draw: st.DrawFn) -> tuple[list[Bundle], Layout, Layout]:
     frozen = sorted(draw(st.lists(st.integers(0, num_layers), min_size=2, max_size=2)))
 
     def layout(num_frozen: int) -> Layout:
-        num_stages = draw(st.sampled_from([k for k in range(1, world_size + 1) if world_size % k == 0]))
-        num_stages = num_stages if num_stages <= num_units else 1
+        size = draw(st.sampled_from([k for k in range(1, world_size + 1) if world_size % k == 0]))
+        size = size if size <= num_units else 1
+        num_chunks = draw(st.integers(1, min(3, num_units // size))) if size > 1 else 1
+        placement = draw(st.sampled_from(PLACEMENTS))
+        num_stages = size * num_chunks
         cuts = draw(st.sets(st.integers(1, num_units - 1), min_size=num_stages - 1, max_size=num_stages - 1))
         boundaries = (0, *sorted(cuts), num_units)
-        return Layout(num_layers, num_frozen, num_stages, world_size // num_stages, boundaries, 1, "1f1b")
+        return Layout(
+            num_layers,
+            num_frozen,
+            num_stages,
+            world_size // size,
+            boundaries,
+            1,
+            "1f1b",
+            num_chunks=num_chunks,
+            placement=placement,
+        )
 
     tied = draw(st.lists(st.sets(st.integers(0, num_units - 1), min_size=2, max_size=3), max_size=2))
     bundles = {(unit,) for unit in range(num_units)} | {tuple(sorted(units)) for units in tied}
     return sorted(bundles), layout(frozen[0]), layout(frozen[1])
 
 
-def stage(rank: int, layout: Layout) -> int:
-    return rank % layout.num_stages
+def units(rank: int, layout: Layout) -> set[int]:
+    return {unit for part in layout.units_of_rank(rank % layout.pipeline_size) for unit in part}
 
 
 def has_weights(rank: int, bundle: Bundle, layout: Layout) -> bool:
-    return any(unit in layout.units_of(stage(rank, layout)) for unit in bundle)
+    return not units(rank, layout).isdisjoint(bundle)
 
 
 def has_state(rank: int, bundle: Bundle, layout: Layout) -> bool:
-    """Of an active bundle the stage with its first unit keeps the state."""
-    return bundle[0] in layout.units_of(stage(rank, layout)) and bundle[0] >= layout.first_active_unit
+    """Of an active bundle the rank with its first unit keeps the state."""
+    return bundle[0] in units(rank, layout) and bundle[0] >= layout.first_active_unit
 
 
 @settings(max_examples=300)
 @given(transitions())
-def test_every_rank_ends_with_what_its_stage_needs_and_gets_nothing_else(
+def test_every_rank_ends_with_what_its_stages_need_and_gets_nothing_else(
     transition: tuple[list[Bundle], Layout, Layout],
 ) -> None:
     bundles, old, new = transition
     moves = plan_moves(bundles, old, new)
     arrived = {(move.destination, move.bundle): move for move in moves}
     assert len(arrived) == len(moves), "nothing comes twice"
-    for rank in range(old.num_stages * old.num_replicas):
+    for rank in range(old.pipeline_size * old.num_replicas):
         for bundle in bundles:
             move = arrived.get((rank, bundle))
             has = has_weights(rank, bundle, old)
@@ -120,14 +133,14 @@ def test_those_that_have_a_bundle_share_the_sending(transition: tuple[list[Bundl
         if len({move.with_state for move in moves}) == 1:
             sent = [move.source for move in moves]
             able = has_state if moves[0].with_state else has_weights
-            num_sources = sum(able(rank, bundle, old) for rank in range(old.num_stages * old.num_replicas))
+            num_sources = sum(able(rank, bundle, old) for rank in range(old.pipeline_size * old.num_replicas))
             assert max(map(sent.count, sent)) <= -(-len(moves) // num_sources)
 
 
 def test_a_tied_bundle_has_its_state_at_its_first_user() -> None:
     old = Layout(2, 0, 2, 1, (0, 3, 6), 1, "1f1b")
     new = Layout(2, 0, 1, 2, (0, 6), 1, "1f1b")
-    assert stages_of_bundle((0, 5), old) == (0, 1)
+    assert old.ranks_of((0, 5)) == (0, 1)
     # Rank 1 has the weights, for its head, but not the state.
     assert plan_moves([(0, 5)], old, new) == [Move((0, 5), 0, 1, True)]
     frozen = Layout(2, 1, 1, 2, (0, 6), 1, "1f1b")

@@ -229,10 +229,10 @@ def test_tables_that_hang_on_nccl_are_rejected(table: Table, complaint: str) -> 
 @pytest.mark.parametrize(
     ("rows", "complaint"),
     [
-        ([[(0, "forward"), (0, "backward")], [(0, "backward"), (0, "forward")]], "stage 0 at .*forward.*, stage 1 at"),
-        ([[(0, "forward")], []], "stage 0 at"),
+        ([[(0, "forward"), (0, "backward")], [(0, "backward"), (0, "forward")]], "rank 0 at .*forward.*, rank 1 at"),
+        ([[(0, "forward")], []], "rank 0 at"),
         # Each waits for the next one.
-        ([[(0, "forward")], [(1, "forward"), (0, "forward")], [(2, "forward"), (1, "forward")], []], "stage 2 at"),
+        ([[(0, "forward")], [(1, "forward"), (0, "forward")], [(2, "forward"), (1, "forward")], []], "rank 2 at"),
     ],
 )
 def test_first_uses_that_wait_for_each_other_are_rejected(rows: list[list[LinkKey]], complaint: str) -> None:

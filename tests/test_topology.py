@@ -50,5 +50,5 @@ def test_without_a_word_of_the_launcher_a_pipeline_over_two_nodes_is_refused(
     found = OfTwoNodes(timeout=1, local_world_size=None)
     assert found.num_ranks_here == 2
     with pytest.raises(ValueError, match=text):
-        found.check_num_stages(refused)
-    found.check_num_stages(found.local_world_size)
+        found.check_pipeline_size(refused)
+    found.check_pipeline_size(found.local_world_size)

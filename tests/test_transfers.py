@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_pipetransformer import transfers
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.pipeline.checker import check_first_uses
+from hf_pipetransformer.placement import Placement
 from tests.test_imports import MODULES
 
 
@@ -113,22 +114,42 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
 def test_at_256_ranks_an_elastic_run_makes_few_groups_and_only_its_own(made: list[list[int]], rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
     topology = Topology(timeout=5, local_world_size=8)
-    for num_stages in (8, 4, 2, 1):
-        topology.groups(num_stages)
+    for pipeline_size in (8, 4, 2, 1):
+        topology.groups(Placement(pipeline_size))
     assert len(made) <= 28
     assert all(rank in ranks for ranks in made)
     assert made.count(list(range(256))) == 3  # Control, and the two of the replicas at K=1.
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(made: list[list[int]], num_stages: int) -> None:
-    rows = []
-    for rank in range(2 * num_stages):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2 * num_stages)
-        groups = Topology(timeout=5, local_world_size=num_stages).groups(num_stages)
-        rows.append([(groups.replica * num_stages + stage, way) for stage, way in groups.pair_groups])
+@pytest.mark.parametrize("placement", [Placement(4, 2), Placement(4, 3), Placement(4, 2, "v")], ids=str)
+@pytest.mark.parametrize("rank", [0, 3, 128])
+def test_several_stages_a_rank_add_a_group_for_each_of_their_boundaries_and_no_other(
+    made: list[list[int]], placement: Placement, rank: int
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
+    topology = Topology(timeout=5, local_world_size=8)
+    topology.groups(Placement(4))
+    num_before = len(made)
+    links = topology.groups(placement).links
+    alone = sum(ranks == [rank] for ranks in made[num_before:])  # They only level the count of groups.
+    assert len(links) == len(made) - num_before - alone
+    ends = {s: {placement.rank_of(s), placement.rank_of(s + 1)} for s in range(placement.num_stages - 1)}
+    assert {s for s, _ in links} == {s for s, ranks in ends.items() if len(ranks) == 2 and rank % 4 in ranks}
+
+
+@pytest.mark.parametrize(("num_chunks", "kind"), [(1, "loop"), (2, "loop"), (3, "loop"), (2, "v")])
+@pytest.mark.parametrize("size", range(2, 9))
+def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(
+    made: list[list[int]], size: int, num_chunks: int, kind: str
+) -> None:
+    rows, placement = [], Placement(size, num_chunks, kind)
+    for rank in range(2 * size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2 * size)
+        groups = Topology(timeout=5, local_world_size=size).groups(placement)
+        rows.append([(groups.replica * placement.num_stages + stage, way) for stage, way in groups.links])
         dist.destroy_process_group()
-    assert sum(map(len, rows)) == 2 * 2 * 2 * (num_stages - 1)  # Replicas, ends, directions, links.
+    num_links = sum(placement.is_crossed(lower) for lower in range(placement.num_stages))
+    assert sum(map(len, rows)) == 2 * 2 * 2 * num_links  # Replicas, ends, directions, links.
     check_first_uses(rows)
 
 
@@ -152,11 +173,11 @@ def test_with_a_bound_device_all_ranks_split_the_world_alike(
     for rank in range(8):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        Topology(timeout=5, local_world_size=4).groups(4)
+        Topology(timeout=5, local_world_size=4).groups(Placement(4))
         of_ranks.append(split.copy())
         split.clear()
         dist.destroy_process_group()
     assert all(parts == of_ranks[0] for parts in of_ranks)
     links = [[0, 1], [2, 3], [4, 5], [6, 7]], [[1, 2], [5, 6]]
     pipelines, holders = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert of_ranks[0] == [pipelines, links[0], links[0], links[1], links[1], holders]
+    assert of_ranks[0] == [pipelines, holders, links[0], links[0], links[1], links[1]]

@@ -1,8 +1,8 @@
-"""Making a model whole that lies on the stages of a pipeline: to save it, or to give it back."""
+"""Making a model whole that lies on the ranks of a pipeline: to save it, or to give it back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from hf_pipetransformer.autodp.topology import PipelineGroups
 
 
 Owners = Mapping[str, tuple[int, ...]]
-"""Name to the stages that use it, first user first."""
+"""Name to the ranks that use it, as positions in the pipeline, first user first."""
 
 
 def collect_parameters(
@@ -20,11 +20,11 @@ def collect_parameters(
     place: PipelineGroups,
     device: torch.device,
     timeout: float,
-    stages: tuple[int, ...] | None = None,
+    wanting: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The parameters that this rank does not hold, on `device`, from the first stages that use them.
+    """The parameters that this rank does not hold, on `device`, from the first ranks that use them.
 
-    A collective call of one pipeline, of whose parameters each stage holds exactly its own.
+    A collective call of one pipeline, of whose parameters each rank holds exactly its own.
 
     Args:
         named: all parameters of the model by name; those that this rank does not hold are meta tensors.
@@ -33,9 +33,9 @@ def collect_parameters(
         device: where what comes is kept. It arrives where the parameters of the run are, at most `ROUND_BYTES` at a
             time, so that a whole model can be kept that no device holds.
         timeout: seconds that any rank may wait for another.
-        stages: those that want the parameters, if not all.
+        wanting: positions of the ranks that want the parameters, if not all.
     """
-    wanting = range(place.num_stages) if stages is None else stages
+    wanting = range(place.pipeline_size) if wanting is None else wanting
     run_device = next(p.device for p in named.values() if not p.is_meta)
     names = list(named)
     found: dict[str, torch.Tensor] = {}
@@ -43,10 +43,10 @@ def collect_parameters(
         parcels, arriving = [], {}
         for name in (names[index] for index in indices):
             source, parameter = owners[name][0], named[name].detach()
-            targets = [stage for stage in wanting if stage not in owners[name]]
-            if source == place.stage:
+            targets = [position for position in wanting if position not in owners[name]]
+            if source == place.position:
                 parcels += _leaving(name, parameter.contiguous(), targets, place)
-            elif place.stage in targets:
+            elif place.position in targets:
                 arriving[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=run_device)
                 parcels.append(_arriving(name, arriving[name], source, place))
         carry(parcels, place.pipeline_control, timeout)
@@ -55,12 +55,12 @@ def collect_parameters(
 
 
 def share_buffers(named: Mapping[str, torch.Tensor], owners: Owners, place: PipelineGroups, timeout: float) -> None:
-    """Give all stages the buffers as the first stage that uses them has them. A collective call of one pipeline."""
+    """Give all ranks the buffers as the first rank that uses them has them. A collective call of one pipeline."""
     parcels, arriving = [], {}
     for name, buffer in named.items():
         source = owners[name][0]
-        if source == place.stage:
-            others = [stage for stage in range(place.num_stages) if stage != source]
+        if source == place.position:
+            others = [position for position in range(place.pipeline_size) if position != source]
             parcels += _leaving(name, buffer.detach().contiguous(), others, place)
         else:
             arriving[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
@@ -70,13 +70,13 @@ def share_buffers(named: Mapping[str, torch.Tensor], owners: Owners, place: Pipe
         named[name].data.copy_(value)
 
 
-def _leaving(name: str, tensor: torch.Tensor, stages: list[int], place: PipelineGroups) -> list[Parcel]:
-    ranks = [place.pipeline_ranks[stage] for stage in stages]
+def _leaving(name: str, tensor: torch.Tensor, positions: list[int], place: PipelineGroups) -> list[Parcel]:
+    ranks = [place.pipeline_ranks[position] for position in positions]
     return [Parcel(tensor, rank, True, f"{name} to rank {rank}") for rank in ranks]
 
 
-def _arriving(name: str, tensor: torch.Tensor, stage: int, place: PipelineGroups) -> Parcel:
-    rank = place.pipeline_ranks[stage]
+def _arriving(name: str, tensor: torch.Tensor, position: int, place: PipelineGroups) -> Parcel:
+    rank = place.pipeline_ranks[position]
     return Parcel(tensor, rank, False, f"{name} from rank {rank}")
 
 

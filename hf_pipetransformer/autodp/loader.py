@@ -316,7 +316,7 @@ class PipelineLoader(DataLoaderStateMixin):
         return int(longest)
 
     def _send(self, batch: Any) -> None:
-        if self.groups.num_stages > 1:
+        if self.groups.pipeline_size > 1:
             sent = {key: self._as_sent(key, value) for key, value in without_hidden(batch).items()}
             self._outbox.send(sent, self.groups.pipeline_ranks[1:], self.groups.pipeline_control)
 

@@ -48,30 +48,25 @@ class Move:
         return self.bundle, self.with_state
 
 
-def stages_of_bundle(bundle: Bundle, layout: Layout) -> tuple[int, ...]:
-    """The stages that use a bundle, first user first."""
-    return tuple(dict.fromkeys(layout.stage_of(unit) for unit in bundle))
-
-
 def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move]:
     """Who sends what to whom, the same list on every rank. Pure.
 
     A bundle has its optimizer state at its first user, if it is active. A rank that has what it needs gets nothing;
     the others are served in turn by the ranks that have it.
     """
-    world_size = old.num_stages * old.num_replicas
+    ranks = range(old.pipeline_size * old.num_replicas)
     moves: list[Move] = []
     for bundle in bundles:
-        old_stages, new_stages = stages_of_bundle(bundle, old), stages_of_bundle(bundle, new)
+        had, need = old.ranks_of(bundle), new.ranks_of(bundle)
         is_active = bundle[0] >= new.first_active_unit
-        with_weights = [rank for rank in range(world_size) if rank % old.num_stages in old_stages]
-        with_state = [rank for rank in with_weights if rank % old.num_stages == old_stages[0]]
+        with_weights = [rank for rank in ranks if rank % old.pipeline_size in had]
+        with_state = [rank for rank in with_weights if rank % old.pipeline_size == had[0]]
         num_served = 0
-        for rank in range(world_size):
-            stage = rank % new.num_stages
-            if stage not in new_stages:
+        for rank in ranks:
+            position = rank % new.pipeline_size
+            if position not in need:
                 continue
-            needs_state = is_active and stage == new_stages[0]
+            needs_state = is_active and position == need[0]
             sources = with_state if needs_state else with_weights
             if rank not in sources:
                 moves.append(Move(bundle, sources[num_served % len(sources)], rank, needs_state))

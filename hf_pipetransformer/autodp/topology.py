@@ -1,4 +1,4 @@
-"""Which rank is which stage of which replica, and the process groups between them."""
+"""Which rank stands where in which pipeline, and the process groups between them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import atexit
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.errors import PipelineError, guarded, set_present_limit
 from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.transfers import complete, receiving, sending
 
 
@@ -31,49 +32,54 @@ class PipelineGroups:
     """This rank's place and process groups for one pipeline length.
 
     Args:
-        num_stages: K.
+        pipeline_size: K.
         num_replicas: R.
-        stage: this rank's stage.
+        position: this rank's position in the pipeline, 0 to K - 1.
         replica: this rank's replica.
-        pipeline_ranks: global ranks of this pipeline, by stage.
-        replica_ranks: global ranks that hold this stage, by replica.
-        pair_groups: `(stage, direction)` to the group of `stage` and `stage + 1`, direction "forward" or "backward".
-        replica_group: ranks that hold this stage, on the training backend; None if R is 1.
+        pipeline_ranks: global ranks of this pipeline, by position.
+        replica_ranks: global ranks of this position, by replica.
+        replica_group: ranks of this position, on the training backend; None if R is 1.
         pipeline_group: ranks of this pipeline, on the training backend; None if K is 1.
         pipeline_control: ranks of this pipeline, gloo; None if K is 1.
-        replica_control: ranks that hold this stage, gloo; None if R is 1.
+        replica_control: ranks of this position, gloo; None if R is 1.
+        links: `(stage, direction)` to the group of the ranks that hold `stage` and `stage + 1`, direction "forward" or
+            "backward"; none for two stages of one rank.
+        last_position: of the rank that holds the last stage.
     """
 
-    num_stages: int
+    pipeline_size: int
     num_replicas: int
-    stage: int
+    position: int
     replica: int
     pipeline_ranks: tuple[int, ...]
     replica_ranks: tuple[int, ...]
-    pair_groups: dict[tuple[int, str], Any]
     replica_group: Any
     pipeline_group: Any
     pipeline_control: Any
     replica_control: Any
+    links: Mapping[tuple[int, str], Any] = field(default_factory=dict)
+    last_position: int = 0
 
     @property
     def is_first(self) -> bool:
-        return self.stage == 0
+        """Whether this rank holds the first stage, and so reads the data."""
+        return self.position == 0
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
+        """Whether this rank holds the last stage, and so has the loss."""
+        return self.position == self.last_position
 
     @property
     def replicas(self) -> str:
-        """This stage's replicas in words, for error texts."""
+        """Who holds the same stages as this rank in words, for error texts."""
         ranks = ", ".join(f"rank {rank}" for rank in self.replica_ranks)
-        return f"the replicas of stage {self.stage} ({ranks})"
+        return f"the replicas of position {self.position} in the pipeline ({ranks})"
 
     @property
     def last_rank(self) -> int:
         """Global rank of this pipeline's last stage."""
-        return self.pipeline_ranks[-1]
+        return self.pipeline_ranks[self.last_position]
 
 
 class Topology:
@@ -99,7 +105,8 @@ class Topology:
             self.control = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
             # Transfers between any two ranks go over the world's communicator, which only all ranks together make.
             self._warm_up(None, "all ranks")
-        self._groups: dict[int, PipelineGroups] = {}
+        self._places: dict[int, PipelineGroups] = {}
+        self._groups: dict[Placement, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
@@ -120,19 +127,19 @@ class Topology:
         """The world's and those made here that this rank is in, each once."""
         found = [dist.group.WORLD, self.control] if self.is_distributed else []
         for groups in self._groups.values():
-            found += [*groups.pair_groups.values(), groups.replica_group, groups.pipeline_group]
+            found += [*groups.links.values(), groups.replica_group, groups.pipeline_group]
             found += [groups.pipeline_control, groups.replica_control]
         for pair in self._shared_groups.values():
             found += pair
         return list({id(group): group for group in found if group is not None}.values())
 
-    def check_num_stages(self, num_stages: int) -> None:
+    def check_pipeline_size(self, pipeline_size: int) -> None:
         """Refuse a pipeline length that leaves ranks idle or spans nodes.
 
         Raises:
             ValueError: K does not divide the devices of a node.
         """
-        if num_stages < 1 or self.local_world_size % num_stages or self.world_size % num_stages:
+        if pipeline_size < 1 or self.local_world_size % pipeline_size or self.world_size % pipeline_size:
             valid = [k for k in range(1, self.local_world_size + 1) if self.local_world_size % k == 0]
             scattered = ""
             if self._are_scattered:
@@ -141,28 +148,34 @@ class Topology:
                     "--map-by slot, srun --distribution=block). "
                 )
             raise ValueError(
-                f"pipeline_parallel_size={num_stages} does not divide the {self.local_world_size} processes of this "
-                f"node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "
+                f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of "
+                f"this node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "
                 f"{scattered}Choose one of {valid}, or start another number of processes: "
                 "`accelerate launch --multi_gpu --num_processes N script.py` "
                 "(on CPU add `--use_cpu true` after the script's name)."
             )
 
-    def groups(self, num_stages: int) -> PipelineGroups:
-        """The groups for pipelines of `num_stages`, made on first use; a collective call then."""
-        if num_stages not in self._groups:
-            self._groups[num_stages] = self._make_groups(num_stages)
-        return self._groups[num_stages]
+    def groups(self, placement: Placement) -> PipelineGroups:
+        """The groups for pipelines of K ranks with V stages each, made on first use; a collective call then."""
+        if placement not in self._groups:
+            size = placement.pipeline_size
+            if size not in self._places:
+                self._places[size] = self._make_place(size)
+            last_position = placement.rank_of(placement.num_stages - 1)
+            links = self._make_links(placement)
+            self._groups[placement] = replace(self._places[size], links=links, last_position=last_position)
+            self.barrier()
+        return self._groups[placement]
 
-    def shared_groups(self, num_stages: int, stages: tuple[int, ...]) -> tuple[Any, Any]:
-        """Groups of the ranks that hold any of `stages`: over all replicas, and in this rank's pipeline.
+    def shared_groups(self, pipeline_size: int, positions: tuple[int, ...]) -> tuple[Any, Any]:
+        """Groups of the ranks at some positions: over all replicas, and in this rank's pipeline.
 
         A collective call of all ranks on first use; None for a group that this rank is not in.
         """
-        key = (num_stages, stages)
+        key = (pipeline_size, positions)
         if key not in self._shared_groups:
-            pipelines = range(0, self.world_size, num_stages)
-            members = [[first + stage for stage in stages] for first in pipelines]
+            pipelines = range(0, self.world_size, pipeline_size)
+            members = [[first + position for position in positions] for first in pipelines]
             over_replicas = self._own_group([sorted(rank for part in members for rank in part)])
             own = self._own_group(members)
             for group in (over_replicas, own):
@@ -252,50 +265,57 @@ class Topology:
             transfer = sending if self.rank == sender else receiving
             complete([transfer(message, 1 - self.rank, None)], self.timeout, what)
 
-    def _make_groups(self, num_stages: int) -> PipelineGroups:
-        self.check_num_stages(num_stages)
-        replica, stage = divmod(self.rank, num_stages)
-        pipelines = [range(first, first + num_stages) for first in range(0, self.world_size, num_stages)]
-        holders = [range(s, self.world_size, num_stages) for s in range(num_stages)]
-        pipeline_group = pipeline_control = None
-        if num_stages > 1:
+    def _make_place(self, pipeline_size: int) -> PipelineGroups:
+        """The groups for one K without its links."""
+        self.check_pipeline_size(pipeline_size)
+        replica, position = divmod(self.rank, pipeline_size)
+        pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
+        holders = [range(first, self.world_size, pipeline_size) for first in range(pipeline_size)]
+        pipeline_group = pipeline_control = replica_group = replica_control = None
+        if pipeline_size > 1:
             pipeline_group, pipeline_control = self._own_group(pipelines), self._own_group(pipelines, "gloo")
-            self._warm_up(pipeline_group, f"the stages of pipeline {replica}")
-        pairs: dict[tuple[int, str], Any] = {}
-        for parity, direction in LINK_ORDER:
-            stages = range(parity, num_stages - 1, 2)
-            group = self._own_group([ranks[s : s + 2] for ranks in pipelines for s in stages])
-            if group is not None:
-                lower = stage if stage % 2 == parity else stage - 1
-                pairs[lower, direction] = group
-                self._rehearse(group, pipelines[replica][lower : lower + 2], direction)
-        replica_group = replica_control = None
+            self._warm_up(pipeline_group, f"the ranks of pipeline {replica}")
         if len(pipelines) > 1:
             replica_group, replica_control = self._own_group(holders), self._own_group(holders, "gloo")
-            self._warm_up(replica_group, f"the replicas of stage {stage}")
-        groups = PipelineGroups(
-            num_stages=num_stages,
+            self._warm_up(replica_group, f"the replicas of position {position}")
+        return PipelineGroups(
+            pipeline_size=pipeline_size,
             num_replicas=len(pipelines),
-            stage=stage,
+            position=position,
             replica=replica,
             pipeline_ranks=tuple(pipelines[replica]),
-            replica_ranks=tuple(holders[stage]),
-            pair_groups=pairs,
+            replica_ranks=tuple(holders[position]),
             replica_group=replica_group,
             pipeline_group=pipeline_group,
             pipeline_control=pipeline_control,
             replica_control=replica_control,
         )
-        self.barrier()
-        return groups
 
-    def _rehearse(self, group: Any, ranks: Sequence[int], direction: str) -> None:
-        """One transfer over a link, from end to end: connecting two ranks may block both hosts, and does it here.
+    def _make_links(self, placement: Placement) -> dict[tuple[int, str], Any]:
+        """This rank's links, made and rehearsed in one order on every rank.
 
-        The links are rehearsed in `LINK_ORDER` on every rank; no rank has two links of one entry, so none waits for a
-        rank that waits.
+        No rank has two links of one round, so none waits for a rank that waits.
         """
-        source, destination = ranks if direction == "forward" else reversed(ranks)
+        links: dict[tuple[int, str], Any] = {}
+        firsts = range(0, self.world_size, placement.pipeline_size)
+        for boundaries in placement.rounds():
+            pairs = [
+                (lower, first + placement.rank_of(lower), first + placement.rank_of(lower + 1))
+                for first in firsts
+                for lower in boundaries
+            ]
+            own = next((pair for pair in pairs if self.rank in pair[1:]), None)
+            for direction in ("forward", "backward"):
+                group = self._own_group([sorted(pair[1:]) for pair in pairs])
+                if own is not None:
+                    lower, below, above = own
+                    links[lower, direction] = group
+                    source, destination = (below, above) if direction == "forward" else (above, below)
+                    self._rehearse(group, source, destination)
+        return links
+
+    def _rehearse(self, group: Any, source: int, destination: int) -> None:
+        """One transfer over a link, from end to end: connecting two ranks may block both hosts, and does it here."""
         what = f"rehearsing the link from rank {source} to rank {destination}"
         self._warm_up(group, f"ranks {source} and {destination}")
         token = torch.zeros(1, device=self._device)
@@ -350,10 +370,6 @@ class Topology:
         self.largest(most)
         for _ in range(int(most) - num_groups):
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
-
-
-LINK_ORDER = ((0, "forward"), (0, "backward"), (1, "forward"), (1, "backward"))
-"""In which order links are made and rehearsed: those above even stages, then those above odd ones."""
 
 
 def host_name() -> str:

@@ -55,12 +55,12 @@ def calibrate(
 
 def _other(layout: Layout, report: Report) -> float:
     """Seconds of a step that no part explains. With one stage, all that the pipeline does is compute."""
-    inside = report["forward"] + report["backward"] if layout.num_stages == 1 else report["pipeline"]
+    inside = report["forward"] + report["backward"] if layout.pipeline_size == 1 else report["pipeline"]
     return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
 
 
 def _units(layout: Layout, rank: int) -> range:
-    return layout.units_of(rank % layout.num_stages)
+    return layout.units_of(rank % layout.pipeline_size)
 
 
 def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:

@@ -66,7 +66,7 @@ def choose_by_throughput(candidates: Sequence[Candidate]) -> Candidate:
         raise ValueError("There is no layout to choose from: expected at least one candidate.")
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return max(candidates, key=lambda candidate: candidate.layout.num_stages)
+        return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)
     limit = (1 + TIE) * min(candidate.predicted_seconds for candidate in fitting)
     equals = [candidate for candidate in fitting if candidate.predicted_seconds <= limit]
-    return min(equals, key=lambda candidate: (candidate.layout.num_stages, candidate.predicted_seconds))
+    return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.predicted_seconds))

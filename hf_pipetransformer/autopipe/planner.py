@@ -193,15 +193,15 @@ def plan_transition(
     """
 
     def predict(layout: Layout) -> Prediction:
-        return predict_step(layout, costs, overheads, samples_per_device * layout.num_stages, accumulation)
+        return predict_step(layout, costs, overheads, samples_per_device * layout.pipeline_size, accumulation)
 
     if not rules.elastic:
         layout = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
         prediction = predict(layout)
-        return Plan(layout, prediction, {layout.num_stages: prediction.seconds})
+        return Plan(layout, prediction, {layout.pipeline_size: prediction.seconds})
 
     def judge(layout: Layout) -> Candidate:
-        needed = max(stage_bytes(layout, costs, samples_per_device * layout.num_stages))
+        needed = max(stage_bytes(layout, costs, samples_per_device * layout.pipeline_size))
         return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     loads = unit_loads(costs, num_frozen_layers, cache_level)
@@ -224,7 +224,7 @@ def plan_transition(
             candidate = candidate if _is_worth_moving(unmoved, candidate) else unmoved
         candidates.append(candidate)
     chosen = _choose(candidates, costs, rules).layout
-    alternatives = {candidate.layout.num_stages: candidate.predicted_seconds for candidate in candidates}
+    alternatives = {candidate.layout.pipeline_size: candidate.predicted_seconds for candidate in candidates}
     return Plan(chosen, predict(chosen), alternatives)
 
 
@@ -247,7 +247,7 @@ def _choose(candidates: Sequence[Candidate], costs: UnitCosts, rules: PlanRules)
     """The candidate that `rules.compression` prefers."""
     if rules.compression == "throughput":
         return choose_by_throughput(candidates)
-    by_length = {candidate.layout.num_stages: candidate for candidate in candidates}
+    by_length = {candidate.layout.pipeline_size: candidate for candidate in candidates}
 
     def size(num_stages: int) -> float:
         layout = by_length[num_stages].layout

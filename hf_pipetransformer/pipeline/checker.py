@@ -148,27 +148,27 @@ def check_on_nccl(
 
 
 def check_first_uses(rows: Sequence[Sequence[LinkKey]]) -> None:
-    """Prove that stages that use their links for the first time, each in the order of its row, get through, or raise.
+    """Prove that ranks that use their links for the first time, each in the order of its row, get through, or raise.
 
     Args:
-        rows: per stage, the links that it uses; each use blocks the stage until the neighbour is at it, too.
+        rows: per rank, the links that it uses; each use blocks the rank until that at the other end is at it, too.
 
     Raises:
         ScheduleError: who waits for whom.
     """
     position = [0] * len(rows)
 
-    def current(stage: int) -> LinkKey | None:
-        return rows[stage][position[stage]] if position[stage] < len(rows[stage]) else None
-
-    while any(current(stage) is not None for stage in range(len(rows))):
-        met = [s for s in range(len(rows) - 1) if current(s) is not None and current(s) == current(s + 1)]
+    while True:
+        at = {rank: row[position[rank]] for rank, row in enumerate(rows) if position[rank] < len(row)}
+        if not at:
+            return
+        keys = list(at.values())
+        met = [rank for rank, key in at.items() if keys.count(key) == 2]
         if not met:
-            waiting = [f"stage {s} at {current(s)}" for s in range(len(rows)) if current(s) is not None]
+            waiting = [f"rank {rank} at {key}" for rank, key in at.items()]
             raise ScheduleError(f"Deadlock in the first use of links: {', '.join(waiting)}.")
-        for lower in met:
-            position[lower] += 1
-            position[lower + 1] += 1
+        for rank in met:
+            position[rank] += 1
 
 
 class _OnStreams:

@@ -127,7 +127,7 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
     if path is None or not os.path.isfile(path):
         return {}
     known = {}
-    world_size = layout.num_stages * layout.num_replicas
+    world_size = layout.pipeline_size * layout.num_replicas
     try:
         for event in read_events(path):
             if event["event"] == "profile" and event["what"] == "microbatches":

@@ -91,5 +91,5 @@ def evaluating(pipeline: Pipeline) -> Iterator[None]:
             yield
     finally:
         # In training a callback that has the whole model may evaluate: the stage stays where it is.
-        if stage.groups.num_stages > 1 and stage.reducer is None:
+        if stage.groups.pipeline_size > 1 and stage.reducer is None:
             stage.store.move(stage.own_names(), torch.device("cpu"))

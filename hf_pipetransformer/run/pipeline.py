@@ -60,12 +60,12 @@ class Pipeline:
         self.stage = stage
         start_up = self.start_up
         self.runner = StageRunner(stage, start_up.probe.activation, start_up.loss_rule.rule, self.shifts_labels)
-        self.shell.runner = self.runner if stage.layout.num_stages > 1 else None
+        self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 
     @property
     def is_in_parts(self) -> bool:
         """Whether the model's forward is that of one of several stages now."""
-        return self.layout.num_stages > 1 and self.stage.view.is_installed
+        return self.layout.pipeline_size > 1 and self.stage.view.is_installed
 
     @property
     def is_inside_step(self) -> bool:

@@ -20,7 +20,7 @@ def read_plan(path: str | None, structure: Structure, topology: Topology) -> dic
     layouts = read_layouts(path)
     check_agreement(topology, "layout plans", {f"step {s}": str(layouts[s].as_event()) for s in layouts})
     for step, layout in layouts.items():
-        found = (layout.num_layers, layout.num_stages * layout.num_replicas)
+        found = (layout.num_layers, layout.pipeline_size * layout.num_replicas)
         expected = (structure.num_layers, topology.world_size)
         on_cuts = set(layout.boundaries) <= set(structure.cut_positions())
         if found != expected or not on_cuts:

@@ -49,8 +49,8 @@ class Run:
         self.trainer = trainer
         self.topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
         self.topology.limit_waits(rest_seconds)  # An earlier trainer may have failed within a step.
-        if args.num_stages is not None:
-            self.topology.check_num_stages(args.num_stages)
+        if args.pipeline_size is not None:
+            self.topology.check_pipeline_size(args.pipeline_size)
         check_agreement(self.topology, "training arguments", _shared(args))
         self.journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
         # Any step may compile: a batch of another shape is enough.
@@ -66,7 +66,7 @@ class Run:
     def start(self, found: Found, layout: Layout) -> Pipeline:
         """The pipeline starts; from now on, callbacks that take the model find it whole."""
         self.in_force = pipeline = self.starter.start(found, layout)
-        if layout.num_stages > 1:
+        if layout.pipeline_size > 1:
             self.trainer.callback_handler = WholeModelCallbacks(self.trainer.callback_handler, pipeline)
             self.trainer.callback_handler.check(self.topology)
         return pipeline

@@ -27,6 +27,6 @@ class Seeds:
     def part(self, stage: Stage) -> None:
         """From now on this rank draws what no other does."""
         if self.topology.world_size > 1:
-            place = stage.groups.replica * stage.groups.num_stages + stage.groups.stage
+            place = stage.groups.replica * stage.groups.pipeline_size + stage.groups.position
             times = self.num_starts + 1_009 * self.num_transitions
             torch.manual_seed(self.seed + 1_000_003 * (1 + place) + 7_919 * times)

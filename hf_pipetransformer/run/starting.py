@@ -123,7 +123,7 @@ def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimi
     """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
     is_alone = args.world_size == 1
     is_undivided = is_alone and args.num_microbatches in (None, 1)
-    check_model(model, 1 if is_alone else args.num_stages, is_undivided, (users_optimizer, None))
+    check_model(model, 1 if is_alone else args.pipeline_size, is_undivided, (users_optimizer, None))
 
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Keeping on a rank only what its stage owns."""
+"""Keeping on a rank only what its stages own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ def frozen_names(structure: Structure, layout: Layout) -> frozenset[str]:
     """Parameters that a layout freezes: all that any unit of the frozen prefix uses, wherever else they are used."""
     units = structure.units_of_parameter
     return frozenset(name for name, users in units.items() if users[0] < layout.first_active_unit)
-
-
-def stages_of_parameters(structure: Structure, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Name of each parameter to the stages that use it, first user first."""
-    stages: dict[str, tuple[int, ...]] = {}
-    for name, units in structure.units_of_parameter.items():
-        stages[name] = tuple(dict.fromkeys(layout.stage_of(unit) for unit in units))
-    return stages
 
 
 class ParameterStore:

@@ -51,20 +51,20 @@ class StageView:
         self.received: torch.Tensor | None = None
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._units = range(0)
-        self._installed = range(0)
+        self._installed: tuple[range, ...] = ()
 
     @property
     def is_installed(self) -> bool:
         """Whether the model runs a part of its units only."""
         return bool(self._installed)
 
-    def install(self, units: range) -> None:
-        """Let the model run `units` only. Replaces an earlier view."""
-        self.narrow(units)
-        self._installed = units
+    def install(self, *parts: range) -> None:
+        """Let the model run the units of these stages only, one stage at a time. Replaces an earlier view."""
+        self.narrow(parts[0])
+        self._installed = parts
 
     def narrow(self, units: range) -> None:
-        """Run a part of the installed units until `widen`: the samples of a batch may enter at different places."""
+        """Run one stage, or a part of it, until `widen`: the samples of a batch may enter at different places."""
         if units == self._units:
             return
         self._restore()
@@ -79,14 +79,14 @@ class StageView:
                 self._override(layer, forward)
 
     def widen(self) -> None:
-        """Run all installed units again."""
+        """Run the whole first stage again."""
         if self._installed:
-            self.narrow(self._installed)
+            self.narrow(self._installed[0])
 
     def remove(self) -> None:
         """Give the model its own forward back."""
         self._restore()
-        self._installed = range(0)
+        self._installed = ()
 
     def _restore(self) -> None:
         for module, own in self._overridden:

@@ -114,7 +114,7 @@ def _measure_units(
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Samples of the largest micro-batch that the first layout has; with K to be chosen, that of the shortest."""
-    num_stages = args.num_stages or 1
+    num_stages = args.pipeline_size or 1
     samples = args.per_device_train_batch_size * num_stages
     return -(-samples // (args.num_microbatches or choose_num_microbatches(num_stages, samples)))
 

@@ -89,7 +89,7 @@ class RunPlanner:
         return Layout.from_event(chosen)
 
     def _choose(self, samples_per_device: int, num_frozen: int) -> Layout:
-        num_stages = self.args.num_stages
+        num_stages = self.args.pipeline_size
         if num_stages is None:
             most = len(self.probe.structure.cut_positions()) - 1
             local = self.topology.local_world_size
@@ -100,7 +100,7 @@ class RunPlanner:
 
             possible = [k for k in range(1, min(local, most) + 1) if local % k == 0]
             num_stages = choose_num_stages(possible, largest_bytes, self.device_bytes)
-        self.topology.check_num_stages(num_stages)
+        self.topology.check_pipeline_size(num_stages)
         return self._plan(num_stages, samples_per_device, num_frozen)
 
     def _plan(self, num_stages: int, samples_per_device: int, num_frozen: int) -> Layout:

@@ -83,7 +83,7 @@ def look_at(
             rule = _loss_rule(exact, args, topology)
             pads_alike, keeps_padding = topology.decide(lambda: _padding(exact, args, topology, probe))
         costs = measure_costs(subject, probe.structure, args, topology, read)
-    if args.num_stages != 1 and topology.world_size > 1:
+    if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
     return StartUp(
         probe=probe,

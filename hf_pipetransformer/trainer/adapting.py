@@ -17,6 +17,7 @@ from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
 from hf_pipetransformer.freeze.policies import Fixed, NoFreezing, make_clock
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
 from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.trainer.caching import CachingTrainer
@@ -83,9 +84,9 @@ class AdaptingTrainer(CachingTrainer):
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         # A cache for layers that are frozen from the start changes the cuts too.
         adapts = freezes or self._cache_planner is not None
-        may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.num_stages > 1)
+        may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.pipeline_size > 1)
         # A user's optimizer is put together again at the end.
-        may_move |= self.run.has_users_optimizer and layout.num_stages > 1
+        may_move |= self.run.has_users_optimizer and layout.pipeline_size > 1
         self._optimizer_state = OptimizerState(
             optimizer, self._stage.store.held(), self.topology, may_move, self._group_of
         )
@@ -98,9 +99,9 @@ class AdaptingTrainer(CachingTrainer):
         ]
         if args.elastic and adapts:
             # Every length that may follow gets its groups now: making them takes longer than a transition should.
-            for num_stages in range(1, layout.num_stages + 1):
-                if layout.num_stages % num_stages == 0:
-                    self.topology.groups(num_stages)
+            for size in range(1, layout.pipeline_size + 1):
+                if layout.pipeline_size % size == 0:
+                    self.topology.groups(Placement(size, layout.num_chunks if size > 1 else 1, layout.placement))
         if layout.cache_level:
             self._follow_with_cache(self._stage, loader)
 
@@ -126,7 +127,7 @@ class AdaptingTrainer(CachingTrainer):
     def _known_microbatches(self, layout: Layout) -> dict[int, int]:
         path = (
             self.events.path
-            if self.run.pipeline.start_up.plans.measures_microbatches and layout.num_stages > 1
+            if self.run.pipeline.start_up.plans.measures_microbatches and layout.pipeline_size > 1
             else None
         )
         known = read_known_microbatches(path, layout, self.args.per_device_train_batch_size)
@@ -189,7 +190,7 @@ class AdaptingTrainer(CachingTrainer):
         start, old = time.perf_counter(), self._stage.layout
         self._notice_changed_weights()
         self._watch = None  # It holds the weights that may leave this rank.
-        if self._train_loader is None and change.layout.num_stages != old.num_stages:
+        if self._train_loader is None and change.layout.pipeline_size != old.pipeline_size:
             raise ValueError(
                 "get_train_dataloader returned a loader that knows nothing of stages, so the layout cannot change. "
                 "Build it with self._get_dataloader, or set elastic=False."
@@ -237,6 +238,7 @@ class AdaptingTrainer(CachingTrainer):
         )
         frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
         announce(
-            f"Step {self.state.global_step}: {frozen}; {change.reason}. K={old.num_stages} x R={old.num_replicas} -> "
-            f"K={new.num_stages} x R={new.num_replicas}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s{gain}."
+            f"Step {self.state.global_step}: {frozen}; {change.reason}. "
+            f"K={old.pipeline_size} x R={old.num_replicas} -> K={new.pipeline_size} x R={new.num_replicas}, "
+            f"moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s{gain}."
         )

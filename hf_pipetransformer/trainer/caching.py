@@ -297,11 +297,11 @@ class CachingTrainer(EvaluatingTrainer):
         tensors = {**dict(stage.view.model.named_parameters()), **dict(stage.view.model.named_buffers())}
         units_of = {**structure.units_of_parameter, **structure.units_of_buffer}
         frozen = range(layout.entry_unit)
-        own = [unit for unit in layout.units_of(stage.groups.stage) if unit in frozen]
+        own = [unit for part in layout.units_of_rank(stage.groups.position) for unit in part if unit in frozen]
         missing = [unit for unit in own if unit not in self._unit_digests]
         found = unit_digests({name: t for name, t in tensors.items() if not t.is_meta}, units_of, missing)
         tree = {str(unit): digest for unit, digest in found.items()}
-        group, length = stage.groups.pipeline_control, stage.groups.num_stages
+        group, length = stage.groups.pipeline_control, stage.groups.pipeline_size
         for answer in all_gather_trees(tree, group, length):
             self._unit_digests.update({int(unit): digest for unit, digest in answer.items()})
         self._chain_keys = chain_keys(self._unit_digests, layout.cache_level, self._chain_context())
@@ -348,7 +348,7 @@ class CachingTrainer(EvaluatingTrainer):
             return
         changed = self._watch.has_changed(at_once)
         if stage.groups.pipeline_control is not None:
-            answers = all_gather_trees(int(changed), stage.groups.pipeline_control, stage.groups.num_stages)
+            answers = all_gather_trees(int(changed), stage.groups.pipeline_control, stage.groups.pipeline_size)
             changed = any(answers)
         if changed:
             logger.warning("Weights of frozen layers were changed from outside: their activations are computed anew.")

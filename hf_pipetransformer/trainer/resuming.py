@@ -193,7 +193,7 @@ class ResumingTrainer(SavingTrainer):
         assert self._resumption is not None
         before, now = self._resumption.state["arguments"], self._run_description["arguments"]
         return (
-            layout.num_stages * layout.num_replicas == self.topology.world_size
+            layout.pipeline_size * layout.num_replicas == self.topology.world_size
             and set(layout.boundaries) <= set(cut_positions)
             and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
         )
@@ -261,12 +261,12 @@ class ResumingTrainer(SavingTrainer):
             announce(f"Resumed from plain Trainer's {saved.folder} at step {saved.step}: {self._stage.layout}.")
 
     def _take_up_optimizer(self, saved: Resumption) -> None:
-        """What this stage trains may lie in the files of any stages of the run that was saved."""
+        """What this rank trains may lie in the files of any ranks of the run that was saved."""
         assert self._stage is not None and self._optimizer_state is not None
         own, store, trained = self._optimizer_state, self._stage.store, self._trained_here()
         states: dict[str, dict[str, Any]] = {}
-        for stage in range(saved.layout.num_stages):
-            name = checkpoint.optimizer_file(stage)
+        for position in range(saved.layout.pipeline_size):
+            name = checkpoint.optimizer_file(position)
             tensors, header = checkpoint.read_part(saved.folder, name, lambda key: key.rpartition("|")[0] in trained)
             strangers = [name for name in header["names"] if not store.is_active(name)]
             if strangers:
@@ -283,7 +283,7 @@ class ResumingTrainer(SavingTrainer):
         """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""
         assert self._stage is not None
         layout, there = self._stage.layout, saved.layout
-        if (layout.num_stages, layout.num_replicas) == (there.num_stages, there.num_replicas):
+        if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
             return checkpoint.read_part(saved.folder, checkpoint.random_file(self.topology.rank))
         first, values = checkpoint.read_part(saved.folder, checkpoint.random_file(0))
         # What all ranks draw alike: one process draws it from its only generator.

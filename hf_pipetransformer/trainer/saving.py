@@ -156,7 +156,7 @@ class SavingTrainer(AdaptingTrainer):
                 "groups": checkpoint.group_options(own.optimizer),
             }
             self._written |= checkpoint.write_part(
-                output_dir, checkpoint.optimizer_file(stage.groups.stage), tensors, header
+                output_dir, checkpoint.optimizer_file(stage.groups.position), tensors, header
             )
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -68,7 +68,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         stage = self._stage
         if stage is None or stage.reducer is None:
             return
-        if stage.layout.num_stages > 1:
+        if stage.layout.pipeline_size > 1:
             stage.reducer.remove()
         else:
             self._give_model_back(stage)
@@ -120,7 +120,7 @@ class PipeTransformerTrainer(ResumingTrainer):
         A parameter that stages share is stepped by its first user, the others get the value.
         """
         optimizer = host.torch_optimizer(self)
-        if stage.layout.num_stages > 1:
+        if stage.layout.pipeline_size > 1:
             now = {id(parameter): name for name, parameter in self.model.named_parameters()}
             self._group_of = keep_parameters(optimizer, {**self._name_of, **now}, self._trained_here())
         self._optimizer_hooks = [optimizer.register_step_post_hook(self._after_optimizer_step)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.autodp.topology import PipelineGroups, Topology, let_group_threads_finish
+from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.transfers import complete, post, receiving, sending
 from tests.doubles import nccl
 
@@ -61,7 +62,7 @@ def new_pair(is_warm: bool):
 
 def forgiven(rank: int, mistake: str, groups: PipelineGroups) -> None:
     """What ends on gloo."""
-    forward, backward = groups.pair_groups[0, "forward"], groups.pair_groups[0, "backward"]
+    forward, backward = groups.links[0, "forward"], groups.links[0, "backward"]
     if mistake == "none":
         exchange(rank, forward, backward)
     elif mistake == "unbatched":
@@ -104,7 +105,7 @@ def main(folder: Path, mistakes: list[str]) -> None:
     rank = dist.get_rank()
     for mistake in mistakes:
         recorder.restart(folder / mistake)
-        groups = Topology(SECONDS, 2).groups(2)
+        groups = Topology(SECONDS, 2).groups(Placement(2))
         forgiven(rank, mistake, groups)
         try:
             refused(mistake, groups)

@@ -130,7 +130,7 @@ class Observer(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         trainer = self.trainer
-        layout, stage = trainer.layout, trainer.run.pipeline.stage.groups.stage
+        layout, stage = trainer.layout, trainer.run.pipeline.stage.groups.position
         frozen = frozen_names(trainer.model, layout.num_frozen_layers)
         named = dict(trainer.model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
@@ -178,7 +178,7 @@ class Observer(TrainerCallback):
         """The bits of all that this rank trains."""
         trainer = self.trainer
         stage, model = trainer.run.pipeline.stage, trainer.model
-        units = set(stage.layout.units_of(stage.groups.stage))
+        units = set(stage.layout.units_of(stage.groups.position))
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
         users = stage.view.structure.units_of_buffer
@@ -246,7 +246,7 @@ def observe(base: type, observer: Observer) -> type:
             entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}
             super()._move_to(change)
             entry |= {"to": self.layout.as_event(), "after": observer.snapshot()}
-            entry["stage"] = self.run.pipeline.stage.groups.stage
+            entry["stage"] = self.run.pipeline.stage.groups.position
             observer.record.transitions.append(entry)
 
     return Observed
