@@ -14,7 +14,7 @@ _NOT_A_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 _REMEDY = "Set activation_cache_dir to a folder of your own, or activation_cache to off."
 
 
-class Folder:
+class PrivateFolder:
     """A folder of this user, mode 0700. What is done in it goes through its descriptor and follows no link.
 
     Attributes: `path`, for messages and for other processes.
@@ -28,7 +28,7 @@ class Folder:
         os.close(self._fd)
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str], create: bool = False) -> Folder:
+    def at(cls, path: str | os.PathLike[str], create: bool = False) -> PrivateFolder:
         """Open a folder by its path, or make it; the folders above are the caller's choice.
 
         Raises:
@@ -41,7 +41,7 @@ class Folder:
         return cls._opened(whole, os.fspath(whole), None, create)
 
     @classmethod
-    def _opened(cls, path: Path, name: str, dir_fd: int | None, create: bool) -> Folder:
+    def _opened(cls, path: Path, name: str, dir_fd: int | None, create: bool) -> PrivateFolder:
         # With descriptors a path that is changed by somebody else in between leads nowhere.
         if create:
             with suppress(FileExistsError):
@@ -59,7 +59,7 @@ class Folder:
         return folder
 
     @classmethod
-    def under(cls, base: str | os.PathLike[str], name: str, create: bool = False) -> Folder:
+    def under(cls, base: str | os.PathLike[str], name: str, create: bool = False) -> PrivateFolder:
         """The folder `name` in one that the user named for the cache, or that lies in the temporary folder.
 
         That one may belong to root and be open to all if it is sticky, as `/tmp` is: then what this user makes in it
@@ -76,7 +76,7 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def child(self, name: str, create: bool = False) -> Folder:
+    def child(self, name: str, create: bool = False) -> PrivateFolder:
         """A folder in this one, under the same rules as `at`."""
         return self._opened(self.path / name, name, self._fd, create)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hf_pipetransformer.autocache.files import Folder
+from hf_pipetransformer.autocache.files import PrivateFolder
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
@@ -41,7 +41,7 @@ _LOCK_SECONDS = 10.0
 class StoreFolder:
     """`<base>/_activation_cache/<key>`, held by this run until it is released or the process ends."""
 
-    def __init__(self, root: Folder, folder: Folder, lock: int) -> None:
+    def __init__(self, root: PrivateFolder, folder: PrivateFolder, lock: int) -> None:
         self.folder = folder
         self._root = root
         self._lock = lock
@@ -170,9 +170,9 @@ def default_base() -> Path:
     return Path(tempfile.gettempdir()) / f"hf_pipetransformer_{os.geteuid()}"
 
 
-def open_root(base: str | os.PathLike[str], create: bool = False) -> Folder:
-    """The folder of all stores under `base`; raises as `Folder.under`."""
-    return Folder.under(base, CACHE_FOLDER, create)
+def open_root(base: str | os.PathLike[str], create: bool = False) -> PrivateFolder:
+    """The folder of all stores under `base`; raises as `PrivateFolder.under`."""
+    return PrivateFolder.under(base, CACHE_FOLDER, create)
 
 
 def check_base(base: str | os.PathLike[str]) -> None:
@@ -186,7 +186,7 @@ def check_base(base: str | os.PathLike[str]) -> None:
         open_root(base)
 
 
-def find_stores(root: Folder, with_kept: bool = True) -> list[StoreFolder]:
+def find_stores(root: PrivateFolder, with_kept: bool = True) -> list[StoreFolder]:
     """The stores in a folder; those that no live run holds are held now by this process.
 
     Args:
@@ -213,7 +213,7 @@ def find_stores(root: Folder, with_kept: bool = True) -> list[StoreFolder]:
     return found
 
 
-def delete_leftovers(root: Folder) -> None:
+def delete_leftovers(root: PrivateFolder) -> None:
     """Delete the stores that dead runs left, unless they are meant to be kept; what fails is left for the next run."""
     with suppress(OSError):
         for store in find_stores(root, with_kept=False):
@@ -262,7 +262,7 @@ def _unescaped(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
-def _take(root: Folder, key: str) -> StoreFolder:
+def _take(root: PrivateFolder, key: str) -> StoreFolder:
     attempt = 1
     while True:
         name = key if attempt == 1 else f"{key}-{attempt}"
@@ -279,7 +279,7 @@ def _take(root: Folder, key: str) -> StoreFolder:
         attempt += 1
 
 
-def _try_lock(folder: Folder, is_new: bool = False) -> int | None:
+def _try_lock(folder: PrivateFolder, is_new: bool = False) -> int | None:
     """Lock a store's folder; the kernel frees the lock when the process ends, however it ends.
 
     Returns:
@@ -304,7 +304,7 @@ def _try_lock(folder: Folder, is_new: bool = False) -> int | None:
 
 
 @contextmanager
-def _locked(root: Folder) -> Iterator[None]:
+def _locked(root: PrivateFolder) -> Iterator[None]:
     """Hold the lock of all folders under one base: they are taken and deleted by one run at a time.
 
     Raises:

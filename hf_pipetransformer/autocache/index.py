@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
+from hf_pipetransformer.autocache.files import PrivateFolder
+from hf_pipetransformer.autocache.header import Header
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.table import Array, ArrowTable, Column, Columns, StoreDamagedError
 
 
 INDEX_FILE = "index.arrow"
 
-_COLUMN = "entry"
-_ID_BYTES = 8
-_HASH_BYTES = 8
+_WORD_BYTES = 8
+"""The last word of an entry is the id of the weights, the one before it the hash."""
 _NUM_TRIES = 10
 _MAX_BYTES = 1 << 28
 """Of one read; systems give 2 GB at most."""
@@ -21,26 +22,28 @@ _MAX_BYTES = 1 << 28
 
 def index_columns(row_format: RowFormat) -> Columns:
     """Of the index's table: the bytes of an entry."""
-    return {_COLUMN: Column(np.dtype(np.uint8), row_format.entry_dtype().itemsize)}
+    return {"entry": Column(np.dtype(np.uint8), row_format.entry_dtype().itemsize)}
 
 
 class Index:
     """Where each sample's row lies, the id of its weights, its side fields, and the hash of its tokens.
 
-    An entry is changed in three writes: id 0, all but the id, the id. A reader that comes in between finds a hash
-    that does not hold, and looks again. The hash covers the number of the sample and the id of the store, so that
-    no entry counts in another's place.
+    Before a row is written its id is set to 0, and then its entry in one piece, of which the id is the last word. A
+    reader that comes in between finds a hash that does not hold, and looks again. The hash covers the number of the
+    sample and the id of the store, so that no entry counts in another's place.
 
-    Args:
-        table: with `index_columns`.
-        row_format: of the store.
-        store_id: of the store.
+    Raises:
+        StoreDamagedError: the file is not the index of this store.
     """
 
-    def __init__(self, table: ArrowTable, row_format: RowFormat, store_id: str) -> None:
-        self.table = table
-        self.dtype = row_format.entry_dtype()
-        self._seed = xxhash.xxh3_64_intdigest(store_id.encode())
+    def __init__(self, folder: PrivateFolder, header: Header) -> None:
+        self.table = ArrowTable.open(folder, INDEX_FILE, index_columns(header.row_format), header.store_id)
+        if self.table.num_rows != header.num_samples:
+            raise StoreDamagedError(
+                f"{self.table.path} has {self.table.num_rows} samples: expected {header.num_samples}."
+            )
+        self.dtype = header.row_format.entry_dtype()
+        self._seed = xxhash.xxh3_64_intdigest(header.store_id.encode())
 
     def entries(self, samples: Array) -> Array:
         """`(n,)` entries of the samples, see `RowFormat.entry_dtype`; all zero where nothing is stored.
@@ -49,55 +52,51 @@ class Index:
             StoreDamagedError: the file has vanished or was cut, or an entry is not what was written.
         """
         self.table.check()
-        entries = self._taken(samples)
+        entries = self._read(samples)
         for _ in range(_NUM_TRIES):
-            unsound = (entries["weights_id"] != 0) & (self._hashes(entries, samples) != entries["hash"])
-            if not unsound.any():
+            stored = np.flatnonzero(entries["weights_id"])
+            unsound = stored[self._hashes(entries[stored], samples[stored]) != entries["hash"][stored]]
+            if not len(unsound):
                 entries[entries["weights_id"] == 0] = np.zeros((), self.dtype)
                 return entries
-            entries[unsound] = self._taken(samples[unsound])
+            entries[unsound] = self._read(samples[unsound])
         raise StoreDamagedError(
             f"The entry of sample {samples[unsound][0]} in {self.table.path} is not what was written: it has another "
             "hash. The disk or the memory is faulty, or something outside the run wrote to the file."
         )
 
-    def all_slots(self) -> tuple[Array, Array, Array]:
-        """Shard, start and capacity of each sample, unchecked: what is taken at most."""
-        entries = self._taken(np.arange(self.table.num_rows))
-        return entries["shard"], entries["start"], entries["capacity"]
-
     def clear(self, samples: Array) -> None:
         """From now on nothing is stored of these samples."""
+        nothing = np.zeros(_WORD_BYTES, np.uint8)
         for sample in samples.tolist():
-            self.table.write_at(_COLUMN, sample, b"\0" * _ID_BYTES)
+            self.table.write("entry", sample, nothing, self.dtype.itemsize - _WORD_BYTES)
 
     def put(self, samples: Array, entries: Array) -> None:
         """Set entries that were cleared; their hashes are set here."""
         entries["hash"] = self._hashes(entries, samples)
-        size, content = self.dtype.itemsize, entries.tobytes()
-        for sample, place in zip(samples.tolist(), range(0, len(content), size), strict=True):
-            own = content[place : place + size]
-            self.table.write_at(_COLUMN, sample, b"\0" * _ID_BYTES + own[_ID_BYTES:])
-            self.table.write_at(_COLUMN, sample, own[:_ID_BYTES])
+        for sample, entry in zip(samples.tolist(), entries[:, None].view(np.uint8), strict=True):
+            self.table.write("entry", sample, entry)
 
-    def _taken(self, samples: Array) -> Array:
-        """Entries as they lie in the file."""
+    def _read(self, samples: Array) -> Array:
         num_rows = self.table.num_rows
         assert not len(samples) or (samples.min() >= 0 and samples.max() < num_rows), samples
         if len(samples) * 8 < num_rows:
-            return np.frombuffer(self.table.read_rows(_COLUMN, samples.tolist()), self.dtype)
+            found = np.empty((len(samples), self.dtype.itemsize), np.uint8)
+            for sample, entry in zip(samples.tolist(), found, strict=True):
+                self.table.read("entry", sample, entry)
+            return found.view(self.dtype)[:, 0]
         whole = np.empty(num_rows, self.dtype)
         part = _MAX_BYTES // self.dtype.itemsize + 1
         for first in range(0, num_rows, part):
-            self.table.read(_COLUMN, first, whole[first : first + part])
+            self.table.read("entry", first, whole[first : first + part])
         return whole[samples]
 
     def _hashes(self, entries: Array, samples: Array) -> Array:
         """`(n,)` uint64, of all but the stored hashes."""
         size, content = self.dtype.itemsize, entries.tobytes()
-        places = zip(samples.tolist(), range(0, len(content), size), strict=True)
-        hashes = [
-            xxhash.xxh3_64_intdigest(content[place : place + size - _HASH_BYTES], (self._seed + sample) % 2**64)
-            for sample, place in places
-        ]
+        hashes = []
+        for sample, place in zip(samples.tolist(), range(0, len(content), size), strict=True):
+            entry = content[place : place + size]
+            hashed = entry[: -2 * _WORD_BYTES] + entry[-_WORD_BYTES:]
+            hashes.append(xxhash.xxh3_64_intdigest(hashed, (self._seed + sample) % 2**64))
         return np.array(hashes, np.uint64)

@@ -1,14 +1,13 @@
-"""What a stored row looks like: its columns on the disk, its values in torch, its hash."""
+"""What a stored row looks like: its columns on the disk, its values in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from hf_pipetransformer.autocache.table import Array, Column
 
@@ -58,34 +57,54 @@ class RowFormat:
             if dtype not in _STORED:
                 raise ValueError(f"Side field {name!r} has dtype {dtype}: expected one of {tuple(_STORED)}.")
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in a shard, side fields included."""
-        return sum(column.row_bytes for column in self.shard_columns().values())
-
     def shard_columns(self) -> dict[str, Column]:
         """Columns of a shard, whose rows are tokens."""
         columns = {"activation": Column(np.dtype(_STORED[self.dtype]), self.hidden_size)}
         for name, dtype in self.token_fields.items():
-            columns[field_column(name)] = Column(stored_token_dtype(dtype))
+            # Token ids, positions and masks fit in half of int64.
+            columns[field_column(name)] = Column(np.dtype(np.int32 if dtype == torch.int64 else _STORED[dtype]))
         return columns
 
     def entry_dtype(self) -> np.dtype[Any]:
         """An entry of the index.
 
-        `weights_id` says what weights the row was computed with, 0 if there is no row; its tokens are `length` of the
-        `capacity` ones from `start` on in a `shard`, and have the hash `tokens`. `hash` is that of all before it, of
-        the sample's number and of the store.
+        A row's tokens are `length` of the `capacity` ones from `start` on in a `shard`, and have the hash `tokens`.
+        `hash` is that of all but itself, of the sample's number and of the store. `weights_id` says what weights the
+        row was computed with, 0 if there is no row.
         """
-        parts: list[Any] = [("weights_id", "<i8"), ("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
+        parts: list[Any] = [("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
         parts += [("shard", "<i4"), ("length", "<i4"), ("capacity", "<i4")]
         parts += [
             (field_column(name), np.dtype(_STORED[dtype]), shape)
             for name, (dtype, shape) in self.sample_fields.items()
         ]
         # Whole words: the id never lies on two pages.
-        parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,)), ("hash", "<u8")]
+        parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,)), ("hash", "<u8"), ("weights_id", "<i8")]
         return np.dtype(parts)
+
+    def stored(
+        self, activation: torch.Tensor, fields: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """The stored form of rows: their columns in a shard, `(n, seq, ...)`, and in the index, `(n, *shape)`.
+
+        Raises:
+            ValueError: other fields, shapes or dtypes than this format's, or integers per token beyond int32.
+        """
+        num_rows, seq = activation.shape[:2]
+        shape = (num_rows, seq, self.hidden_size)
+        if activation.shape != shape or not activation.is_floating_point():
+            raise ValueError(
+                f"activation is {activation.dtype} {tuple(activation.shape)}: expected floats of {shape}."
+            )
+        expected = {name: (dtype, (num_rows, seq)) for name, dtype in self.token_fields.items()} | {
+            name: (dtype, (num_rows, *own)) for name, (dtype, own) in self.sample_fields.items()
+        }
+        found = {name: (values.dtype, tuple(values.shape)) for name, values in fields.items()}
+        if found != expected:
+            raise ValueError(f"Side fields are {found}: expected {expected}.")
+        tokens = {"activation": as_numpy(activation.to(self.dtype))}
+        tokens |= {field_column(name): _as_int32(name, fields[name]) for name in self.token_fields}
+        return tokens, {field_column(name): as_numpy(fields[name]) for name in self.sample_fields}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -138,35 +157,22 @@ def field_column(name: str) -> str:
     return f"field_{name}"
 
 
-def stored_token_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """How a token field is stored: token ids, positions and masks fit in half of int64."""
-    return np.dtype(np.int32 if dtype == torch.int64 else _STORED[dtype])
-
-
 def as_numpy(tensor: torch.Tensor) -> Array:
-    """The stored form of a CPU tensor, in the same memory."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.uint16).numpy()
-    if tensor.dtype == torch.bool:
-        return tensor.view(torch.uint8).numpy()
+    """The stored form of a tensor, in the same memory if it is contiguous and on the CPU."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype in (torch.bfloat16, torch.bool):
+        tensor = tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint8)
     return tensor.numpy()
 
 
 def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
     """The tensor of a stored form, in the same memory unless int32 stands for int64."""
-    tensor = torch.from_numpy(array)
-    if dtype in (torch.bfloat16, torch.bool):
-        return tensor.view(dtype)
-    return tensor.to(dtype)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.view(dtype) if dtype in (torch.bfloat16, torch.bool) else tensor.to(dtype)
 
 
-def stored_token_field(name: str, values: torch.Tensor) -> Array:
-    """`(n, seq)` values as they are stored.
-
-    Raises:
-        ValueError: an int64 value that does not fit in int32.
-    """
-    array = as_numpy(values.detach().cpu().contiguous())
+def _as_int32(name: str, values: torch.Tensor) -> Array:
+    array = as_numpy(values)
     if values.dtype != torch.int64:
         return array
     if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
@@ -180,11 +186,3 @@ def stored_token_field(name: str, values: torch.Tensor) -> Array:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def hash_of(parts: Iterable[Array]) -> int:
-    """64 bits of the bytes of a row's columns, C-contiguous, one behind the other: it knows their places."""
-    hasher = xxhash.xxh3_64()
-    for part in parts:
-        hasher.update(part.data)
-    return hasher.intdigest()

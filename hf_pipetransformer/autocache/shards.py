@@ -1,16 +1,17 @@
-"""The shard files: who opens them, and where a new row finds its place."""
+"""The shard files: who opens them, how a row lies in one, and where a new row finds its place."""
 
 from __future__ import annotations
 
 import errno
 import re
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
+import xxhash
 
-from hf_pipetransformer.autocache.files import Folder
-from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
+from hf_pipetransformer.autocache.files import PrivateFolder
+from hf_pipetransformer.autocache.header import Header
+from hf_pipetransformer.autocache.table import ROWS_TOGETHER, Array, ArrowTable, StoreDamagedError, table_bytes
 
 
 MIN_SHARD_BYTES = 256 * 1024
@@ -18,43 +19,74 @@ MAX_SHARD_BYTES = 256 * 1000 * 1000
 GROWTH = 36
 """A new shard is this part of what its writer has: little is reserved in vain, and the number of files stays small."""
 
-_WRITER_FACTOR = 1 << 16
+NUM_OPEN_SHARDS = 16
+"""The first of a writer's last shards that has room takes a row: what is left in older ones is too little."""
+
+WRITER_FACTOR = 1 << 16
+"""The number of a shard is that of its writer times this, plus which of the writer's shards it is."""
+
 _SHARD_NAME = re.compile(r"shard-(\d+)-(\d+)\.arrow")
-_NUM_OPEN_TAILS = 16
 
 
 def shard_name(shard: int) -> str:
-    """File of a shard; its number says which writer made it and as which of its shards."""
-    writer, index = divmod(shard, _WRITER_FACTOR)
+    """File of a shard."""
+    writer, index = divmod(shard, WRITER_FACTOR)
     return f"shard-{writer}-{index}.arrow"
 
 
-def list_shards(folder: Folder) -> dict[int, str]:
+def list_shards(folder: PrivateFolder) -> dict[int, str]:
     """The names of the whole shards in a folder, by number."""
     matches = [match for name in folder.names() if (match := _SHARD_NAME.fullmatch(name))]
-    return dict(sorted((int(match[1]) * _WRITER_FACTOR + int(match[2]), match[0]) for match in matches))
+    return dict(sorted((int(match[1]) * WRITER_FACTOR + int(match[2]), match[0]) for match in matches))
 
 
-def writer_of(shard: Any) -> Any:
-    """Number of the writer of a shard, or of each of several."""
-    return shard // _WRITER_FACTOR
+def hash_of(columns: Mapping[str, Array]) -> int:
+    """64 bits of the bytes of a row's columns, one behind the other: it knows their places."""
+    hasher = xxhash.xxh3_64()
+    for values in columns.values():
+        hasher.update(values.data)
+    return hasher.intdigest()
 
 
-class ShardMap(dict[int, ArrowTable]):
-    """The shards of a folder, by number, each opened when it is first asked for."""
+class Shards(dict[int, ArrowTable]):
+    """The shards of a folder, by number, each opened when it is first asked for. Their rows are tokens."""
 
-    def __init__(self, folder: Folder, row_format: RowFormat, store_id: str) -> None:
+    def __init__(self, folder: PrivateFolder, header: Header) -> None:
         super().__init__()
         self.folder = folder
-        self.store_id = store_id
-        self.row_format = row_format
-        self.columns = row_format.shard_columns()
+        self.store_id = header.store_id
+        self.columns = header.row_format.shard_columns()
+        self.token_bytes = sum(column.row_bytes for column in self.columns.values())
 
     def __missing__(self, shard: int) -> ArrowTable:
         if shard < 0:
             raise StoreDamagedError(f"{self.folder.path}: the index names shard number {shard}.")
         table = self[shard] = ArrowTable.open(self.folder, shard_name(shard), self.columns, self.store_id)
         return table
+
+    def create(self, shard: int, num_tokens: int) -> ArrowTable:
+        """Make a shard; raises as `ArrowTable.create`, or StoreDamagedError: there is one already."""
+        if shard_name(shard) in self.folder.names():
+            raise StoreDamagedError(
+                f"{self.folder.path / shard_name(shard)} exists already: two processes write to the store under the "
+                "same number."
+            )
+        table = self[shard] = ArrowTable.create(
+            self.folder, shard_name(shard), self.columns, num_tokens, self.store_id
+        )
+        return table
+
+    def read_row(self, shard: int, start: int, length: int, targets: Mapping[str, Array]) -> int:
+        """Copy tokens to the columns of `targets`, cut or filled up with zeros, and return the hash of all of them."""
+        read = {}
+        for name, target in targets.items():
+            whole = target[:length] if length <= len(target) else np.empty((length, *target.shape[1:]), target.dtype)
+            self[shard].read(name, start, whole)
+            target[length:] = 0
+            if length > len(target):
+                target[:] = whole[: len(target)]
+            read[name] = whole
+        return hash_of(read)
 
 
 class Arena:
@@ -66,86 +98,55 @@ class Arena:
         max_bytes: bound on the bytes of this writer's files.
         own_bytes: what it has already.
         used: of each of its shards, the tokens in use, counted from the start.
-        expected_tokens: what it will probably store in all, if that is known: then it gets few large shards.
+        expected_bytes: what it will probably store in all, if that is known: then it gets few large shards.
     """
 
     def __init__(
-        self,
-        shards: ShardMap,
-        writer: int,
-        max_bytes: int,
-        own_bytes: int,
-        used: dict[int, int],
-        expected_tokens: int = 0,
+        self, shards: Shards, writer: int, max_bytes: int, own_bytes: int, used: Mapping[int, int], expected_bytes: int
     ) -> None:
-        self.is_full = False
-        """Whether a row has been turned away."""
         self.reason = ""
+        """Why a row has been turned away; empty if none has."""
         self._shards = shards
         self._max_bytes = max_bytes
         self._own_bytes = own_bytes
-        self._next_shard = max(used, default=writer * _WRITER_FACTOR - 1) + 1
-        self._may_grow = True
-        self._expected_bytes = expected_tokens * shards.row_format.token_bytes
-        self._token_bytes = shards.row_format.token_bytes
-        self._overhead = table_bytes(shards.columns, 1) + 64 * len(shards.columns)
-        self._tails: dict[int, list[int]] = {}
-        for shard, tokens in used.items():
-            self._add_tail(shard, tokens)
+        self._expected_bytes = expected_bytes
+        self._used = dict(used)
+        self._next_shard = max(used, default=writer * WRITER_FACTOR - 1) + 1
+        self._is_disk_full = False
 
     def allocate(self, length: int) -> tuple[int, int] | None:
         """Shard and start of `length` free tokens; None if the bound or the disk leaves no room."""
-        for shard, tail in self._tails.items():
-            start, end = tail
-            if end - start >= length:
-                tail[0] += length
-                return shard, start
-        new = self._grow(length)
-        if new is None:
-            self.is_full = True
-            return None
-        self._tails[new][0] = length
-        return new, 0
+        for shard in list(self._used)[-NUM_OPEN_SHARDS:]:
+            start = self._used[shard]
+            if self._shards[shard].num_rows - start >= length:
+                break
+        else:
+            if not self._grow(length):
+                return None
+            shard, start = self._next_shard - 1, 0
+        self._used[shard] = start + length
+        return shard, start
 
-    def _grow(self, length: int) -> int | None:
-        room = self._max_bytes - self._own_bytes - self._overhead
+    def _grow(self, length: int) -> bool:
+        token_bytes = self._shards.token_bytes
+        room = self._max_bytes - self._own_bytes - table_bytes(self._shards.columns, 0)
         missing = self._expected_bytes - self._own_bytes
         wanted = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, max(missing, self._own_bytes // GROWTH)))
-        tokens = min(max(length, wanted // self._token_bytes // length * length), room // self._token_bytes)
-        if not self._may_grow or tokens < length:
+        # Whole rows, if all have this length.
+        tokens = max(length, (wanted // token_bytes - ROWS_TOGETHER) // length * length)
+        tokens = min(-(-tokens // ROWS_TOGETHER), room // token_bytes // ROWS_TOGETHER) * ROWS_TOGETHER
+        if self._is_disk_full or tokens < length:
             self.reason = self.reason or f"the bound of {self._max_bytes} bytes for this process is reached"
-            return None
-        shard = self._next_shard
-        folder, name = self._shards.folder, shard_name(shard)
-        if name in folder.names():
-            raise StoreDamagedError(
-                f"{folder.path / name} exists already: two processes write to the store under the same number."
-            )
+            return False
         try:
-            table = ArrowTable.create(folder, name, self._shards.columns, tokens, self._shards.store_id)
+            table = self._shards.create(self._next_shard, tokens)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # Not tried again: a disk that is full belongs to others too, and each try takes what little is left.
-            self._may_grow = False
-            self.reason = f"the disk of {folder.path} is full"
-            return None
+            self._is_disk_full = True
+            self.reason = f"the disk of {self._shards.folder.path} is full"
+            return False
         self._next_shard += 1
         self._own_bytes += table.num_bytes
-        self._shards[shard] = table
-        self._add_tail(shard, 0)
-        return shard
-
-    def _add_tail(self, shard: int, used: int) -> None:
-        self._tails[shard] = [used, self._shards[shard].num_rows]
-        if len(self._tails) > _NUM_OPEN_TAILS:
-            # The search stays short; what is left of a tail is less than a row of usual length.
-            del self._tails[min(self._tails, key=lambda other: self._tails[other][1] - self._tails[other][0])]
-
-
-def used_tokens(shard: Array, start: Array, capacity: Array, own: list[int]) -> dict[int, int]:
-    """Of each shard in `own`, the tokens up to the end of its last slot, from the columns of the index."""
-    taken: Any = capacity > 0
-    ends = start[taken] + capacity[taken]
-    owners = shard[taken]
-    return {number: int(np.max(ends[owners == number], initial=0)) for number in own}
+        return True

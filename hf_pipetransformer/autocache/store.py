@@ -11,55 +11,53 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.autocache.files import Folder
+from hf_pipetransformer.autocache.files import PrivateFolder
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
 from hf_pipetransformer.autocache.index import INDEX_FILE, Index, index_columns
-from hf_pipetransformer.autocache.reading import read_rows
-from hf_pipetransformer.autocache.rows import RowFormat, Rows
-from hf_pipetransformer.autocache.shards import Arena, ShardMap, list_shards, used_tokens, writer_of
+from hf_pipetransformer.autocache.rows import RowFormat, Rows, as_numpy, as_torch, field_column
+from hf_pipetransformer.autocache.shards import WRITER_FACTOR, Arena, Shards, hash_of, list_shards, shard_name
 from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
-from hf_pipetransformer.autocache.writing import write_rows
 from hf_pipetransformer.report.events import logger
+
+
+_NUM_TRIES = 3
+_PLACE = ["weights_id", "shard", "start", "length", "tokens"]
 
 
 class ActivationStore:
     """Rows of `length` tokens x `hidden_size` numbers and their side fields, by sample.
 
     Any process may read any row; one thread of one process writes under each number of a writer, and no two processes
-    write the same sample at the same time. A row has the id of the weights that it was computed with. It is
-    cleared before a row is written and set again when the row is whole, and a row counts only if its hashes hold: one
-    that was being written, by a process that lives or that was killed, reads as id 0.
+    write the same sample at the same time. A row has the id of the weights that it was computed with. It is cleared
+    before a row is written and set again when the row is whole, and a row counts only if its hashes hold: one that was
+    being written, by a process that lives or that was killed, reads as id 0.
 
     Made by `create` in one process, opened by `open` in the others.
     """
 
-    def __init__(self, folder: Folder, header: Header, writer: int) -> None:
+    def __init__(self, folder: PrivateFolder, header: Header, writer: int | None) -> None:
         self.folder = folder.path
         self.num_samples = header.num_samples
         self.row_format = header.row_format
         self._held = folder
-        table = ArrowTable.open(folder, INDEX_FILE, index_columns(header.row_format), header.store_id)
-        if table.num_rows != header.num_samples:
-            raise StoreDamagedError(f"{table.path} has {table.num_rows} samples: expected {header.num_samples}.")
         self._store_id = header.store_id
-        self._index = Index(table, header.row_format, header.store_id)
-        self._shards = ShardMap(folder, header.row_format, header.store_id)
-        self._arena = self._open_arena(header, writer)
+        self._index = Index(folder, header)
+        self._shards = Shards(folder, header)
+        self._arena = None if writer is None else self._open_arena(header, writer)
         self._has_warned = False
         self._is_dropped = False
 
     @classmethod
     def create(
         cls,
-        folder: str | os.PathLike[str] | Folder,
+        folder: str | os.PathLike[str] | PrivateFolder,
         num_samples: int,
         row_format: RowFormat,
         max_bytes: int,
         num_writers: int,
-        writer: int = 0,
         row_length: int = 0,
     ) -> ActivationStore:
-        """Make an empty store in `folder`; a store that was there is deleted.
+        """Make an empty store in `folder`, of which this process is writer 0; a store that was there is deleted.
 
         Args:
             folder: on a disk of this node, see `folder.StoreFolder`.
@@ -68,55 +66,58 @@ class ActivationStore:
             max_bytes: bound on the size of all files, split evenly over the writers; the index is in the share of
                 writer 0.
             num_writers: processes that write.
-            writer: number of this process among them.
             row_length: tokens of every row, 0 if they differ; known, the shards are few and large.
 
         Raises:
             ValueError: the index alone is larger than `max_bytes`.
             OSError: the disk has no room for the index, or cannot be written.
         """
-        assert num_samples > 0 and 0 <= writer < num_writers
-        held = folder if isinstance(folder, Folder) else Folder.at(folder, create=True)
-        index_bytes = table_bytes(index_columns(row_format), num_samples)
-        if index_bytes > max_bytes:
+        assert num_samples > 0 and num_writers > 0
+        held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder, create=True)
+        columns = index_columns(row_format)
+        if table_bytes(columns, num_samples) > max_bytes:
             raise ValueError(
                 f"The activation cache may take {max_bytes} bytes, and the index of {num_samples} samples alone takes "
-                f"{index_bytes}. Raise activation_cache_max_gb, or set activation_cache to off."
+                f"{table_bytes(columns, num_samples)}. Raise activation_cache_max_gb, or set activation_cache to off."
             )
         for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *list_shards(held).values()):
             held.unlink(old)
         header = Header(uuid.uuid4().hex, num_samples, max_bytes, num_writers, row_format, row_length)
-        ArrowTable.create(held, INDEX_FILE, index_columns(row_format), num_samples, header.store_id)
+        ArrowTable.create(held, INDEX_FILE, columns, num_samples, header.store_id)
         header.write(held)
-        return cls(held, header, writer)
+        return cls(held, header, 0)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str] | Folder, writer: int) -> ActivationStore:
-        """Open the store that another process made, or an earlier run.
+    def open(cls, folder: str | os.PathLike[str] | PrivateFolder, writer: int | None) -> ActivationStore:
+        """Open the store that another process made, or an earlier run, as one of its writers; None: to read only.
 
         Raises:
             StoreDamagedError: there is none, or a file of it was cut, changed or deleted.
             ValueError: the folder is a link, another user's, or others may write to it.
             OSError: it is missing.
         """
-        held = folder if isinstance(folder, Folder) else Folder.at(folder)
+        held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder)
         header = Header.read(held)
-        assert 0 <= writer < header.num_writers
+        assert writer is None or 0 <= writer < header.num_writers
         return cls(held, header, writer)
 
     def _open_arena(self, header: Header, writer: int) -> Arena:
-        own = [number for number in list_shards(self._held) if writer_of(number) == writer]
         for name in self._held.names():
             if name.startswith(f"shard-{writer}-") and name.endswith(".tmp"):
                 self._held.unlink(name)
-        shard, start, capacity = self._index.all_slots()
-        named = np.unique(shard[(capacity > 0) & (writer_of(shard) == writer)]).tolist()
-        used = used_tokens(shard, start, capacity, sorted({*own, *named}))
-        own_bytes = sum(self._shards[number].num_bytes for number in used)
+        entries = self._index.entries(np.arange(header.num_samples))
+        entries = entries[(entries["weights_id"] != 0) & (entries["shard"] // WRITER_FACTOR == writer)]
+        own = {number for number in list_shards(self._held) if number // WRITER_FACTOR == writer}
+        used = dict.fromkeys(sorted(own.union(entries["shard"].tolist())), 0)
+        ends = (entries["start"] + entries["capacity"]).tolist()
+        for shard, end in zip(entries["shard"].tolist(), ends, strict=True):
+            used[shard] = max(used[shard], end)
+        own_bytes = sum(self._shards[shard].num_bytes for shard in used)
         if writer == 0:
             own_bytes += self._index.table.num_bytes
-        expected = -(-header.num_samples // header.num_writers) * header.row_length
-        return Arena(self._shards, writer, header.max_bytes // header.num_writers, own_bytes, used, expected)
+        expected_tokens = -(-header.num_samples // header.num_writers) * header.row_length
+        max_bytes = header.max_bytes // header.num_writers
+        return Arena(self._shards, writer, max_bytes, own_bytes, used, expected_tokens * self._shards.token_bytes)
 
     @property
     def bytes_stored(self) -> int:
@@ -125,11 +126,6 @@ class ActivationStore:
         with suppress(OSError):
             total += sum(self._held.size(name) for name in list_shards(self._held).values())
         return total
-
-    @property
-    def is_full(self) -> bool:
-        """Whether this process has had to leave a row out, for the bound or for the disk."""
-        return self._arena.is_full
 
     @property
     def dropped(self) -> str | None:
@@ -171,24 +167,60 @@ class ActivationStore:
         """`(n,)` int64: the id of the weights of each sample's row, 0 where nothing is stored; raises as `entries`."""
         return self.entries(samples)["weights_id"]
 
-    def read(self, samples: Array, length: int, out: torch.Tensor | None = None) -> Rows:
+    def read(self, samples: Array, length: int) -> Rows:
         """Copy rows out.
 
         Args:
             samples: `(n,)` indices, in any order, also repeated.
             length: tokens of the result; longer rows are cut, shorter ones filled with zeros.
-            out: `(n, length, hidden)` of the stored dtype, contiguous, on the CPU: filled and returned as
-                `Rows.activation`.
 
         Raises:
             StoreDamagedError: a shard has vanished or was cut, or a row is not what was written.
         """
         samples = np.asarray(samples, np.int64)
-        shape = (len(samples), length, self.row_format.hidden_size)
-        if out is None:
-            out = torch.empty(shape, dtype=self.row_format.dtype)
-        assert out.shape == shape and out.dtype == self.row_format.dtype and out.is_contiguous(), out.shape
-        return read_rows(self.entries(samples), self._index, self._shards, samples, out)
+        activation = torch.empty(len(samples), length, self.row_format.hidden_size, dtype=self.row_format.dtype)
+        columns = {"activation": as_numpy(activation)}
+        for name in map(field_column, self.row_format.token_fields):
+            columns[name] = np.empty((len(samples), length), self._shards.columns[name].dtype)
+        entries = self.entries(samples)
+        places = entries[_PLACE].tolist()
+        for shard in {place[1] for place in places if place[0]}:
+            self._shards[shard].check()
+        for row, place in enumerate(places):
+            targets = {name: values[row] for name, values in columns.items()}
+            for _ in range(_NUM_TRIES):
+                if self._has_copied(place, targets):
+                    break
+                # It was overwritten while it was copied, or it is damaged.
+                entries[row : row + 1] = self.entries(samples[row : row + 1])
+                place = entries[_PLACE][row].item()
+            else:
+                raise StoreDamagedError(
+                    f"The row of sample {samples[row]} is not what was written: {place[3]} tokens from token "
+                    f"{place[2]} of {self.folder / shard_name(place[1])} have another hash. The disk or the memory is "
+                    "faulty, or something outside the run wrote to the file. Delete the folder to compute the rows "
+                    "anew."
+                )
+        fields = {
+            **{
+                name: as_torch(columns[field_column(name)], dtype)
+                for name, dtype in self.row_format.token_fields.items()
+            },
+            **{
+                name: as_torch(entries[field_column(name)], dtype)
+                for name, (dtype, _) in self.row_format.sample_fields.items()
+            },
+        }
+        return Rows(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
+
+    def _has_copied(self, place: tuple[int, ...], targets: Mapping[str, Array]) -> bool:
+        """Copy a row, zeros if it is not stored; whether it is what was written."""
+        weights_id, shard, start, length, tokens = place
+        if weights_id:
+            return self._shards.read_row(shard, start, length, targets) == tokens
+        for target in targets.values():
+            target[:] = 0
+        return True
 
     def write(
         self,
@@ -206,7 +238,7 @@ class ActivationStore:
 
         Args:
             samples: `(n,)` indices; of a repeated one the last row counts.
-            weights_id: id of what the rows were computed with, 1 or more.
+            weights_id: of what the rows were computed with, 1 or more.
             activation: `(n, seq, hidden)`, any floating dtype and device.
             lengths: `(n,)` tokens to store of each, at most `seq`.
             fields: each side field of the row format, `(n, seq)` or `(n, *shape)`.
@@ -216,31 +248,61 @@ class ActivationStore:
             How many rows were stored; 0 if the store was dropped.
 
         Raises:
-            ValueError: other fields, shapes or dtypes than the row format's, or integers per token beyond int32.
+            ValueError: other fields, shapes, lengths or dtypes than the row format's, or integers per token beyond
+                int32.
             StoreDamagedError: a file of the store has vanished or was cut.
         """
-        assert weights_id > 0, weights_id
+        assert weights_id > 0 and len(samples) == len(lengths) == len(input_digests) == len(activation)
+        if len(samples) and not 1 <= min(lengths) <= max(lengths) <= activation.shape[1]:
+            raise ValueError(f"lengths are {min(lengths)} to {max(lengths)}: expected 1 to {activation.shape[1]}.")
+        columns, sample_fields = self.row_format.stored(activation, fields)
         self._index.table.check()
         if self.dropped is not None:
             return 0
-        stored = write_rows(
-            self._index,
-            self._shards,
-            self._arena,
-            np.asarray(samples, np.int64),
-            weights_id,
-            activation,
-            np.asarray(lengths, np.int32),
-            fields,
-            np.asarray(input_digests, np.uint64),
-        )
-        if self._arena.is_full and not self._has_warned:
+        last_row = {sample: row for row, sample in enumerate(np.asarray(samples).tolist())}
+        targets = np.fromiter(last_row, np.int64, len(last_row))
+        rows = np.fromiter(last_row.values(), np.int64, len(last_row))
+        entries = self._index.entries(targets)
+        entries["length"] = np.asarray(lengths)[rows]
+        is_placed = np.array([self._place(entry) for entry in entries], bool)
+        targets, rows, entries = targets[is_placed], rows[is_placed], entries[is_placed]
+        places = entries[_PLACE].tolist()
+        values = [
+            {name: column[row, : place[3]] for name, column in columns.items()}
+            for row, place in zip(rows.tolist(), places, strict=True)
+        ]
+        entries["tokens"] = [hash_of(value) for value in values]
+        entries["weights_id"] = weights_id
+        entries["input_digest"] = np.asarray(input_digests)[rows]
+        for name, field in sample_fields.items():
+            entries[name] = field[rows]
+        for shard in {place[1] for place in places}:
+            self._shards[shard].check()
+
+        self._index.clear(targets)
+        for place, value in zip(places, values, strict=True):
+            for name, tokens in value.items():
+                self._shards[place[1]].write(name, place[2], tokens)
+        self._index.put(targets, entries)
+        return len(targets)
+
+    def _place(self, entry: np.void) -> bool:
+        """Find room for a row; it keeps its place as long as it fits there."""
+        assert self._arena is not None, "opened to read only"
+        length = int(entry["length"])
+        if entry["capacity"] >= length:
+            return True
+        slot = self._arena.allocate(length)
+        if slot is not None:
+            entry["shard"], entry["start"] = slot
+            entry["capacity"] = length
+        elif not self._has_warned:
             self._has_warned = True
             logger.warning(
                 f"The activation cache in {self.folder} takes no more rows: {self._arena.reason}. The rows that are "
                 "in it are used, the others are computed anew each time."
             )
-        return stored
+        return slot is not None
 
     def close(self) -> None:
         """Let go of the shards; the files stay."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,20 +13,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 
-from hf_pipetransformer.autocache.files import Folder
+from hf_pipetransformer.autocache.files import PrivateFolder
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_ID_KEY = b"activation_store"
-_SIZE_KEY = b"file_size"
-_SIZE_DIGITS = 20
-_PADDING_KEY = b"padding"
+ROWS_TOGETHER = 8
+"""Arrow fills each column up to a multiple of 8 bytes: so many rows of any width need no filling."""
+
 _ALIGNMENT = 64
 """The first column begins at a multiple of a cache line: copying out of it is then a fifth faster."""
 
-_MAX_BUFFERS = 512
-"""Of one write; systems take 1024."""
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Of an Arrow stream."""
 
 
 class StoreDamagedError(RuntimeError):
@@ -44,83 +43,49 @@ class Column:
     def row_bytes(self) -> int:
         return self.dtype.itemsize * self.width
 
-    @property
-    def arrow_type(self) -> Any:
-        single = pa.from_numpy_dtype(self.dtype)
-        return single if self.width == 1 else pa.list_(pa.field("item", single, nullable=False), self.width)
-
     def zeros(self, num_rows: int) -> Any:
         """An Arrow array of zeros; its memory is never touched, so it costs none."""
+        single = pa.from_numpy_dtype(self.dtype)
         buffer = pa.py_buffer(np.zeros(num_rows * self.width, self.dtype))
-        single = pa.Array.from_buffers(pa.from_numpy_dtype(self.dtype), num_rows * self.width, [None, buffer])
+        array = pa.Array.from_buffers(single, num_rows * self.width, [None, buffer])
         if self.width == 1:
-            return single
-        return pa.Array.from_buffers(self.arrow_type, num_rows, [None], children=[single])
+            return array
+        rows = pa.list_(pa.field("item", single, nullable=False), self.width)
+        return pa.Array.from_buffers(rows, num_rows, [None], children=[array])
 
 
 Columns = Mapping[str, Column]
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where everything lies in the file of a table: it follows from the columns and the number of rows alone.
-
-    Attributes:
-        head: all bytes before the first column.
-        places: where in the file the numbers of each column begin.
-        end: all bytes behind the last column.
-        num_bytes: size of the file.
-    """
-
-    head: bytes
-    places: dict[str, int]
-    end: bytes
-    num_bytes: int
-
-    @classmethod
-    def of(cls, columns: Columns, num_rows: int, store_id: str) -> _Layout:
-        head_size = _head_size(tuple(columns.items()))
-        places, end = {}, head_size + -head_size % _ALIGNMENT
-        for name, column in columns.items():
-            places[name] = end
-            end += _column_bytes(column, num_rows)
-        num_bytes = end + len(_END)
-        # Arrow aligns to 8 bytes, so that the head grows by exactly what is added.
-        head = _head(columns, num_rows, store_id, num_bytes, -head_size % _ALIGNMENT)
-        return cls(head, places, _END, num_bytes)
-
-
-_END = b"\xff\xff\xff\xff\0\0\0\0"
-"""Of an Arrow stream."""
-
-
 def table_bytes(columns: Columns, num_rows: int) -> int:
     """Size of the file of a table with these columns."""
-    return _Layout.of(columns, num_rows, "0" * 32).num_bytes
+    return _head_bytes(columns) + num_rows * _row_bytes(columns) + len(_END)
 
 
 class ArrowTable:
-    """An Arrow IPC stream with one record batch, written and read in place by all processes of a node.
+    """An Arrow stream of one record batch, its columns read and written in place.
 
-    `datasets.Dataset.from_file` reads the same file. It is read through its descriptor and not through a memory map:
-    as fast, and a file that is cut while it is read gives an error and not the end of the process. Attributes: `path`,
-    `num_rows`, `num_bytes` (of the file) and `columns`.
+    It is read with `pread` and not through a memory map: as fast, and a file that is cut while it is read gives an
+    error and not the end of the process. Attributes: `path`, `num_rows`, `num_bytes` (of the file).
     """
 
-    def __init__(self, path: Path, descriptor: int, columns: Columns, num_rows: int, layout: _Layout) -> None:
+    def __init__(self, path: Path, descriptor: int, columns: Columns, num_rows: int) -> None:
         self._fd = descriptor
         self.path = path
         self.num_rows = num_rows
-        self.num_bytes = layout.num_bytes
-        self.columns = columns
-        self._places = layout.places
+        self.num_bytes = table_bytes(columns, num_rows)
         self._row_bytes = {name: column.row_bytes for name, column in columns.items()}
+        self._places: dict[str, int] = {}
+        place = _head_bytes(columns)
+        for name, row_bytes in self._row_bytes.items():
+            self._places[name] = place
+            place += num_rows * row_bytes
 
     def __del__(self) -> None:
         os.close(self._fd)
 
     @classmethod
-    def create(cls, folder: Folder, name: str, columns: Columns, num_rows: int, store_id: str) -> ArrowTable:
+    def create(cls, folder: PrivateFolder, name: str, columns: Columns, num_rows: int, store_id: str) -> ArrowTable:
         """Make the file, all zeros, with its space on the disk reserved, and open it.
 
         It gets its name when it is whole: no process ever sees a part of it.
@@ -128,15 +93,18 @@ class ArrowTable:
         Raises:
             OSError: the disk is full (nothing is left behind), or the folder cannot be written.
         """
-        layout = _Layout.of(columns, num_rows, store_id)
+        assert all(num_rows * column.row_bytes % ROWS_TOGETHER == 0 for column in columns.values()), num_rows
         unfinished = name + ".tmp"
         try:
             descriptor = folder.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            table = cls(folder.path / name, descriptor, columns, num_rows, layout)
+            table = cls(folder.path / name, descriptor, columns, num_rows)
             # Without a reservation a full disk would show only when a row is written.
-            os.posix_fallocate(descriptor, 0, layout.num_bytes)
-            os.pwrite(descriptor, layout.head, 0)
-            os.pwrite(descriptor, layout.end, layout.num_bytes - len(layout.end))
+            os.posix_fallocate(descriptor, 0, table.num_bytes)
+            num_blanks = _head_bytes(columns) - _bare_head_bytes(tuple(columns.items()))
+            head = _head(columns, num_rows, store_id, num_blanks)
+            assert len(head) == _head_bytes(columns), len(head)
+            os.pwrite(descriptor, head, 0)
+            os.pwrite(descriptor, _END, table.num_bytes - len(_END))
             folder.rename(unfinished, name)
         except BaseException:
             folder.unlink(unfinished)
@@ -144,11 +112,11 @@ class ArrowTable:
         return table
 
     @classmethod
-    def open(cls, folder: Folder, name: str, columns: Columns, store_id: str) -> ArrowTable:
+    def open(cls, folder: PrivateFolder, name: str, columns: Columns, store_id: str) -> ArrowTable:
         """Open an existing file.
 
         Raises:
-            StoreDamagedError: it is missing, a link, cut short, of another store, or has other columns.
+            StoreDamagedError: it is missing, a link, cut short, or of another store.
         """
         path = folder.path / name
         try:
@@ -156,71 +124,42 @@ class ArrowTable:
         except OSError as error:
             raise StoreDamagedError(f"{path} cannot be opened as a table ({error}).") from error
         size = os.fstat(descriptor).st_size
-        # The number of rows follows from the size, so that nothing in the file is believed before it is compared.
-        num_rows = _num_rows(columns, size)
-        try:
-            layout = _Layout.of(columns, num_rows, store_id)
-        except (MemoryError, OverflowError, ValueError) as error:
-            os.close(descriptor)
-            raise StoreDamagedError(f"{path} has {size} bytes, more than a table can have ({error}).") from error
-        table = cls(path, descriptor, columns, num_rows, layout)
-        if size != layout.num_bytes or os.pread(descriptor, len(layout.head), 0) != layout.head:
+        num_rows, rest = divmod(size - table_bytes(columns, 0), _row_bytes(columns))
+        table = cls(path, descriptor, columns, max(num_rows, 0))
+        head = os.pread(descriptor, table_bytes(columns, 0), 0)
+        if num_rows < 0 or rest or store_id.encode() not in head:
             raise StoreDamagedError(
-                f"{path}, of {size} bytes, does not begin as the table of {num_rows} rows of the activation store "
-                f"{store_id} that would have that size. It was cut or changed, or belongs to another store."
+                f"{path}, of {size} bytes, is no table of the activation store {store_id}. It was cut or changed, or "
+                "belongs to another store."
             )
         return table
 
-    def read(self, column: str, start: int, *outs: Array) -> None:
-        """Fill `outs`, C-contiguous, one behind the other from row `start` of a column on.
+    def read(self, column: str, row: int, out: Array) -> None:
+        """Fill `out`, C-contiguous and of less than 2 GB, from a row of a column on.
 
         Raises:
             StoreDamagedError: the file ends before.
         """
-        place = self._places[column] + start * self._row_bytes[column]
         try:
-            # A single call: its own cost is that of some thousand bytes.
-            num_read = os.preadv(self._fd, [out.data for out in outs], place)
+            num_read = os.preadv(self._fd, [out.data], self._place(column, row, out.nbytes))
         except OSError as error:
-            raise self._unreadable(error) from error
-        if num_read != sum([out.nbytes for out in outs]):
-            raise self._ends_early()
+            raise StoreDamagedError(f"{self.path} cannot be read ({error}).") from error
+        if num_read != out.nbytes:
+            raise StoreDamagedError(f"{self.path} ends before the row that is read. {_CHANGED}")
 
-    def read_rows(self, column: str, rows: Sequence[int]) -> bytearray:
-        """The bytes of single rows of a column, one behind the other; raises as `read`."""
-        place, size = self._places[column], self._row_bytes[column]
-        try:
-            found = bytearray().join([os.pread(self._fd, size, place + row * size) for row in rows])
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if len(found) != size * len(rows):
-            raise self._ends_early()
-        return found
-
-    def _unreadable(self, error: OSError) -> StoreDamagedError:
-        return StoreDamagedError(f"{self.path} cannot be read ({error}).")
-
-    def _ends_early(self) -> StoreDamagedError:
-        return StoreDamagedError(
-            f"{self.path} ends before the row that is read. Something outside the run changed it."
-        )
-
-    def write(self, column: str, start: int, rows: Sequence[Array]) -> None:
-        """Write `rows` of a column one behind the other, from row `start` on."""
-        place = self._places[column] + start * self._row_bytes[column]
-        for first in range(0, len(rows), _MAX_BUFFERS):
-            part: list[Any] = [np.ascontiguousarray(row) for row in rows[first : first + _MAX_BUFFERS]]
-            place += self._write(part, place)
-
-    def write_at(self, column: str, row: int, content: bytes) -> None:
-        """Write the first bytes of one row of a column."""
-        self._write([content], self._places[column] + row * self._row_bytes[column])
-
-    def _write(self, part: list[Any], place: int) -> int:
-        size = sum(memoryview(row).nbytes for row in part)
-        if os.pwritev(self._fd, part, place) != size:
+    def write(self, column: str, row: int, values: Array, offset: int = 0) -> None:
+        """Write from a row of a column on, `offset` bytes into it; raises as `read`, or OSError."""
+        size = values.nbytes
+        if os.pwrite(self._fd, values.data, self._place(column, row, offset + size) + offset) != size:
             raise OSError(errno.EIO, "a row was written in part", os.fspath(self.path))
-        return size
+
+    def _place(self, column: str, row: int, size: int) -> int:
+        start, row_bytes = self._places[column], self._row_bytes[column]
+        if row < 0 or row * row_bytes + size > self.num_rows * row_bytes:
+            raise StoreDamagedError(
+                f"{self.path} has {self.num_rows} rows: the index of the store names row {row}. {_CHANGED}"
+            )
+        return start + row * row_bytes
 
     def check(self) -> None:
         """Notice a vanished or cut file.
@@ -229,55 +168,40 @@ class ArrowTable:
             StoreDamagedError: the file is gone, or its size is not what it was when it was opened.
         """
         status = os.fstat(self._fd)
-        if not status.st_nlink:
-            raise StoreDamagedError(
-                f"{self.path} has vanished: expected a file of {self.num_bytes} bytes. Something outside the run "
-                "deleted it; keep the folder of the activation cache away from cleaning jobs."
-            )
-        if status.st_size != self.num_bytes:
-            raise StoreDamagedError(
-                f"{self.path} has {status.st_size} bytes: expected {self.num_bytes}. Something outside the run "
-                "changed it."
-            )
+        if not status.st_nlink or status.st_size != self.num_bytes:
+            found = f"has {status.st_size} bytes" if status.st_nlink else "has vanished"
+            raise StoreDamagedError(f"{self.path} {found}: expected {self.num_bytes} bytes. {_CHANGED}")
 
 
-def _column_bytes(column: Column, num_rows: int) -> int:
-    """Arrow fills a column up to a multiple of 8 bytes."""
-    return -(-num_rows * column.row_bytes // 8) * 8
+_CHANGED = (
+    "Something outside the run changed or deleted it; keep the folder of the activation cache away from cleaning jobs."
+)
 
 
-def _num_rows(columns: Columns, num_bytes: int) -> int:
-    """Rows of a table whose file has this size; any number if no table has."""
-    body = num_bytes - _Layout.of(columns, 0, "0" * 32).num_bytes
-    most = max(body, 0) // sum(column.row_bytes for column in columns.values())
-    # Each column is filled up by less than 8 bytes, so that the number is not far below.
-    for num_rows in range(most, max(most - 8 * len(columns), 0), -1):
-        if sum(_column_bytes(column, num_rows) for column in columns.values()) == body:
-            return num_rows
-    return most
+def _row_bytes(columns: Columns) -> int:
+    return sum(column.row_bytes for column in columns.values())
 
 
-def _head(columns: Columns, num_rows: int, store_id: str, num_bytes: int, num_added: int) -> bytes:
-    """What Arrow writes before the columns, `num_added` blanks included."""
-    metadata = {
-        _ID_KEY: store_id.encode(),
-        _SIZE_KEY: str(num_bytes).zfill(_SIZE_DIGITS).encode(),
-        _PADDING_KEY: b" " * num_added,
-    }
-    fields = [pa.field(name, column.arrow_type, nullable=False) for name, column in columns.items()]
-    schema = pa.schema(fields, metadata=metadata)
+@lru_cache
+def _bare_head_bytes(columns: tuple[tuple[str, Column], ...]) -> int:
+    """Without blanks. It hangs on the columns alone, if there are any rows: Arrow's numbers have a fixed width."""
+    return len(_head(dict(columns), ROWS_TOGETHER, "0" * 32, 0))
+
+
+def _head_bytes(columns: Columns) -> int:
+    # Arrow aligns to 8 bytes, so that the head grows by exactly the blanks that are added.
+    return -(-_bare_head_bytes(tuple(columns.items())) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _head(columns: Columns, num_rows: int, store_id: str, num_blanks: int) -> bytes:
+    """What Arrow writes before the columns."""
+    fields = [pa.field(name, column.zeros(0).type, nullable=False) for name, column in columns.items()]
+    schema = pa.schema(fields, metadata={b"activation_store": store_id.encode(), b"padding": b" " * num_blanks})
     batch = pa.RecordBatch.from_arrays([column.zeros(num_rows) for column in columns.values()], schema=schema)
     sink = _Beginning()
     with pa.ipc.new_stream(pa.PythonFile(sink, "w"), schema) as writer:
         writer.write_batch(batch)
-    body = sum(_column_bytes(column, num_rows) for column in columns.values())
-    return bytes(sink.content[: sink.size - body - len(_END)])
-
-
-@lru_cache
-def _head_size(columns: tuple[tuple[str, Column], ...]) -> int:
-    """Bytes before the columns without any blanks; their number of rows changes nothing."""
-    return len(_head(dict(columns), 1, "0" * 32, 0, 0))
+    return bytes(sink.content[: sink.size - num_rows * _row_bytes(columns) - len(_END)])
 
 
 class _Beginning:
