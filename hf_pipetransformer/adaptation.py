@@ -14,7 +14,7 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autocache.planner import CachePlanner
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.calibration import calibrate
-from hf_pipetransformer.autopipe.costs import UnitCosts, stage_bytes
+from hf_pipetransformer.autopipe.costs import UnitCosts, rank_bytes
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.autopipe.planner import MEMORY_RESERVE, Plan, plan_transition
@@ -148,7 +148,7 @@ class Adaptation:
         fitting = [
             count
             for count in tried
-            if max(stage_bytes(replace(layout, num_microbatches=count), self.costs.units, samples)) <= budget
+            if max(rank_bytes(replace(layout, num_microbatches=count), self.costs.units, samples)) <= budget
         ]
         return fitting or tried[:1]
 

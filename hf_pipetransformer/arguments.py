@@ -19,7 +19,7 @@ from hf_pipetransformer.option_values import (
     truth,
     whole_number,
 )
-from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES
+from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
 
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
@@ -38,6 +38,7 @@ READERS: dict[str, Reader] = {
     "pipeline_parallel_size": count_or("auto"),
     "pipeline_parallel_num_microbatches": count_or("auto", "measured"),
     "pipeline_schedule": choice(SCHEDULE_NAMES),
+    "pipeline_chunks": optional(whole_number("a number of stages, 1 or more", least=1)),
     "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
     "pipeline_timeout": _is_wait,
     "freeze_policy": choice(FREEZE_POLICIES, off="none", null="none"),
@@ -70,6 +71,7 @@ class PipeTransformerArguments(TrainingArguments):
         pipeline_parallel_size (`str` or `int`, *optional*, defaults to `"auto"`): K.
         pipeline_parallel_num_microbatches (`str` or `int`, *optional*, defaults to `"auto"`): M.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`): order of the micro-batches.
+        pipeline_chunks (`int`, *optional*): V; by default the schedule's.
         pipeline_checkpoint (`str`, *optional*, defaults to `"never"`): activation recomputation.
         pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other in a
             step; between steps `ddp_timeout`.
@@ -117,6 +119,13 @@ class PipeTransformerArguments(TrainingArguments):
     )
     pipeline_schedule: str = field(
         default="1f1b", metadata={"help": "Schedule of the micro-batches.", "choices": SCHEDULE_NAMES}
+    )
+    pipeline_chunks: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stages on each rank of a pipeline, V; by default what the schedule says. Schedules that "
+            "interleave stages take 2 or more, others one number only."
+        },
     )
     pipeline_checkpoint: str = field(
         default="never",
@@ -244,6 +253,7 @@ class PipeTransformerArguments(TrainingArguments):
             setattr(self, name, read(name, getattr(self, name)))
         self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
         self._check_freezing()
+        self._check_chunks()
         super().__post_init__()
         if self.activation_checkpointing and self.pipeline_parallel_size != "1":
             if self.pipeline_checkpoint != "never":
@@ -254,6 +264,16 @@ class PipeTransformerArguments(TrainingArguments):
             # The engine recomputes; the model must not do so a second time.
             self.pipeline_checkpoint = "always"
             self.activation_checkpointing = False
+
+    def _check_chunks(self) -> None:
+        schedule = find_schedule(self.pipeline_schedule)
+        fewest, most = schedule.min_chunks, schedule.max_chunks
+        if not fewest <= self.num_chunks <= most:
+            raise ValueError(
+                f"pipeline_chunks={self.pipeline_chunks} with pipeline_schedule={self.pipeline_schedule!r}: expected "
+                + (f"{fewest}" if fewest == most else f"{fewest} to {most}")
+                + " stages a rank. Choose another schedule, or leave pipeline_chunks out."
+            )
 
     def _check_freezing(self) -> None:
         if self.freeze_policy == "fixed" and not self.freeze_at:
@@ -276,6 +296,11 @@ class PipeTransformerArguments(TrainingArguments):
     def pipeline_size(self) -> int | None:
         """The asked pipeline length K; None for "auto"."""
         return None if self.pipeline_parallel_size == "auto" else int(self.pipeline_parallel_size)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each rank, V, where a pipeline has several ranks."""
+        return self.pipeline_chunks or find_schedule(self.pipeline_schedule).default_chunks
 
     @property
     def num_microbatches(self) -> int | None:

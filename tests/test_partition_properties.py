@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.autopipe.costs import UnitCosts, unit_loads
-from hf_pipetransformer.autopipe.partition import greedy_partition, partition
+from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.autopipe.planner import stage_boundaries
 
 
@@ -54,24 +54,6 @@ def test_boundaries_on_allowed_cuts_are_as_good_as_brute_force(chain: tuple[list
     assert largest_stage(costs, found) == min(largest_stage(costs, way) for way in ways)
 
 
-@given(SIZES, st.integers(0, 100), st.data())
-def test_the_greedy_rule_loses_no_sublayer_and_never_beats_the_optimum(
-    sizes: list[int], frozen_size: int, data: st.DataObject
-) -> None:
-    num_stages = data.draw(st.integers(1, len(sizes)))
-    found = greedy_partition(sizes, num_stages, frozen_size)
-    assert len(found) == num_stages + 1
-    assert units_in_order(found) == list(range(len(sizes)))
-    assert largest_stage(sizes, found) >= largest_stage(sizes, partition(sizes, num_stages))
-
-
-@given(SIZES, st.data())
-def test_a_larger_frozen_part_never_gives_stage_0_more_sublayers(sizes: list[int], data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, len(sizes)))
-    ends = [greedy_partition(sizes, num_stages, frozen_size)[1] for frozen_size in (0, 30, 60, 600)]
-    assert ends == sorted(ends, reverse=True)
-
-
 @given(st.integers(1, 6), st.data())
 def test_freezing_one_more_layer_never_makes_a_unit_more_expensive(num_layers: int, data: st.DataObject) -> None:
     num_units = 2 * num_layers + 2
@@ -85,36 +67,7 @@ def test_freezing_one_more_layer_never_makes_a_unit_more_expensive(num_layers: i
     assert loads[0][0] == forward[0] + edge[0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "num_stages", "frozen_size", "boundaries"),
-    [
-        # Limit (24 + var 4) / 2 = 14: 4, 12, not 16.
-        ([4, 8, 4, 8], 2, 0, (0, 2, 4)),
-        # Stage 0 begins with 24 / 6 = 4: 8, not 16.
-        ([4, 8, 4, 8], 2, 24, (0, 1, 4)),
-        # Limit (12 + var 7.84) / 2 = 9.92: 1, 2, 3, 4, not 12.
-        ([1, 1, 1, 1, 8], 2, 0, (0, 4, 5)),
-        # Limit (12 + var 12) / 3 = 8, but two sublayers are left for two stages; then (10 + 16) / 2 = 13, one is left.
-        ([1, 1, 1, 9], 3, 0, (0, 2, 3, 4)),
-        # A frozen part above the limit still leaves stage 0 one sublayer.
-        ([9, 1, 1], 2, 600, (0, 1, 3)),
-        # The limit itself is not reached: 6 is not below (12 + 0) / 2.
-        ([3, 3, 3, 3], 2, 0, (0, 1, 4)),
-        ([5, 7], 1, 0, (0, 2)),
-    ],
-)
-def test_the_greedy_rule_worked_by_hand(
-    sizes: list[float], num_stages: int, frozen_size: float, boundaries: tuple[int, ...]
-) -> None:
-    assert greedy_partition(sizes, num_stages, frozen_size) == boundaries
-
-
-def test_the_frozen_factor_is_an_option() -> None:
-    assert greedy_partition([4, 8, 4, 8], 2, frozen_size=24, frozen_factor=0.0) == (0, 2, 4)
-
-
 @pytest.mark.parametrize(("sizes", "num_stages"), [([1.0], 2), ([1.0, 2.0], 0), ([1.0, -1.0], 1)])
 def test_impossible_partitions_are_refused(sizes: list[float], num_stages: int) -> None:
-    for cut in (partition, greedy_partition):
-        with pytest.raises(ValueError, match=r"Cannot cut|negative"):
-            cut(sizes, num_stages)
+    with pytest.raises(ValueError, match=r"Cannot cut|negative"):
+        partition(sizes, num_stages)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from hf_pipetransformer.autopipe.compression import Candidate, choose_by_throughput, compress_by_memory
-from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, stage_bytes, unit_loads
+from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, rank_bytes, unit_loads
 from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.autopipe.planner import (
@@ -16,8 +16,8 @@ from hf_pipetransformer.autopipe.planner import (
     Plan,
     PlanRules,
     choose_num_microbatches,
-    choose_num_stages,
-    largest_stage_size,
+    choose_pipeline_size,
+    largest_rank_size,
     plan_layout,
     plan_transition,
     stage_boundaries,
@@ -61,14 +61,14 @@ def test_boundaries_fall_on_allowed_cuts_only() -> None:
     # Two layers that may not be cut inside: units are embeddings, (1, 2), (3, 4), head.
     assert stage_boundaries([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2) == (0, 3, 6)
     with pytest.raises(ValueError, match="4 stages at most"):
-        stage_boundaries([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 5)
+        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2, 5, 1, 1, "1f1b")
 
 
 def test_the_smallest_pipeline_that_fits_is_chosen() -> None:
     sizes = {1: 100.0, 2: 55.0, 4: 30.0}
-    assert choose_num_stages([4, 2, 1], sizes.__getitem__, device_bytes=200) == 1
-    assert choose_num_stages([4, 2, 1], sizes.__getitem__, device_bytes=100) == 2, "10 % stay free"
-    assert choose_num_stages([4, 2, 1], sizes.__getitem__, device_bytes=10) == 4, "nothing fits: the longest"
+    assert choose_pipeline_size([4, 2, 1], sizes.__getitem__, device_bytes=200) == 1
+    assert choose_pipeline_size([4, 2, 1], sizes.__getitem__, device_bytes=100) == 2, "10 % stay free"
+    assert choose_pipeline_size([4, 2, 1], sizes.__getitem__, device_bytes=10) == 4, "nothing fits: the longest"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_step_worked_by_hand() -> None:
     # Stage 0: F0 0-7, F1 7-14, B0 33-44, B1 59-70. Stage 1: F0 7-16, B0 16-33, F1 33-42, B1 42-59.
     found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
     assert found.pipeline == 3 * 70
-    assert found.stage_seconds == (3 * 2 * (7 + 11), 3 * 2 * (9 + 17))
+    assert found.rank_seconds == (3 * 2 * (7 + 11), 3 * 2 * (9 + 17))
     assert found.reduction == (30 + 40) * 4 * 0.5
     assert found.optimizer == pytest.approx(7)
     assert found.other == 5
@@ -136,7 +136,7 @@ def test_a_step_with_a_frozen_stage_worked_by_hand() -> None:
     # The MLP on stage 1 is frozen too. Stage 1: F0 9-18, B0 18-21, F1 21-30, B1 30-33.
     found = predict_step(layout, SMALL, overheads, samples_per_pipeline=4)
     assert found.pipeline == 33
-    assert found.stage_seconds == (2 * 7, 2 * (9 + 3))
+    assert found.rank_seconds == (2 * 7, 2 * (9 + 3))
     assert found.reduction == 40 * 4 * 0.5 * (2 * 3 / 4)
 
 
@@ -157,21 +157,21 @@ def test_one_replica_reduces_nothing_and_a_micro_batch_has_at_least_one_sample()
         ("1f1b", 4, 1, [30 * 4, 30 * 4 + 40 * 20 + 4]),
     ],
 )
-def test_bytes_of_a_stage_worked_by_hand(
+def test_bytes_of_a_rank_worked_by_hand(
     schedule: str, num_microbatches: int, num_frozen_layers: int, expected: list[float]
 ) -> None:
     layout = replace(
         SMALL_LAYOUT, schedule=schedule, num_microbatches=num_microbatches, num_frozen_layers=num_frozen_layers
     )
-    assert stage_bytes(layout, SMALL, samples_per_pipeline=4) == expected
+    assert rank_bytes(layout, SMALL, samples_per_pipeline=4) == expected
     alone = replace(layout, num_replicas=1)
-    samples_are_twice = stage_bytes(alone, SMALL, 8, state_bytes_per_parameter=0, weight_bytes=0)
-    assert samples_are_twice == [2 * each for each in stage_bytes(alone, SMALL, 4, 0, 0)]
+    samples_are_twice = rank_bytes(alone, SMALL, 8, state_bytes_per_parameter=0, weight_bytes=0)
+    assert samples_are_twice == [2 * each for each in rank_bytes(alone, SMALL, 4, 0, 0)]
 
 
 def test_only_replicas_need_buffers_to_sum_gradients_in() -> None:
     one, two = (
-        stage_bytes(replace(SMALL_LAYOUT, num_replicas=count), SMALL, samples_per_pipeline=4) for count in (1, 2)
+        rank_bytes(replace(SMALL_LAYOUT, num_replicas=count), SMALL, samples_per_pipeline=4) for count in (1, 2)
     )
     assert [b - a for a, b in zip(one, two, strict=True)] == [30 * 4, 70 * 4]
 
@@ -200,7 +200,7 @@ def test_stages_that_share_a_parameter_hold_a_copy_each(
         num_frozen_layers=num_frozen_layers,
     )
     tied = replace(SMALL, shared=(((0, 3), 8),))
-    found = zip(stage_bytes(layout, tied, 4), stage_bytes(layout, SMALL, 4), strict=True)
+    found = zip(rank_bytes(layout, tied, 4), rank_bytes(layout, SMALL, 4), strict=True)
     assert [with_copy - without for with_copy, without in found] == expected
 
 
@@ -303,12 +303,15 @@ def plan(
     return plan_transition(current, num_frozen_layers, costs, overheads or Overheads(), rules, world_size, samples)
 
 
-def test_largest_stage_counts_frozen_units_by_their_factor() -> None:
+def test_the_fullest_rank_counts_frozen_units_by_their_factor() -> None:
     parameters = costs_of(2).parameters
-    assert largest_stage_size(parameters, 0, (0, 3, 6)) == 18
-    assert largest_stage_size(parameters, 1, (0, 3, 6)) == 18
-    assert largest_stage_size(parameters, 1, (0, 6)) == pytest.approx(18 / 6 + 18)
-    assert largest_stage_size(parameters, 2, (0, 6), frozen_factor=0.5) == 15 + 6
+    two, one = Layout(2, 0, 2, 1, (0, 3, 6), 1, "1f1b"), Layout(2, 1, 1, 1, (0, 6), 1, "1f1b")
+    assert largest_rank_size(parameters, two) == 18
+    assert largest_rank_size(parameters, replace(two, num_frozen_layers=1)) == 18
+    assert largest_rank_size(parameters, one) == pytest.approx(18 / 6 + 18)
+    assert largest_rank_size(parameters, replace(one, num_frozen_layers=2), frozen_factor=0.5) == 15 + 6
+    in_a_v = Layout(2, 0, 4, 1, (0, 2, 3, 4, 6), 1, "1f1b", num_chunks=2, placement="v")
+    assert largest_rank_size(parameters, in_a_v) == 10 + 14
 
 
 def test_a_run_that_is_not_elastic_only_freezes() -> None:
@@ -328,7 +331,7 @@ def test_no_pipeline_is_fastest_where_it_fits() -> None:
 
 def test_what_does_not_fit_with_the_reserve_is_not_chosen() -> None:
     current, costs = layout_of(12, 8, 8), costs_of(12)
-    whole = max(stage_bytes(plan(current, 6, rules_for(12)).layout, costs, 8))
+    whole = max(rank_bytes(plan(current, 6, rules_for(12)).layout, costs, 8))
     assert plan(current, 6, rules_for(12, device_bytes=whole / (1 - MEMORY_RESERVE) + 1)).layout.num_stages == 1
     assert plan(current, 6, rules_for(12, device_bytes=whole)).layout.num_stages == 2
     assert plan(current, 6, rules_for(12, device_bytes=0)).layout.num_stages == 8, "nothing fits: the longest"
@@ -343,7 +346,7 @@ def test_an_expensive_reduction_keeps_the_pipeline_long() -> None:
 def test_compression_by_memory_follows_equation_2(num_frozen_layers: int, expected: int) -> None:
     # One stage holds 18 / 6 + 30 = 33 with F=1 and 30 / 6 + 18 = 23 with F=2; at the start the larger held 26.
     current = Layout(3, 0, 2, 1, (0, 4, 8), 2, "1f1b")
-    initial = largest_stage_size(costs_of(3).parameters, 0, current.boundaries)
+    initial = largest_rank_size(costs_of(3).parameters, current)
     assert initial == 26
     found = plan(current, num_frozen_layers, rules_for(3, compression="memory", initial_largest_size=initial))
     assert (found.layout.num_stages, found.layout.num_replicas) == (expected, 2 // expected)

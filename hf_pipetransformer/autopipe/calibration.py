@@ -54,13 +54,13 @@ def calibrate(
 
 
 def _other(layout: Layout, report: Report) -> float:
-    """Seconds of a step that no part explains. With one stage, all that the pipeline does is compute."""
+    """Seconds of a step that no part explains. With one rank, all that the pipeline does is compute."""
     inside = report["forward"] + report["backward"] if layout.pipeline_size == 1 else report["pipeline"]
     return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
 
 
-def _units(layout: Layout, rank: int) -> range:
-    return layout.units_of(rank % layout.pipeline_size)
+def _units(layout: Layout, rank: int) -> list[int]:
+    return [unit for part in layout.units_of_rank(rank % layout.pipeline_size) for unit in part]
 
 
 def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:

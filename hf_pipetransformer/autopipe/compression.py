@@ -9,7 +9,7 @@ from hf_pipetransformer.layout import Layout
 
 
 TIE = 0.01
-"""Predicted times closer than this share of the least are equal: fewer stages then leave less to go wrong."""
+"""Predicted times closer than this share of the least are equal: fewer ranks then leave less to go wrong."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Candidate:
     Args:
         layout: the layout.
         predicted_seconds: of one optimizer step.
-        fits: whether its largest stage fits a device.
+        fits: whether what its fullest rank holds fits a device.
     """
 
     layout: Layout
@@ -28,36 +28,34 @@ class Candidate:
 
 
 def compress_by_memory(
-    current_num_stages: int,
-    largest_stage_size: Callable[[int], float],
+    current_size: int,
+    largest_rank_size: Callable[[int], float],
     initial_largest: float,
     allowed: Sequence[int],
 ) -> int:
-    """Halve the pipeline as long as no stage becomes larger than the largest was at the start.
+    """Halve the pipeline as long as no rank gets more than the fullest had at the start.
 
     PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with sizes as the measure of memory.
 
     Args:
-        current_num_stages: K.
-        largest_stage_size: size of the largest stage for a K, frozen layers counted by their factor.
+        current_size: K.
+        largest_rank_size: size of what the fullest rank holds for a K, frozen layers counted by their factor.
         initial_largest: the same at the start of the run, in the same unit.
         allowed: lengths that the pipeline may have.
 
     Returns:
-        The new K; `current_num_stages` if it stays.
+        The new K; `current_size` if it stays.
     """
-    num_stages = current_num_stages
-    while (
-        num_stages % 2 == 0 and num_stages // 2 in allowed and largest_stage_size(num_stages // 2) <= initial_largest
-    ):
-        num_stages //= 2
-    return num_stages
+    size = current_size
+    while size % 2 == 0 and size // 2 in allowed and largest_rank_size(size // 2) <= initial_largest:
+        size //= 2
+    return size
 
 
 def choose_by_throughput(candidates: Sequence[Candidate]) -> Candidate:
-    """The fitting candidate with the least predicted seconds; among equals (`TIE`) the one with the fewest stages.
+    """The fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
 
-    If none fits, the one with the most stages: it needs the least memory.
+    If none fits, the longest pipeline: it needs the least memory.
 
     Raises:
         ValueError: no candidates.

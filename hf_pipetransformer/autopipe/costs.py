@@ -87,7 +87,7 @@ class Prediction:
         reduction: all-reduce over the replicas.
         optimizer: the optimizer step.
         other: everything else.
-        stage_seconds: seconds that each stage computes in the step.
+        rank_seconds: seconds that each rank of a pipeline computes in the step.
     """
 
     seconds: float
@@ -95,7 +95,7 @@ class Prediction:
     reduction: float
     optimizer: float
     other: float
-    stage_seconds: tuple[float, ...]
+    rank_seconds: tuple[float, ...]
 
 
 def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
@@ -124,7 +124,7 @@ def predict_step(
 ) -> Prediction:
     """How long one optimizer step takes: the schedule's table, simulated, and what comes after it.
 
-    The all-reduce and the optimizer take as long as they take on the stage with the most trained parameters.
+    The all-reduce and the optimizer take as long as they take on the rank with the most trained parameters.
 
     Args:
         layout: how the model lies on the ranks.
@@ -143,9 +143,9 @@ def predict_step(
         hop=overheads.hop,
     )
     schedule = find_schedule(layout.schedule)
-    table = schedule.table(layout.num_stages, microbatches, first_active_stage=layout.first_active_stage)
+    table = schedule.table(layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage)
     timeline = simulate(table, durations)
-    trained = max(_by_stage(layout, _active(layout, costs.parameters)))
+    trained = max(_by_rank(layout, _by_stage(layout, _active(layout, costs.parameters))))
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
     pipeline = accumulation * timeline.end
     reduction = overheads.reduction_per_byte * trained * GRADIENT_BYTES * ring
@@ -156,21 +156,21 @@ def predict_step(
         reduction=reduction,
         optimizer=optimizer,
         other=overheads.per_step,
-        stage_seconds=tuple(accumulation * busy for busy in timeline.busy),
+        rank_seconds=tuple(accumulation * busy for busy in timeline.busy),
     )
 
 
-def stage_bytes(
+def rank_bytes(
     layout: Layout,
     costs: UnitCosts,
     samples_per_pipeline: int,
     state_bytes_per_parameter: float = 16,
     weight_bytes: float = 4,
 ) -> list[float]:
-    """Bytes that each stage needs for training.
+    """Bytes that each rank of a pipeline needs for training.
 
-    With replicas the gradients that a stage reduces lie in flat buffers too, beside those that the backward makes. A
-    stage that shares a parameter with an earlier one holds its own copy and gradient, without optimizer state.
+    With replicas the gradients that a rank reduces lie in flat buffers too, beside those that the backward makes. A
+    rank that shares a parameter with an earlier user holds its own copy and gradient, without optimizer state.
 
     Args:
         layout: how the model lies on the ranks.
@@ -180,44 +180,28 @@ def stage_bytes(
         weight_bytes: bytes of a frozen parameter.
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
-    parameters = _by_stage(layout, costs.parameters)
-    trained = _by_stage(layout, _active(layout, costs.parameters))
+    held = find_schedule(layout.schedule).in_flight(
+        layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    )
     kept = _by_stage(layout, _active(layout, costs.activation_bytes))
-    copies, reduced = _shared_bytes(layout, costs, weight_bytes), _reduced(layout, costs)
-    schedule = find_schedule(layout.schedule)
-    held = schedule.in_flight(layout.num_stages, microbatches, first_active_stage=layout.first_active_stage)
-    loads = []
-    for stage in range(layout.num_stages):
-        samples_held = held[stage] * samples_per_pipeline / microbatches
-        weights = trained[stage] * state_bytes_per_parameter + (parameters[stage] - trained[stage]) * weight_bytes
-        buffers = GRADIENT_BYTES * reduced[stage] if layout.num_replicas > 1 else 0
-        loads.append(weights + copies[stage] + buffers + kept[stage] * samples_held)
-    return loads
-
-
-def _shared_bytes(layout: Layout, costs: UnitCosts, weight_bytes: float) -> list[float]:
-    """Bytes of the copies that each stage holds of what an earlier stage uses too."""
-    copies = [0.0] * layout.num_stages
+    samples = samples_per_pipeline / microbatches
+    activations = [count * samples * size for count, size in zip(held, kept, strict=True)]
+    loads = _by_rank(layout, activations)
+    trained = _by_rank(layout, _by_stage(layout, _active(layout, costs.parameters)))
+    reduced = trained.copy()
+    for rank, parameters in enumerate(_by_rank(layout, _by_stage(layout, costs.parameters))):
+        loads[rank] += trained[rank] * state_bytes_per_parameter + (parameters - trained[rank]) * weight_bytes
     for units, elements in costs.shared:
+        first, *others = layout.ranks_of(units)
         is_trained = units[0] >= layout.first_active_unit
-        for stage in _stages_of(layout, units)[1:]:
-            copies[stage] += elements * (weight_bytes + (GRADIENT_BYTES if is_trained else 0))
-    return copies
-
-
-def _reduced(layout: Layout, costs: UnitCosts) -> list[float]:
-    """Elements whose gradients each stage sums in its buffers: all that it trains and shares with no other stage."""
-    reduced = _by_stage(layout, _active(layout, costs.parameters))
-    for units, elements in costs.shared:
-        stages = _stages_of(layout, units)
-        if len(stages) > 1 and units[0] >= layout.first_active_unit:
-            reduced[stages[0]] -= elements
-    return reduced
-
-
-def _stages_of(layout: Layout, units: Sequence[int]) -> list[int]:
-    """The stages that hold any of `units`, first user first."""
-    return list(dict.fromkeys(layout.stage_of(unit) for unit in units))
+        for rank in others:
+            loads[rank] += elements * (weight_bytes + (GRADIENT_BYTES if is_trained else 0))
+        if others and is_trained:
+            # Summed over all ranks that use it, by itself.
+            reduced[first] -= elements
+    if layout.num_replicas > 1:
+        loads = [load + GRADIENT_BYTES * count for load, count in zip(loads, reduced, strict=True)]
+    return loads
 
 
 def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
@@ -234,3 +218,8 @@ def _active(layout: Layout, values: Sequence[float]) -> list[float]:
 def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
     """Sum of `values` over the units of each stage."""
     return [sum(values[unit] for unit in layout.units_of(stage)) for stage in range(layout.num_stages)]
+
+
+def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Sum of `values`, one a stage, over the stages of each rank of a pipeline."""
+    return [sum(values[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_size)]

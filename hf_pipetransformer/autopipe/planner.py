@@ -1,4 +1,4 @@
-"""Choosing a layout: pipeline length, stage boundaries, number of micro-batches. Pure."""
+"""Choosing a layout: pipeline length, stages of a rank, their boundaries, number of micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hf_pipetransformer.autopipe.costs import (
     Prediction,
     UnitCosts,
     predict_step,
-    stage_bytes,
+    rank_bytes,
     unit_loads,
 )
 from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.units import first_above
 
 
@@ -44,7 +45,8 @@ class PlanRules:
         num_microbatches: M if the user fixed it, else None.
         known_microbatches: the M that trials found best, by K.
         unfit: lengths K that ran out of memory.
-        initial_largest_size: `largest_stage_size` of the layout of the start.
+        initial_largest_size: `largest_rank_size` of the layout of the start.
+        num_chunks: V that pipelines of several ranks shall have.
 
     Raises:
         ValueError: unknown compression.
@@ -58,6 +60,7 @@ class PlanRules:
     known_microbatches: Mapping[int, int] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
     initial_largest_size: float = 0.0
+    num_chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.compression not in ("memory", "throughput"):
@@ -85,54 +88,81 @@ def stage_boundaries(unit_costs: Sequence[float], cut_positions: Sequence[int], 
     Args:
         unit_costs: cost of every unit.
         cut_positions: unit indices where a stage may begin, from 0 to the number of units.
-        num_stages: K.
+        num_stages: K * V.
 
     Raises:
         ValueError: more stages than pieces between allowed cuts.
     """
     pieces = [sum(unit_costs[a:b]) for a, b in zip(cut_positions, cut_positions[1:], strict=False)]
-    if num_stages > len(pieces):
-        raise ValueError(
-            f"pipeline_parallel_size={num_stages}, but this model can be cut into {len(pieces)} stages at most. "
-            "Choose a smaller pipeline_parallel_size."
-        )
     return tuple(cut_positions[index] for index in partition(pieces, num_stages))
 
 
-def choose_num_stages(
-    candidates: Sequence[int], largest_stage_bytes: Callable[[int], float], device_bytes: float
+def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> int:
+    """V for a pipeline of K ranks: what is wanted, or less where there cannot be so many stages.
+
+    Args:
+        schedule: its name.
+        wanted: V as the user or the schedule has it.
+        pipeline_size: K; one rank has one stage.
+        most_stages: stages that there may be.
+
+    Returns:
+        V; 0 if the schedule wants more stages than there may be.
+    """
+    if pipeline_size == 1:
+        return 1
+    num_chunks = min(wanted, most_stages // pipeline_size)
+    return num_chunks if num_chunks >= find_schedule(schedule).min_chunks else 0
+
+
+def choose_pipeline_size(
+    candidates: Sequence[int], largest_rank_bytes: Callable[[int], float], device_bytes: float
 ) -> int:
-    """The smallest K whose largest stage fits a device; the largest candidate if none does.
+    """The smallest K whose fullest rank fits a device; the largest candidate if none does.
 
     Args:
         candidates: allowed pipeline lengths.
-        largest_stage_bytes: training bytes of the largest stage for a K.
+        largest_rank_bytes: training bytes of the fullest rank for a K.
         device_bytes: memory of one device.
     """
     budget = device_bytes * (1 - MEMORY_RESERVE)
-    fitting = [k for k in sorted(candidates) if largest_stage_bytes(k) <= budget]
+    fitting = [k for k in sorted(candidates) if largest_rank_bytes(k) <= budget]
     return fitting[0] if fitting else max(candidates)
 
 
-def choose_num_microbatches(num_stages: int, pipeline_batch_size: int) -> int:
+def choose_num_microbatches(pipeline_size: int, pipeline_batch_size: int) -> int:
     """M by rule of thumb: 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, at least K."""
-    if num_stages == 1:
+    if pipeline_size == 1:
         return 1
-    wanted = min(4 * num_stages, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
-    return max(1, min(max(wanted, num_stages), pipeline_batch_size))
+    wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
+    return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
 
 
 def plan_layout(
     unit_costs: Sequence[float],
     cut_positions: Sequence[int],
     num_layers: int,
-    num_stages: int,
+    pipeline_size: int,
     num_replicas: int,
     num_microbatches: int,
     schedule: str,
     num_frozen_layers: int = 0,
+    cache_level: int = 0,
+    num_chunks: int = 1,
 ) -> Layout:
-    """The layout with evenly loaded stages."""
+    """The layout with evenly loaded stages.
+
+    Raises:
+        ValueError: more stages than the model can be cut into.
+    """
+    num_stages = pipeline_size * num_chunks
+    most = len(cut_positions) - 1
+    if not 0 < num_stages <= most:
+        needed = pipeline_size * (num_chunks or find_schedule(schedule).min_chunks)
+        raise ValueError(
+            f"pipeline_parallel_size={pipeline_size} under {schedule} needs {needed} stages, but this model can be "
+            f"cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
+        )
     return Layout(
         num_layers=num_layers,
         num_frozen_layers=num_frozen_layers,
@@ -141,26 +171,24 @@ def plan_layout(
         boundaries=stage_boundaries(unit_costs, cut_positions, num_stages),
         num_microbatches=num_microbatches,
         schedule=schedule,
+        cache_level=cache_level,
+        num_chunks=num_chunks,
+        placement=find_schedule(schedule).placement,
     )
 
 
-def largest_stage_size(
-    parameters: Sequence[float],
-    num_frozen_layers: int,
-    boundaries: Sequence[int],
-    frozen_factor: float = FROZEN_FACTOR,
-) -> float:
-    """Size of the largest stage, a frozen unit counted `frozen_factor` times: M_GPU of PipeTransformer, Eq. 2.
+def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
+    """Size of what the fullest rank holds, a frozen unit counted `frozen_factor` times: M_GPU of Eq. 2.
 
     Args:
         parameters: elements of each unit.
-        num_frozen_layers: F.
-        boundaries: of the stages.
+        layout: how the model lies on the ranks.
         frozen_factor: lambda_frozen.
     """
-    first = first_above(num_frozen_layers)
+    first = layout.first_active_unit
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
-    return max(sum(sizes[start:end]) for start, end in zip(boundaries, boundaries[1:], strict=False))
+    ranks = [layout.units_of_rank(rank) for rank in range(layout.pipeline_size)]
+    return max(sum(sizes[unit] for part in parts for unit in part) for parts in ranks)
 
 
 def plan_transition(
@@ -178,7 +206,7 @@ def plan_transition(
 
     Every divisor of the current K is considered, each with its most even cuts, frozen units at the cost of their
     forward. Stages may hold frozen units only, but there are no more stages than active units (unless every shorter
-    pipeline is unfit).
+    pipeline is unfit): ranks have fewer stages then, or the pipeline is not considered.
 
     Args:
         current: the layout that runs now.
@@ -201,25 +229,27 @@ def plan_transition(
         return Plan(layout, prediction, {layout.pipeline_size: prediction.seconds})
 
     def judge(layout: Layout) -> Candidate:
-        needed = max(stage_bytes(layout, costs, samples_per_device * layout.pipeline_size))
+        needed = max(rank_bytes(layout, costs, samples_per_device * layout.pipeline_size))
         return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     loads = unit_loads(costs, num_frozen_layers, cache_level)
     candidates = []
-    for num_stages in _lengths(current, num_frozen_layers, rules):
-        known = rules.num_microbatches or rules.known_microbatches.get(num_stages)
-        layout = Layout(
+    for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
+        known = rules.num_microbatches or rules.known_microbatches.get(size)
+        layout = plan_layout(
+            unit_costs=loads,
+            cut_positions=rules.cut_positions,
             num_layers=current.num_layers,
-            num_frozen_layers=num_frozen_layers,
-            num_stages=num_stages,
-            num_replicas=world_size // num_stages,
-            boundaries=stage_boundaries(loads, rules.cut_positions, num_stages),
-            num_microbatches=known or choose_num_microbatches(num_stages, samples_per_device * num_stages),
+            pipeline_size=size,
+            num_replicas=world_size // size,
+            num_microbatches=known or choose_num_microbatches(size, samples_per_device * size),
             schedule=current.schedule,
+            num_frozen_layers=num_frozen_layers,
             cache_level=cache_level,
+            num_chunks=num_chunks,
         )
         candidate = judge(layout)
-        if num_stages == current.num_stages:
+        if layout.places == current.places:
             unmoved = judge(replace(layout, boundaries=current.boundaries))
             candidate = candidate if _is_worth_moving(unmoved, candidate) else unmoved
         candidates.append(candidate)
@@ -234,23 +264,22 @@ def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
     return saves and (recut.fits or not unmoved.fits)
 
 
-def _lengths(current: Layout, num_frozen_layers: int, rules: PlanRules) -> list[int]:
-    """The K to consider, from short to long: the current one is running, so it is not unfit, and the last resort."""
-    num_active_units = current.num_units - first_above(num_frozen_layers)
-    most = min(num_active_units, len(rules.cut_positions) - 1)
-    divisors = [k for k in range(1, current.num_stages + 1) if current.num_stages % k == 0]
-    lengths = [k for k in divisors if k <= most and (k == current.num_stages or k not in rules.unfit)]
-    return lengths or [current.num_stages]
+def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[int, int]:
+    """The K to consider, from short to long, and their V: what runs now is not unfit, and the last resort."""
+    most = min(current.num_units - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
+    divisors = [k for k in range(1, current.pipeline_size + 1) if current.pipeline_size % k == 0]
+    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in divisors}
+    possible = {k: v for k, v in chunks.items() if v and (k == current.pipeline_size or k not in rules.unfit)}
+    return possible or {current.pipeline_size: current.num_chunks}
 
 
 def _choose(candidates: Sequence[Candidate], costs: UnitCosts, rules: PlanRules) -> Candidate:
     """The candidate that `rules.compression` prefers."""
     if rules.compression == "throughput":
         return choose_by_throughput(candidates)
-    by_length = {candidate.layout.pipeline_size: candidate for candidate in candidates}
+    by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
 
-    def size(num_stages: int) -> float:
-        layout = by_length[num_stages].layout
-        return largest_stage_size(costs.parameters, layout.num_frozen_layers, layout.boundaries)
+    def size(k: int) -> float:
+        return largest_rank_size(costs.parameters, by_size[k].layout)
 
-    return by_length[compress_by_memory(max(by_length), size, rules.initial_largest_size, list(by_length))]
+    return by_size[compress_by_memory(max(by_size), size, rules.initial_largest_size, list(by_size))]

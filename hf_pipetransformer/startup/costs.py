@@ -114,9 +114,9 @@ def _measure_units(
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Samples of the largest micro-batch that the first layout has; with K to be chosen, that of the shortest."""
-    num_stages = args.pipeline_size or 1
-    samples = args.per_device_train_batch_size * num_stages
-    return -(-samples // (args.num_microbatches or choose_num_microbatches(num_stages, samples)))
+    size = args.pipeline_size or 1
+    samples = args.per_device_train_batch_size * size
+    return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples)))
 
 
 def moved(value: Any, device: torch.device) -> Any:

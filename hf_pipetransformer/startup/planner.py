@@ -8,13 +8,14 @@ from typing import Any
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.costs import predict_step, stage_bytes, unit_loads
+from hf_pipetransformer.autopipe.costs import predict_step, rank_bytes, unit_loads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import (
     PlanRules,
+    choose_num_chunks,
     choose_num_microbatches,
-    choose_num_stages,
-    largest_stage_size,
+    choose_pipeline_size,
+    largest_rank_size,
     plan_layout,
 )
 from hf_pipetransformer.layout import Layout
@@ -70,7 +71,8 @@ class RunPlanner:
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches,
-            initial_largest_size=largest_stage_size(units.parameters, layout.num_frozen_layers, layout.boundaries),
+            initial_largest_size=largest_rank_size(units.parameters, layout),
+            num_chunks=args.num_chunks,
         )
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
@@ -89,32 +91,35 @@ class RunPlanner:
         return Layout.from_event(chosen)
 
     def _choose(self, samples_per_device: int, num_frozen: int) -> Layout:
-        num_stages = self.args.pipeline_size
-        if num_stages is None:
-            most = len(self.probe.structure.cut_positions()) - 1
+        size = self.args.pipeline_size
+        if size is None:
             local = self.topology.local_world_size
 
             def largest_bytes(k: int) -> float:
                 layout = self._plan(k, samples_per_device, num_frozen)
-                return max(stage_bytes(layout, self.costs.units, k * samples_per_device))
+                return max(rank_bytes(layout, self.costs.units, k * samples_per_device))
 
-            possible = [k for k in range(1, min(local, most) + 1) if local % k == 0]
-            num_stages = choose_num_stages(possible, largest_bytes, self.device_bytes)
-        self.topology.check_pipeline_size(num_stages)
-        return self._plan(num_stages, samples_per_device, num_frozen)
+            possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
+            size = choose_pipeline_size(possible, largest_bytes, self.device_bytes)
+        self.topology.check_pipeline_size(size)
+        return self._plan(size, samples_per_device, num_frozen)
 
-    def _plan(self, num_stages: int, samples_per_device: int, num_frozen: int) -> Layout:
+    def _num_chunks(self, size: int) -> int:
+        most = len(self.probe.structure.cut_positions()) - 1
+        return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
+
+    def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
         structure = self.probe.structure
-        samples = samples_per_device * num_stages
         return plan_layout(
             unit_costs=unit_loads(self.costs.units, num_frozen),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
-            num_stages=num_stages,
-            num_replicas=self.topology.world_size // num_stages,
-            num_microbatches=self.args.num_microbatches or choose_num_microbatches(num_stages, samples),
+            pipeline_size=size,
+            num_replicas=self.topology.world_size // size,
+            num_microbatches=self.args.num_microbatches or choose_num_microbatches(size, samples_per_device * size),
             schedule=self.args.pipeline_schedule,
             num_frozen_layers=num_frozen,
+            num_chunks=self._num_chunks(size),
         )
 
     def describe(self, layout: Layout, samples_per_device: int, policy: str) -> dict[str, Any]:
@@ -133,7 +138,7 @@ class RunPlanner:
         return {
             "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}{rule}",
             "predicted_step_s": prediction.seconds,
-            "stage_seconds": list(prediction.stage_seconds),
+            "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
             "unit_costs": {key: list(value) for key, value in asdict(costs.units).items()},
             "unit_flops": list(self.probe.unit_flops),

@@ -33,7 +33,9 @@ from hf_pipetransformer.trainer.remainder import Remainder, find_remainder
 from hf_pipetransformer.trainer.saving import ORDER, POSITION, SHARED, SavingTrainer
 
 
-_LAYOUT_ARGUMENTS = ("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule")
+_LAYOUT_ARGUMENTS = (
+    *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks"),
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class ResumingTrainer(SavingTrainer):
         return (
             layout.pipeline_size * layout.num_replicas == self.topology.world_size
             and set(layout.boundaries) <= set(cut_positions)
-            and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
+            and all(before.get(name) == now[name] for name in _LAYOUT_ARGUMENTS)
         )
 
     def _layout_of_first_step(self) -> Layout:

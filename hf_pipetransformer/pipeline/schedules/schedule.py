@@ -27,6 +27,7 @@ class Schedule:
         has_stale_weights: whether a backward may meet other weights than its forward.
         placement: how stages lie on ranks, a kind of `Placement`.
         default_chunks: stages on each rank, V, unless the user says otherwise.
+        min_chunks: the smallest V of two ranks or more; a pipeline of one rank has one stage.
         max_chunks: the largest V.
     """
 
@@ -36,6 +37,7 @@ class Schedule:
     has_stale_weights: bool = False
     placement: str = "loop"
     default_chunks: int = 1
+    min_chunks: int = 1
     max_chunks: int = 1
 
     @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
