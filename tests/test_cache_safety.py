@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from hf_pipetransformer.autocache import folder as folder_module
-from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache
+from hf_pipetransformer.autocache.cache import ActivationCache
 from hf_pipetransformer.autocache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
 from hf_pipetransformer.autocache.inputs import InputReport
-from hf_pipetransformer.autocache.parts import SampleSource
+from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.autocache.planner import measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.samples import PaddingRule

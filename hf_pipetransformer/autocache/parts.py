@@ -12,11 +12,15 @@ import torch
 
 from hf_pipetransformer.autocache.inputs import InputReport
 from hf_pipetransformer.autocache.samples import real_lengths, row_digests
-from hf_pipetransformer.autodp.padding import pad_batch
+from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.autodp.padding import fill_value, pad_batch
 from hf_pipetransformer.batches import take_rows
 
 
 Indices = npt.NDArray[np.int64]
+
+LENGTH_FIELD = "pipetransformer_length"
+"""Side field of a row of text: how many tokens its sample has, padding not counted."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,24 @@ class SampleSource:
         lengths = real_lengths(batch, self.main_input)
         return lengths, row_digests(batch, lengths, self.report.token_fields)
 
+    def padded_length(self, longest: int) -> int:
+        """Length of the activations of a batch whose longest sample has `longest` real tokens."""
+        rule = self.report.padding
+        return self.row_length if rule is None or not self.is_text else rule.length(longest)
+
+    def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
+        """The inputs of stored samples from their side fields, padded as by the collator."""
+        inputs = {name: values for name, values in fields.items() if name != LENGTH_FIELD}
+        if not self.is_text:
+            placeholder = torch.zeros(1, dtype=self.main_dtype)
+            inputs[self.main_input] = placeholder.expand(len(lengths), *self.main_shape)
+            return inputs
+        beyond = torch.arange(length) >= torch.from_numpy(lengths.astype(np.int64))[:, None]
+        for name in self.report.token_fields:
+            usual = fill_value(name, self.main_input, self.pad_token_id)
+            inputs[name][beyond] = self.report.fill_values.get(name, usual)
+        return inputs
+
 
 class Parts:
     """The parts of a batch that were read from the data set: positions, collated inputs, digests of the inputs."""
@@ -62,14 +84,14 @@ class Parts:
     def __init__(self, source: SampleSource) -> None:
         self.source = source
         self.found: list[tuple[npt.NDArray[np.bool_], Mapping[str, Any], Any]] = []
-        self.lengths: list[Any] = []
+        self._longest: list[int] = []
 
     def add(self, where: Any, batch: Mapping[str, Any], holds: Any) -> None:
         """Take from `batch`, which holds the positions `holds`, the positions `where`."""
         if not where.any():
             return
         # The rule of padding is about the batch that was read, not about what is taken from it.
-        self.lengths.append(real_lengths(batch, self.source.main_input))
+        self._longest.append(int(real_lengths(batch, self.source.main_input).max()))
         if where.sum() < holds.sum():
             batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
         _, digests = self.source.digests(batch)
@@ -79,6 +101,35 @@ class Parts:
         """Read the samples at the positions `where` now."""
         if where.any():
             self.add(where, self.source.read([samples[i] for i in np.flatnonzero(where)]), where)
+
+    def digests(self, count: int) -> npt.NDArray[np.uint64]:
+        """`(count,)` digests of the inputs of the whole batch; 0 where the input was not read."""
+        digests = np.zeros(count, dtype=np.uint64)
+        for where, _, found in self.found:
+            digests[where] = found
+        return digests
+
+    def padded_length(self, known: Any, is_checked: bool) -> int:
+        """Length that the collator would have padded the whole batch to.
+
+        Args:
+            known: real lengths of the samples that are not read.
+            is_checked: whether what was read must be padded by the rule.
+
+        Raises:
+            StoreDamagedError: it is not padded by the rule that the probe found.
+        """
+        source = self.source
+        if not source.is_text:
+            return source.row_length
+        read = max((batch[source.main_input].shape[1] for _, batch, _ in self.found), default=0)
+        expected = max(map(source.padded_length, self._longest), default=0)
+        if is_checked and read != expected:
+            raise StoreDamagedError(
+                f"a batch was padded to {read} tokens, where the first samples made {expected} expected. Pad in "
+                "the collator, or to one length, or set activation_cache='off'."
+            )
+        return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
     def padded(self, length: int) -> list[tuple[npt.NDArray[np.bool_], Mapping[str, Any]]]:
         """Positions and inputs of each part."""

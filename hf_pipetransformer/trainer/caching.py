@@ -16,7 +16,7 @@ import xxhash
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer.autocache.cache import LENGTH_FIELD, ActivationCache
+from hf_pipetransformer.autocache.cache import ActivationCache
 from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
 from hf_pipetransformer.autocache.folder import (
     StoreFolder,
@@ -28,7 +28,7 @@ from hf_pipetransformer.autocache.folder import (
     take_store,
 )
 from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.autocache.parts import SampleSource
+from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.autocache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
