@@ -14,9 +14,11 @@ from hf_pipetransformer.autodp.topology import broadcast_tree
 from hf_pipetransformer.batches import count_items, join_outputs, split_batch
 from hf_pipetransformer.cache_tags import detach_tags
 from hf_pipetransformer.errors import guarded
-from hf_pipetransformer.pipeline.engine import Forward, MicroBatch
 from hf_pipetransformer.pipeline.losses import LossRule
-from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Row, Schedule, find_schedule
+from hf_pipetransformer.pipeline.program import Forward, MicroBatch, Write
+from hf_pipetransformer.pipeline.reduction import last_gradients
+from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Action, Row, Schedule, find_schedule
+from hf_pipetransformer.pipeline.weight_gradients import linear_layers
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
 from hf_pipetransformer.transition import Stage
@@ -44,7 +46,9 @@ class StageRunner:
             name: (block_of(units[0]) - 1) % (num_layers + 2)
             for name, units in stage.view.structure.units_of_parameter.items()
         }
-        self._copies = CopyStream(stage.engine.device)
+        self._copies = CopyStream(stage.settings.device)
+        self._row_seen: Row = ()
+        self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self._places: tuple[int, ...] = ()
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
         self.sends_loss_only = False
@@ -52,8 +56,8 @@ class StageRunner:
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether the engine runs this stage right now."""
-        return self.stage.engine.is_active
+        """Whether a stage of this rank runs right now."""
+        return self.stage.view.is_running
 
     def train(
         self,
@@ -63,6 +67,7 @@ class StageRunner:
         total_items: int,
         loss_scale: float | torch.Tensor,
         is_last_batch: bool,
+        write: Write | None = None,
     ) -> torch.Tensor:
         """Forward and backward of one loader batch of this replica, and the reduction if it ends the step.
 
@@ -73,22 +78,29 @@ class StageRunner:
             total_items: items of the batch over all replicas.
             loss_scale: factor of the loss in the backward; a tensor lies on this stage's device.
             is_last_batch: whether the optimizer steps after this batch.
+            write: stores the activations that enter the entry unit.
 
         Returns:
             This replica's share of the batch's loss on the last stage, zero on the others.
         """
         stage, reducer = self.stage, self.stage.reducer
         assert reducer is not None, "the stage was started for training"
-        arm = reducer.arm if is_last_batch else _do_nothing
-        micro_batches = _OnDevice(self._cut(inputs, total_items, self.loss_rule), prepare, self._copies)
-        loss = torch.zeros((), device=stage.engine.device)
-        if micro_batches:
-            row = self._row(find_schedule(stage.layout.schedule), len(micro_batches))
-            loss = stage.engine.train(row, micro_batches, forward, loss_scale, arm)
+        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, write)
+        loss = torch.zeros((), device=stage.settings.device)
+        if cut:
+            row = self._row(find_schedule(stage.layout.schedule), len(cut))
+            run = stage.engine.begin(row, _OnDevice(cut, prepare, self._copies))
+            if is_last_batch:
+                for action, parameters in self._last_gradients_of(row):
+                    run.advance(before=action)
+                    reducer.arm(parameters)
+            shares = run.drain()
+            stage.view.widen()
+            loss = torch.stack(shares).sum() if shares else loss
         elif total_items == 0 and stage.groups.is_last:
             loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
         if is_last_batch:
-            with stage.engine.meter.part("reduction"):
+            with stage.settings.meter.part("reduction"):
                 reducer.finish(stage.shared)
         return loss
 
@@ -112,7 +124,7 @@ class StageRunner:
         One entry a layer, then the head, then the embeddings; each stage's own, summed over the pipeline. Freezing
         and clipping both live on it, so it costs no pass of its own.
         """
-        num_layers, device = self.stage.layout.num_layers, self.stage.engine.device
+        num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
         gradients, where = [], []
         for name, parameter in self.stage.store.held().items():
@@ -135,47 +147,97 @@ class StageRunner:
         """
         if self._places != places:
             parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
-            self._places, self._mask = places, parts.to(self.stage.engine.device)
+            self._places, self._mask = places, parts.to(self.stage.settings.device)
         return self._mask
 
-    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
-        """The model's output for one batch, on every stage of the pipeline; losses are means over the batch."""
+    def predict(self, inputs: dict[str, Any], forward: Forward, write: Write | None = None) -> Any:
+        """The model's output for one batch, on every stage of the pipeline; losses are means over the batch.
+
+        Args:
+            inputs: the batch.
+            forward: output of a micro-batch.
+            write: stores the activations that enter the entry unit.
+        """
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, also one that could be a sum.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
-        micro_batches = self._cut(inputs, total, rule)
-        outputs = stage.engine.predict(
-            self._row(FORWARD_ONLY[stage.layout.placement], len(micro_batches)), micro_batches, forward
-        )
+        micro_batches = self._cut(inputs, total, rule, forward, 1.0, write)
+        row = self._row(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
+        outputs = stage.engine.begin(row, micro_batches, is_training=False).drain()
+        stage.view.widen()
         message = None
         if stage.groups.is_last:
             joined = join_outputs(outputs, [batch.weight for batch in micro_batches])
             message = _as_message(_loss_of(joined) if self.sends_loss_only else joined)
         rank = stage.groups.pipeline_ranks[stage.groups.position]
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
-        return _from_message(message, stage.engine.device)
+        return _from_message(message, stage.settings.device)
 
     def _row(self, schedule: Schedule, num_microbatches: int) -> Row:
         layout = self.stage.layout
-        place = self.stage.groups.position
-        return schedule.table(layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage)[
-            place
-        ]
+        table = schedule.table(layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage)
+        return table[self.stage.groups.position]
 
-    def _cut(self, inputs: dict[str, Any], total_items: int, rule: LossRule) -> list[MicroBatch]:
+    def _last_gradients_of(self, row: Row) -> list[tuple[Action, list[torch.nn.Parameter]]]:
+        """See `last_gradients`; a run has few rows."""
+        if row is not self._row_seen:
+            stage = self.stage
+            layout, users = stage.layout, stage.view.structure.units_of_parameter
+            own = layout.stages_of(stage.groups.position)
+            chunks = {
+                parameter: {own.index(user) for unit in users[name] if (user := layout.stage_of(unit)) in own}
+                for name, parameter in stage.store.held().items()
+            }
+            put_off = {p for layer in linear_layers(stage.view.model) for p in layer.parameters()}
+            self._row_seen, self._last_gradients = row, last_gradients(row, chunks, put_off)
+        return self._last_gradients
+
+    def _cut(
+        self,
+        inputs: dict[str, Any],
+        total_items: int,
+        rule: LossRule,
+        forward: Forward,
+        loss_scale: float | torch.Tensor,
+        write: Write | None,
+    ) -> list[MicroBatch]:
         cut = [detach_tags(part) for part in split_batch(inputs, self.stage.layout.num_microbatches)]
         parts = [part for part, _ in cut]
         counts = [count_items(part, self.shifts_labels) for part in parts]
         weights = [rule.weight(count, total_items) for count in counts]
         shapes = self._shapes(parts)
-        tags = [found for _, found in cut]
-        return [MicroBatch(*entry) for entry in zip(parts, weights, shapes, tags, parts, strict=True)]
+        return [
+            MicroBatch(i, part, weights[i], shapes[i], forward, loss_scale, tags, write, on_host=part)
+            for i, (part, tags) in enumerate(cut)
+        ]
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         if self.stage.layout.pipeline_size == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
+
+
+class WritingRunner:
+    """Predicts as another runner does, and stores the activations that enter the entry unit.
+
+    Args:
+        runner: of this rank's stages.
+        write: stores them.
+    """
+
+    def __init__(self, runner: StageRunner, write: Write) -> None:
+        self.runner = runner
+        self.write = write
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether a stage of this rank runs right now."""
+        return self.runner.is_inside_step
+
+    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
+        """See `StageRunner.predict`."""
+        return self.runner.predict(inputs, forward, self.write)
 
 
 class _OnDevice(Sequence[MicroBatch]):
@@ -216,10 +278,6 @@ class _OnDevice(Sequence[MicroBatch]):
 def _loss_of(output: Any) -> Any:
     """A model output with nothing but its loss."""
     return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
-
-
-def _do_nothing() -> None:
-    """In place of arming the reduction, for a batch that does not end the step."""
 
 
 def _as_message(output: Any) -> dict[str, Any]:

@@ -30,36 +30,16 @@ from hf_pipetransformer.autodp.migration import (
 from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
 from hf_pipetransformer.errors import PipelineError, guarded
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.engine import Engine, StageLinks
-from hf_pipetransformer.pipeline.links import Link
+from hf_pipetransformer.pipeline.engine import Engine
 from hf_pipetransformer.pipeline.reduction import GradientReducer
 from hf_pipetransformer.pipeline.shared import SharedParameter
-from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.splitters.view import Compile, StageView
+from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.units import block_of
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What stays the same through a run.
-
-    Args:
-        device: where this rank computes.
-        timeout: seconds that any rank may wait for another.
-        recompute: the engine's activation recomputation mode.
-        meter: where the time of steps is written down.
-        compiled: what makes layers faster, see `StageView`.
-    """
-
-    device: torch.device
-    timeout: float
-    recompute: str
-    meter: StepMeter
-    compiled: Compile | None = None
+from hf_pipetransformer.wiring import Settings, make_engine
 
 
 @dataclass
@@ -69,6 +49,7 @@ class Stage:
     Args:
         layout: the layout in force.
         groups: place and process groups of this rank.
+        settings: of the run.
         view: the stage's view of the model.
         store: the model's parameters; while training only this rank's are held.
         engine: runs the schedule.
@@ -79,6 +60,7 @@ class Stage:
 
     layout: Layout
     groups: PipelineGroups
+    settings: Settings
     view: StageView
     store: ParameterStore
     engine: Engine
@@ -204,21 +186,9 @@ def _make_stage(
     view: StageView, store: ParameterStore, probe: Probe, topology: Topology, layout: Layout, settings: Settings
 ) -> Stage:
     groups = topology.groups(layout.places)
-    engine = Engine(
-        view=view,
-        units=layout.units_of(groups.position),
-        entry_unit=layout.entry_unit,
-        links=_links(groups),
-        is_last=groups.is_last,
-        boundary_dtypes=_boundary_dtypes(probe, layout, groups.position),
-        device=settings.device,
-        timeout=settings.timeout,
-        recompute=settings.recompute,
-        sends_gradient=groups.position > layout.first_active_stage,
-        meter=settings.meter,
-    )
+    engine = make_engine(view, probe, layout, groups, settings)
     owners = {name: layout.ranks_of(units) for name, units in probe.structure.units_of_parameter.items()}
-    return Stage(layout, groups, view, store, engine, owners, shared=[], reducer=None)
+    return Stage(layout, groups, settings, view, store, engine, owners, shared=[], reducer=None)
 
 
 def _prepare_training(stage: Stage, topology: Topology, settings: Settings) -> None:
@@ -358,7 +328,7 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
     if stage.groups.pipeline_size == 1:
         yield
         return
-    store, held, device = stage.store, set(stage.store.held()), stage.engine.device
+    store, held, device = stage.store, set(stage.store.held()), stage.settings.device
     own = stage.own_names()
     store.fill(_missing(stage, device))
     # Outside training every rank holds all, its own part on the device.
@@ -381,14 +351,14 @@ def _missing(stage: Stage, device: torch.device, wanting: tuple[int, ...] | None
     """The parameters that this rank does not hold, on `device`; only at some positions, if not all want them."""
     if not stage.is_spread:
         return {}
-    timeout = stage.engine.timeout
+    timeout = stage.settings.timeout
     return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, wanting)
 
 
 def _share_buffers(stage: Stage) -> None:
     units_of_buffer = stage.view.structure.units_of_buffer
     owners = {name: stage.layout.ranks_of(units) for name, units in units_of_buffer.items()}
-    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.engine.timeout)
+    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.settings.timeout)
 
 
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
@@ -414,28 +384,6 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
             guarded(call, f"receiving {name} from rank 0")
             if topology.rank != 0:
                 tensor.data.copy_(value)
-
-
-def _links(groups: PipelineGroups) -> StageLinks:
-    stage, ranks = groups.position, groups.pipeline_ranks
-
-    def link(lower: int, direction: str, peer_stage: int, what: str) -> Link:
-        where = f"{what} stage {peer_stage} (rank {ranks[peer_stage]})"
-        return Link(ranks[peer_stage], groups.links[lower, direction], where)
-
-    before, after = not groups.is_first, not groups.is_last
-    return StageLinks(
-        forward_in=link(stage - 1, "forward", stage - 1, "an activation from") if before else None,
-        backward_out=link(stage - 1, "backward", stage - 1, "a gradient to") if before else None,
-        forward_out=link(stage, "forward", stage + 1, "an activation to") if after else None,
-        backward_in=link(stage, "backward", stage + 1, "a gradient from") if after else None,
-    )
-
-
-def _boundary_dtypes(probe: Probe, layout: Layout, stage: int) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    start, end = layout.boundaries[stage], layout.boundaries[stage + 1]
-    dtypes = probe.boundary_dtypes
-    return dtypes[max(start - 1, 0)], dtypes[max(layout.entry_unit - 1, 0)], dtypes[min(end - 1, len(dtypes) - 1)]
 
 
 def _shared_parameters(stage: Stage, topology: Topology) -> list[SharedParameter]:

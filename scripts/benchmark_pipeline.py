@@ -49,13 +49,14 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.planner import plan_layout
 from hf_pipetransformer.batches import split_batch
-from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.pipeline.program import MicroBatch
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model
 from hf_pipetransformer.splitters.view import StageExit
-from hf_pipetransformer.transition import Settings, Stage, apply_layout
+from hf_pipetransformer.transition import Stage, apply_layout
+from hf_pipetransformer.wiring import Settings
 
 
 def bert_like(
@@ -200,9 +201,12 @@ def our_step(
     def step() -> torch.Tensor:
         model.zero_grad()
         parts = [
-            MicroBatch(part, len(part["labels"]) / batch, found.activation.of(part)) for part in split_batch(inputs, m)
+            MicroBatch(
+                i, part, len(part["labels"]) / batch, found.activation.of(part), lambda part: model(**part).loss
+            )
+            for i, part in enumerate(split_batch(inputs, m))
         ]
-        return stage.engine.train(row, parts, lambda part: model(**part).loss, 1.0, lambda: None)
+        return stage.engine.begin(row, parts).drain()
 
     return step
 

@@ -30,7 +30,7 @@ from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.cache_tags import detach_tags
 from hf_pipetransformer.cli import main
-from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.pipeline.program import MicroBatch
 
 
 NUM_SAMPLES = 12
@@ -112,7 +112,7 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
         if tags.hidden is not None:
             assert torch.equal(tags.hidden[found], activation[found])
         hits += int(found.sum())
-        cache.write(MicroBatch(inputs, 1.0, tuple(activation.shape), tags), activation)
+        cache.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
     cache.close()
     folder.release()
     return hits

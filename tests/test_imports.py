@@ -22,6 +22,7 @@ FLOORS = [
     {"adaptation"},
     {"execution", "startup"},
     {"transition", "cli", "samples"},
+    {"wiring"},
     {"autopipe"},
     {"simulator", "autocache"},
     {"pipeline", "autodp", "plain_checkpoint"},

@@ -21,7 +21,7 @@ from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import pad_batch
 from hf_pipetransformer.batches import take_rows
 from hf_pipetransformer.cache_tags import CacheTags
-from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.pipeline.program import MicroBatch
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.staging import CopyStream, is_apart
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.errors import guarded, wait_for
+from hf_pipetransformer.pipeline.schedules import Action, Op, Row
 from hf_pipetransformer.pipeline.shared import SharedParameter
 from hf_pipetransformer.staging import host_buffer
 
@@ -77,7 +78,7 @@ class GradientReducer:
         self.buckets: list[_Bucket] = []
         self._hooks: list[Any] = []
         self._next = 0
-        self._is_armed = False
+        self._final: set[torch.nn.Parameter] = set()
         if group is None:
             return
         for bucket_parameters in _in_buckets([p for p in parameters if p.requires_grad]):
@@ -86,9 +87,9 @@ class GradientReducer:
             for parameter in bucket_parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
 
-    def arm(self) -> None:
-        """The next backward is the last of this optimizer step: launch buckets as they fill."""
-        self._is_armed = True
+    def arm(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """What these get next is the last of this optimizer step: launch buckets as they fill."""
+        self._final.update(parameters)
 
     def finish(self, shared: Sequence[SharedParameter] = ()) -> None:
         """Launch the buckets that are left, wait for all, and put the sums into `.grad`.
@@ -98,7 +99,7 @@ class GradientReducer:
         Args:
             shared: what this stage shares with others; reduced here, in one order on every rank.
         """
-        self._is_armed = False
+        self._final.clear()
         while self._next < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
@@ -120,8 +121,9 @@ class GradientReducer:
             hook.remove()
 
     def _hook(self, bucket: _Bucket) -> Any:
-        def ready(_parameter: torch.Tensor) -> None:
-            if self._is_armed:
+        def ready(parameter: torch.Tensor) -> None:
+            if parameter in self._final:
+                self._final.discard(parameter)
                 bucket.num_ready += 1
                 while self._next < len(self.buckets) and self._is_full(self.buckets[self._next]):
                     self._launch_next()
@@ -136,6 +138,32 @@ class GradientReducer:
         bucket = self.buckets[self._next]
         bucket.launch(self.group, self.what)
         self._next += 1
+
+
+def last_gradients(
+    row: Row,
+    chunks: Mapping[torch.nn.Parameter, Collection[int]],
+    put_off: Collection[torch.nn.Parameter],
+) -> list[tuple[Action, list[torch.nn.Parameter]]]:
+    """The actions of a row in which parameters get their last gradient, in the order of the row, and which do.
+
+    Args:
+        row: of a rank.
+        chunks: each parameter's users among the rank's stages.
+        put_off: parameters whose gradients are weight gradients where the row has backwards for these.
+    """
+    last: dict[tuple[int, bool], int] = {}
+    for position, action in enumerate(row):
+        if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            last[action.chunk, action.op is Op.BACKWARD_WEIGHT] = position
+    found: dict[int, list[torch.nn.Parameter]] = {}
+    for parameter, users in chunks.items():
+        ends = [
+            last[chunk, kind] for chunk in users for kind in (False, parameter in put_off) if (chunk, kind) in last
+        ]
+        if ends:
+            found.setdefault(max(ends), []).append(parameter)
+    return [(row[position], found[position]) for position in sorted(found)]
 
 
 def _read(parts: Sequence[torch.Tensor]) -> list[list[float]]:

@@ -12,7 +12,8 @@ from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.startup import StartUp
-from hf_pipetransformer.transition import Settings, Stage, whole_on_every_rank
+from hf_pipetransformer.transition import Stage, whole_on_every_rank
+from hf_pipetransformer.wiring import Settings
 
 
 class Pipeline:

@@ -21,7 +21,8 @@ from hf_pipetransformer.samples import probe_samples, read_batch
 from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.startup import StartUp, Subject, check_agreement, look_at, main_input_of
-from hf_pipetransformer.transition import Settings, apply_layout
+from hf_pipetransformer.transition import apply_layout
+from hf_pipetransformer.wiring import Settings
 
 
 @dataclass(frozen=True)

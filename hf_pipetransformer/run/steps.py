@@ -14,6 +14,7 @@ from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
+from hf_pipetransformer.pipeline.program import Write
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.startup import main_input_of
@@ -69,8 +70,14 @@ class Steps:
         """Let go of the epoch's iterator: that closes the loader's generator, and with it the workers."""
         self._step = _Step(None, [])
 
-    def run(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+    def run(self, model: Any, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
+
+        Args:
+            model: as Trainer knows it.
+            inputs: the batch.
+            num_items: that Trainer counted in the step.
+            write: stores the activations that enter the entry unit; None without a cache.
 
         Returns:
             A scalar whose mean over all ranks is the batch's loss.
@@ -100,6 +107,7 @@ class Steps:
             self._step.items.popleft(),
             loss_scale,
             trainer.accelerator.sync_gradients,
+            write,
         )
         return loss.detach().to(args.device) * (share * self.topology.world_size)
 

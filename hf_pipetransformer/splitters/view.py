@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.units import attention_of, mlp_of
@@ -49,6 +50,8 @@ class StageView:
         self._compiled = compiled
         self._faster: dict[tuple[int, str], Callable[..., Any]] = {}
         self.received: torch.Tensor | None = None
+        self.is_running = False
+        """Whether the model runs a part of its units now (`run`)."""
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._units = range(0)
         self._installed: tuple[range, ...] = ()
@@ -63,8 +66,39 @@ class StageView:
         self.narrow(parts[0])
         self._installed = parts
 
+    def run(self, units: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
+        """Let `forward` run `units` and no others. Until `widen` the model does so.
+
+        Args:
+            units: some of the model's.
+            received: the activation that enters them, `(batch, seq, hidden)`; None for the embeddings.
+            forward: runs the model.
+
+        Returns:
+            What `forward` returned if the head is among `units`, else the activation that leaves them.
+
+        Raises:
+            PipelineError: the model skipped the last of `units`.
+        """
+        self.narrow(units)
+        self.received, self.is_running = received, True
+        try:
+            result = forward()
+        except StageExit as stage_exit:
+            # The traceback holds the frames of the whole forward, and with them every activation.
+            stage_exit.__traceback__ = None
+            return stage_exit.hidden
+        finally:
+            self.received, self.is_running = None, False
+        if units.stop < self.structure.num_units:
+            raise PipelineError(
+                "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
+                "Layers that are skipped at random (layerdrop) cannot be stages."
+            )
+        return result
+
     def narrow(self, units: range) -> None:
-        """Run one stage, or a part of it, until `widen`: the samples of a batch may enter at different places."""
+        """Run `units` alone until `widen`."""
         if units == self._units:
             return
         self._restore()

@@ -37,7 +37,8 @@ from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import all_gather_trees
 from hf_pipetransformer.cache_tags import detach_tags
-from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.execution import WritingRunner
+from hf_pipetransformer.pipeline.program import MicroBatch
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.trainer.evaluating import EvaluatingTrainer
@@ -213,7 +214,6 @@ class CachingTrainer(EvaluatingTrainer):
                 self._cache_planner.is_dropped = lambda: store.dropped is not None
         if self._cache is None:
             return
-        stage.engine.keep = self._cache.write
         self._say_who_is_in_evaluation_mode(stage)
         self._enter_level(stage)
         loader.take_from(self._cache)
@@ -403,25 +403,23 @@ class CachingTrainer(EvaluatingTrainer):
     @contextmanager
     def _keeping_for(self, loader: Any) -> Iterator[None]:
         """What the engine computes inside belongs to the data set of `loader`."""
-        engine = self._stage.engine if self._stage is not None else None
         eval_cache = getattr(loader, "rows", None)
-        if engine is None or not isinstance(eval_cache, ActivationCache):
+        if not isinstance(eval_cache, ActivationCache):
             yield
             return
         shell = self.run.pipeline.shell
         runner = shell.runner
 
-        def keep_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+        def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             eval_cache.write(micro_batch, hidden)
             eval_cache.write_pending()  # Nobody changes weights while a set is evaluated.
 
-        keep, engine.keep = engine.keep, keep_now
         # Also with one stage it is the engine that knows what to do with a stored activation.
-        shell.runner = self.run.pipeline.runner
+        shell.runner = WritingRunner(self.run.pipeline.runner, write_now)
         try:
             yield
         finally:
-            engine.keep, shell.runner = keep, runner
+            shell.runner = runner
             eval_cache.wait_for_writes()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:

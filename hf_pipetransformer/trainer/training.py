@@ -171,7 +171,8 @@ class PipeTransformerTrainer(ResumingTrainer):
         Returns:
             A scalar whose mean over all ranks is the batch's loss. Trainer's loop adds it up without reading it.
         """
-        share = self._steps.run(model, self._current(inputs, self._train_loader), num_items_in_batch)
+        write = None if self._cache is None else self._cache.write
+        share = self._steps.run(model, self._current(inputs, self._train_loader), num_items_in_batch, write)
         is_own = not host.is_overridden(self, "training_step")
         if self.args.logging_nan_inf_filter and is_own:
             return SelfFilteringLoss.of(share, 1 + self.state.global_step - self._globalstep_last_logged)

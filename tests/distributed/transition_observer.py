@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_pipetransformer.pipeline import engine
+from hf_pipetransformer.pipeline.links import Wire
 from tests.models import MODELS, PAD, make_rows
 
 
@@ -75,19 +75,20 @@ class _Traffic:
 
     def __init__(self) -> None:
         self.bytes: Counter[str] = Counter()
-        self._send, self._receive = engine.post_send, engine.post_receive
-        engine.post_send, engine.post_receive = self.send, self.receive
+        self._send, self._receive = Wire.send, Wire.receive
+        Wire.send = lambda wire, tensor: self.send(wire, tensor)
+        Wire.receive = lambda wire, shape: self.receive(wire, shape)
 
-    def send(self, link, tensor, timeout):
-        self._add("sent", link, tensor.numel() * tensor.element_size())
-        return self._send(link, tensor, timeout)
+    def send(self, wire, tensor):
+        self._add("sent", wire, tensor.numel() * tensor.element_size())
+        return self._send(wire, tensor)
 
-    def receive(self, link, shape, dtype, device, timeout):
-        self._add("received", link, torch.Size(shape).numel() * dtype.itemsize)
-        return self._receive(link, shape, dtype, device, timeout)
+    def receive(self, wire, shape):
+        self._add("received", wire, torch.Size(shape).numel() * wire.dtype.itemsize)
+        return self._receive(wire, shape)
 
-    def _add(self, direction: str, link: Any, size: int) -> None:
-        kind = "gradient" if "gradient" in link.description else "activation"
+    def _add(self, direction: str, wire: Any, size: int) -> None:
+        kind = "gradient" if "gradient" in wire.description else "activation"
         self.bytes[f"{direction} {kind}"] += size
 
 

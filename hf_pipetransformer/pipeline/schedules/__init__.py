@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from hf_pipetransformer.pipeline.schedules.actions import COMPUTATIONS, GIVES, NEEDS, SENDS, Action, Op, Row, Table
+from hf_pipetransformer.pipeline.schedules.actions import (
+    BEGINS_BACKWARD,
+    COMPUTATIONS,
+    GIVES,
+    NEEDS,
+    SENDS,
+    Action,
+    Op,
+    Row,
+    Table,
+)
 from hf_pipetransformer.pipeline.schedules.forward_only import FORWARD_ONLY
 from hf_pipetransformer.pipeline.schedules.gpipe import GPIPE
 from hf_pipetransformer.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
@@ -10,6 +20,7 @@ from hf_pipetransformer.pipeline.schedules.schedule import Schedule
 
 
 __all__ = [
+    "BEGINS_BACKWARD",
     "COMPUTATIONS",
     "FORWARD_ONLY",
     "GIVES",

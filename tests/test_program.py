@@ -1,0 +1,428 @@
+"""What stages compute, without a process group: every program gives the gradients of the model in one piece."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pipetransformer.cache_tags import CacheTags
+from hf_pipetransformer.errors import PipelineError
+from hf_pipetransformer.pipeline.cached_entry import CachedEntryProgram
+from hf_pipetransformer.pipeline.program import MicroBatch, ModelProgram
+from hf_pipetransformer.pipeline.recompute import RecomputingProgram, recomputed_micro_batches
+from hf_pipetransformer.pipeline.reduction import last_gradients
+from hf_pipetransformer.pipeline.schedules import Action, Op, Row, find_schedule
+from hf_pipetransformer.pipeline.weight_gradients import WeightGradients, linear_layers
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.splitters.view import StageView
+from tests.models import build_model, collate, has_zero_gradient, make_rows
+from tests.one_process import CPU, ModelPipeline, trace, whole_gradients
+
+
+MODELS = ["bert_sequence", "bert_masked", "vit"]
+NUM_SAMPLES = 5
+
+# Sums of other groups of numbers: a few last bits of float32.
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def batch_of(name: str, num_samples: int = NUM_SAMPLES) -> dict[str, torch.Tensor]:
+    batch = collate(make_rows(name, num_samples))
+    if "labels" in batch and batch["labels"].dim() > 1:
+        # As many labels in each sample, so that means over micro-batches add up with the samples' weights.
+        batch["labels"] = batch["input_ids"].clone()
+    return batch
+
+
+def assert_same_gradients(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        if not has_zero_gradient(name, parameter):
+            torch.testing.assert_close(found[parameter], gradient, **CLOSE, msg=parameter)
+
+
+def pipeline_of(name: str, model: nn.Module, schedule_name: str, pipeline_size: int, num_chunks: int, **more: Any):
+    """A pipeline and its table, the units cut evenly."""
+    schedule = find_schedule(schedule_name)
+    placement = Placement(pipeline_size, num_chunks, schedule.placement)
+    inputs = batch_of(name)
+    num_units = trace(model, inputs).num_units
+    boundaries = [num_units * stage // placement.num_stages for stage in range(placement.num_stages + 1)]
+    pipeline = ModelPipeline(model, boundaries, placement, inputs, 3, splits=schedule.splits_backward, **more)
+    return pipeline, schedule.table(pipeline_size, 3, num_chunks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("pipeline_size", "num_chunks"), [(1, 1), (2, 1), (3, 1)])
+def test_stages_give_the_gradients_of_the_whole_model(name: str, pipeline_size: int, num_chunks: int) -> None:
+    model = build_model(name)
+    pipeline, table = pipeline_of(name, model, "1f1b", pipeline_size, num_chunks)
+    loss, gradients = whole_gradients(model, batch_of(name))
+    torch.testing.assert_close(pipeline.run(table), loss)
+    assert_same_gradients(name, pipeline.gradients(), gradients)
+
+
+# ---- split backward ----
+
+
+def one_stage(
+    name: str, units: range | None = None, autocast: bool = False, model: nn.Module | None = None
+) -> tuple[nn.Module, ModelProgram, MicroBatch]:
+    model = build_model(name) if model is None else model
+    inputs = batch_of(name)
+    structure = trace(model, inputs)
+    view = StageView(model, find_splitter(model), structure)
+
+    def forward(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            return model(**given).loss
+
+    own = units or range(structure.num_units)
+    with torch.no_grad():
+        shape = tuple(view.run(range(1), None, lambda: model(**inputs)).shape)
+    program = ModelProgram(view, own, torch.float32, True, WeightGradients(linear_layers(model)))
+    return model, program, MicroBatch(0, inputs, 0.5, shape, forward, loss_scale=3.0)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_both_halves_of_a_backward_give_the_whole(name: str, autocast: bool) -> None:
+    model, program, micro_batch = one_stage(name, autocast=autocast)
+    loss = program.forward(micro_batch, None)
+    assert program.backward(micro_batch, None) is None
+    expected = gradients_of(model)
+    model.zero_grad()
+
+    torch.testing.assert_close(program.forward(micro_batch, None), loss, rtol=0, atol=0)
+    assert program.backward_input(micro_batch, None) is None
+    split = {id(p) for layer in linear_layers(model) for p in layer.parameters()}
+    tied = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    for parameter_name, parameter in model.named_parameters():
+        is_late = id(parameter) in split - tied
+        assert (parameter.grad is None) == (is_late or parameter_name not in expected), parameter_name
+    program.backward_weight(micro_batch)
+    assert_same_gradients(name, gradients_of(model), expected)
+
+    # The same as the layers' own backward, bit for bit or nearly so.
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        own_loss = plain(**micro_batch.inputs).loss
+    (own_loss * 1.5).backward()
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if autocast else CLOSE
+    for (parameter_name, parameter), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if own.grad is not None and not has_zero_gradient(name, parameter_name):
+            torch.testing.assert_close(parameter.grad, own.grad, **tolerance, msg=parameter_name)
+            assert parameter.grad.dtype == parameter.dtype
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_a_middle_stage_sends_the_same_input_gradient_before_its_weights_have_any(autocast: bool) -> None:
+    model, program, micro_batch = one_stage("vit", range(2, 5), autocast)
+    generator = torch.Generator().manual_seed(3)
+    received = torch.randn(micro_batch.activation_shape, generator=generator)
+    gradient = torch.randn(micro_batch.activation_shape, generator=generator)
+    program.forward(micro_batch, received.clone())
+    whole = program.backward(micro_batch, gradient)
+    expected = gradients_of(model)
+    model.zero_grad()
+    program.forward(micro_batch, received.clone())
+    torch.testing.assert_close(program.backward_input(micro_batch, gradient), whole, rtol=0, atol=0)
+    assert not any("weight" in name and "norm" not in name for name in gradients_of(model))
+    program.backward_weight(micro_batch)
+    assert gradients_of(model).keys() == expected.keys()
+    for name, value in gradients_of(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_weight_gradients_add_up_over_micro_batches_in_any_order() -> None:
+    model, program, first = one_stage("bert_sequence")
+    second = MicroBatch(1, batch_of("bert_sequence", 3), 0.25, (), first.forward)
+    for micro_batch in (first, second):
+        program.forward(micro_batch, None)
+        program.backward(micro_batch, None)
+    expected = gradients_of(model)
+    model.zero_grad()
+    for micro_batch in (first, second):
+        program.forward(micro_batch, None)
+    program.backward_input(second, None)
+    program.backward_input(first, None)
+    program.backward_weight(first)
+    program.backward_weight(second)
+    assert_same_gradients("bert_sequence", gradients_of(model), expected)
+
+
+class _Twice(nn.Module):
+    """One linear layer used twice, and one whose weight somebody froze."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.weight.requires_grad_(False)
+        self.own = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.shared(self.frozen(self.shared(x)))).square().sum()
+
+
+def test_a_layer_used_twice_gets_one_gradient_and_a_frozen_weight_none() -> None:
+    model, x = _Twice(), torch.randn(4, 3)
+    model(x).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    calls: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
+    later = WeightGradients(linear_layers(model))
+    with later.split_linears():
+        loss = model(x)
+    with later.put_off(0):
+        loss.backward()
+    assert not gradients_of(model)
+    calls.clear()  # Torch tells of a gradient that is none, too.
+    later.accumulate(0)
+    assert calls == dict.fromkeys(["shared.weight", "shared.bias", "frozen.bias", "own.weight"], 1)
+    for name, value in gradients_of(model).items():
+        torch.testing.assert_close(value, expected[name])
+    assert all("forward" not in vars(layer) for layer in linear_layers(model))
+
+
+def test_what_was_put_off_is_freed() -> None:
+    layer, later = nn.Linear(3, 3), WeightGradients([])
+    later.layers.append(layer)
+    x = torch.randn(2, 3).requires_grad_()
+    with later.split_linears():
+        hidden = x * 2
+        loss = layer(hidden).square().sum()
+    kept = weakref.ref(hidden)
+    del hidden
+    with later.put_off(7):
+        loss.backward()
+    del loss
+    assert kept() is not None
+    later.accumulate(7)
+    assert kept() is None
+    assert layer.weight.grad is not None
+
+
+def test_subclasses_of_linear_layers_keep_their_own_backward() -> None:
+    attention = nn.MultiheadAttention(4, 2)
+    assert not linear_layers(attention)
+
+
+# ---- recomputation ----
+
+
+def rows_of(text: str) -> Row:
+    ops = {op.value: op for op in Op}
+    return tuple(Action(ops[entry[0]], int(entry[1]), int(entry[3]) if "." in entry else 0) for entry in text.split())
+
+
+@pytest.mark.parametrize(
+    ("row", "chunk", "mode", "expected"),
+    [
+        ("F0 F1 F2 B2 B1 B0", 0, "always", {0, 1}),
+        ("F0 F1 F2 B2 B1 B0", 0, "except_last", {0, 1}),
+        ("F0 F1 F2 B2 B1 B0", 0, "never", set()),
+        ("F0 F1 B0 F2 B1 B2", 0, "always", {0, 1, 2}),
+        ("F0 F1 B0 F2 B1 B2", 0, "except_last", {0, 1}),
+        ("F0 B0 F1 B1", 0, "always", set()),
+        ("F0 I0 F1 I1 W0 W1", 0, "always", set()),
+        ("F0 F1 I0 W0 I1 W1", 0, "always", {0, 1}),
+        ("F0 F0.1 B0.1 B0", 0, "always", {0}),
+        ("F0 F0.1 B0.1 B0", 1, "always", set()),
+        ("F0 F1.1 B1.1 F1 B1 F0.1 B0.1 B0", 0, "always", {0}),
+    ],
+)
+def test_what_is_recomputed(row: str, chunk: int, mode: str, expected: set[int]) -> None:
+    assert recomputed_micro_batches(rows_of(row), chunk, mode) == expected
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
+def test_recomputation_draws_the_same_dropout(splits: bool) -> None:
+    row = rows_of("F0 F1 I0 W0 I1 W1" if splits else "F0 F1 B0 B1")
+    found = []
+    for mode in ("never", "always"):
+        model, plain, first = one_stage("bert_sequence")
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.3
+        second = MicroBatch(1, batch_of("bert_sequence", 3), 0.25, (), first.forward)
+        program = RecomputingProgram(plain, mode, 0, CPU)
+        program.begin(row)
+        torch.manual_seed(5)
+        losses = [program.forward(micro_batch, None) for micro_batch in (first, second)]
+        for micro_batch in (first, second):
+            if splits:
+                program.backward_input(micro_batch, None)
+                program.backward_weight(micro_batch)
+            else:
+                program.backward(micro_batch, None)
+        found.append((losses, gradients_of(model), torch.get_rng_state()))
+    (losses, gradients, state), (other_losses, other_gradients, other_state) = found
+    assert losses == other_losses
+    assert torch.equal(state, other_state)
+    assert gradients.keys() == other_gradients.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(other_gradients[name], value, rtol=0, atol=0)
+
+
+def test_recomputation_keeps_no_activation() -> None:
+    model, plain, micro_batch = one_stage("bert_sequence")
+    program = RecomputingProgram(plain, "always", 0, CPU)
+    program.begin(rows_of("F0 F1 B0 B1"))
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
+        program.forward(micro_batch, None)
+    assert not saved
+
+
+# ---- stages ----
+
+
+def test_a_frozen_stage_keeps_nothing() -> None:
+    _, program, micro_batch = one_stage("bert_sequence", range(3))
+    with torch.no_grad():
+        output = program.forward(micro_batch, None)
+    assert not output.requires_grad
+    with pytest.raises(KeyError):
+        program.backward(micro_batch, torch.ones_like(output))
+
+
+def test_a_loss_without_items_counts_nothing() -> None:
+    model, program, micro_batch = one_stage("bert_sequence")
+    empty = MicroBatch(0, micro_batch.inputs, 0.0, (), lambda given: model(**given).loss * float("nan"))
+    assert float(program.forward(empty, None)) == 0.0
+    program.backward(empty, None)
+    assert not gradients_of(model)
+
+
+def test_an_activation_of_another_shape_is_an_error() -> None:
+    _, program, micro_batch = one_stage("bert_sequence", range(3))
+    narrower = MicroBatch(0, micro_batch.inputs, 1.0, (1, 2, 3), micro_batch.forward)
+    with pytest.raises(PipelineError, match=r"where the next one expects \(1, 2, 3\)"):
+        program.forward(narrower, None)
+
+
+def test_a_model_that_skips_the_stages_last_layer_is_an_error() -> None:
+    model, program, micro_batch = one_stage("bert_sequence", range(3))
+    skips = MicroBatch(0, micro_batch.inputs, 1.0, micro_batch.activation_shape, lambda _: torch.zeros(()))
+    with pytest.raises(PipelineError, match="layerdrop"):
+        program.forward(skips, None)
+
+
+# ---- the cached entry ----
+
+
+@pytest.mark.parametrize("stop", [4, 8, None], ids=["wholly-below", "entry-inside", "with-the-head"])
+def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover(stop: int | None) -> None:
+    """Five samples, of which none, one and two layers are stored; the entry lies above two layers."""
+    name, entry_unit = "bert_sequence", 5
+    model = build_model(name).eval()
+    inputs = batch_of(name)
+    structure = trace(model, inputs)
+    view = StageView(model, find_splitter(model), structure)
+
+    def forward(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**given).loss
+
+    def hidden_after(num_layers: int) -> torch.Tensor:
+        with torch.no_grad():
+            return view.run(range(2 * num_layers + 1), None, lambda: forward(inputs))
+
+    levels = torch.tensor([0, 2, 1, 0, 2])
+    stored = torch.zeros_like(hidden_after(1))
+    for level in (1, 2):
+        stored[levels == level] = hidden_after(level)[levels == level]
+    units = range(stop or structure.num_units)
+    shape = tuple(stored.shape)
+
+    def program_of(own: range) -> ModelProgram:
+        return ModelProgram(view, own, torch.float32, False)
+
+    whole = program_of(units)
+    above = program_of(range(entry_unit, units.stop)) if entry_unit < units.stop else None
+    below = range(min(entry_unit, units.stop))
+    program = CachedEntryProgram(view, below, entry_unit, above, whole, torch.float32, torch.float32, CPU)
+    samples = torch.arange(NUM_SAMPLES)
+    tags = CacheTags(samples, levels, torch.zeros_like(samples), 1, stored)
+    written: list[torch.Tensor] = []
+    micro_batch = MicroBatch(
+        0, inputs, 1.0, shape, forward, tags=tags, write=lambda _, hidden: written.append(hidden.clone())
+    )
+    plain = MicroBatch(1, inputs, 1.0, shape, forward)
+    expected = whole.forward(plain, None).detach()
+    if above is None:
+        expected[levels == 2] = stored[levels == 2]  # It goes on with the others to where it enters.
+
+    executed: Counter[int] = Counter()
+    for index, layer in enumerate(structure.layers):
+        layer.register_forward_pre_hook(
+            lambda _, args, index=index: executed.update({index: len(args[0])}) if _runs(view, index) else None
+        )
+    found = program.forward(micro_batch, None)
+    torch.testing.assert_close(found.detach(), expected)
+    # Two samples begin at the embeddings, one above the first layer.
+    assert executed[0] == 2
+    assert executed[1] == 3
+    if stop is None or stop > entry_unit:
+        torch.testing.assert_close(written, [hidden_after(2)])
+    else:
+        assert not written
+    if above is None:
+        assert not found.requires_grad
+        return
+    gradient = None if stop is None else torch.ones(shape)
+    program.backward(micro_batch, gradient)
+    gradients = gradients_of(model)
+    assert gradients
+    assert all(structure.units_of_parameter[name][0] >= entry_unit for name in gradients)
+    # A batch of which nothing is stored runs whole.
+    torch.testing.assert_close(program.forward(plain, None).detach(), expected)
+
+
+def _runs(view: StageView, index: int) -> bool:
+    return bool({2 * index + 1, 2 * index + 2} & set(view._units))
+
+
+# ---- the last gradients of a step ----
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("F0 B0 F1 B1", {"B1": "linear norm"}),
+        ("F0 F1 I0 I1 W0 W1", {"I1": "norm", "W1": "linear"}),
+        ("F0 F0.1 B0.1 B0 F1 F1.1 B1.1 B1", {"B1.1": "upper", "B1": "linear norm both"}),
+        ("F0 F0.1 I0.1 I0 W0 W0.1", {"I0": "norm", "W0": "linear", "W0.1": "upper both"}),
+        ("F0 F0.1 B0.1", {"B0.1": "upper both"}),
+    ],
+)
+def test_the_last_gradient_of_each_parameter(row: str, expected: dict[str, str]) -> None:
+    chunks = {"linear": {0}, "norm": {0}}
+    if "." in row:
+        chunks |= {"upper": {1}, "both": {0, 1}}
+    parameters = {name: nn.Parameter(torch.zeros(1)) for name in chunks}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found = last_gradients(
+        rows_of(row),
+        {parameters[name]: users for name, users in chunks.items()},
+        {parameter for name, parameter in parameters.items() if name != "norm"},
+    )
+    assert {str(action): {names[id(p)] for p in own} for action, own in found} == {
+        action: set(text.split()) for action, text in expected.items()
+    }
