@@ -22,10 +22,10 @@ from hf_pipetransformer.autocache import folder as folder_module
 from hf_pipetransformer.autocache.cache import ActivationCache
 from hf_pipetransformer.autocache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
 from hf_pipetransformer.autocache.inputs import InputReport
+from hf_pipetransformer.autocache.padding_rule import PaddingRule
 from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.autocache.planner import measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.autocache.samples import PaddingRule
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.cache_tags import detach_tags

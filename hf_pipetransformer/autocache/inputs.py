@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from hf_pipetransformer.autocache.samples import MASK, PaddingRule, field_digests, real_lengths
+from hf_pipetransformer.autocache.padding_rule import PaddingRule, find_padding
+from hf_pipetransformer.autocache.probe import NUM_SAMPLES, Batch, Probe, UnfitError, random_states_kept
+from hf_pipetransformer.autocache.samples import MASK, field_digests, real_lengths
 
 
-NUM_SAMPLES = 8
 NUM_DRAWS = 16
-MULTIPLES = (1, 8, 16, 32, 64, 128)
-
-Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,10 +39,6 @@ class InputReport:
     fill_values: dict[str, int | float] = field(default_factory=dict)
 
 
-class _UnfitError(Exception):
-    """The cache must stay off; the text says why."""
-
-
 def examine_inputs(
     dataset: Any, collate: Callable[[list[Any]], Any], main_input: str, placeholders: frozenset[str]
 ) -> InputReport:
@@ -65,108 +55,37 @@ def examine_inputs(
         main_input: name of the input that the embeddings read.
         placeholders: batch entries that only the embeddings read.
     """
-    reason = _refused_dataset(dataset)
-    if reason is not None:
-        return InputReport(reason)
-    probe = _Probe(dataset, collate, main_input)
+    probe = None
     try:
-        with _random_states_kept():
-            report = _examine(probe, placeholders)
-    except _UnfitError as unfit:
-        report = InputReport(str(unfit), seconds_per_sample=probe.seconds_per_sample)
+        _check_dataset(dataset)
+        probe = Probe(dataset, collate, main_input)
+        with random_states_kept():
+            return _examine(probe, placeholders)
+    except UnfitError as error:
+        unfit = error
     # Whatever a user's code raises for an unusual batch (a single sample, say) must not end a run without a cache.
     except Exception as error:
-        report = InputReport(
-            f"found that samples cannot be read and collated in small batches ({type(error).__name__}: {error}); to "
-            f"use the cache let data set and collator take any 1 to {NUM_SAMPLES} samples.",
-            seconds_per_sample=probe.seconds_per_sample,
+        unfit = UnfitError(
+            f"that samples cannot be read and collated in small batches ({type(error).__name__}: {error})",
+            f"let data set and collator take any 1 to {NUM_SAMPLES} samples",
         )
-    return report
+    return InputReport(str(unfit), seconds_per_sample=probe.seconds_per_sample if probe else 0.0)
 
 
-def _refused_dataset(dataset: Any) -> str | None:
+def _check_dataset(dataset: Any) -> None:
     name = type(dataset).__name__
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return f"found a data set without length or index ({name}); to use the cache give one that is indexed."
+        raise UnfitError(f"a data set without length or index ({name})", "give one that is indexed")
     if len(dataset) == 0:
-        return f"found an empty data set ({name}); to use the cache give one with samples."
+        raise UnfitError(f"an empty data set ({name})", "give one with samples")
     if hasattr(dataset, "set_epoch"):
-        return (
-            f"found a data set with set_epoch ({name}), whose samples may change from epoch to epoch; to use the "
-            "cache give one whose samples stay the same, without that method."
+        raise UnfitError(
+            f"a data set with set_epoch ({name}), whose samples may change from epoch to epoch",
+            "give one whose samples stay the same, without that method",
         )
-    return None
 
 
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-class _Probe:
-    """Reads small batches of the same few samples, each under its own seed."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], main_input: str) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.main_input = main_input
-        spread = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_SAMPLES))
-        self.indices = [round(index) for index in spread.tolist()]
-        self.times: list[float] = []
-
-    @property
-    def seconds_per_sample(self) -> float:
-        return float(np.median(self.times)) if self.times else 0.0
-
-    def rows(self, indices: Sequence[int]) -> list[Any]:
-        """Samples as a DataLoader would fetch them."""
-        if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(list(indices)))
-        return [self.dataset[index] for index in indices]
-
-    def batch(self, indices: Sequence[int], draw: int = 0) -> Batch:
-        """The collated batch of these samples, with the random number generators as `draw` says."""
-        seed = 7919 * (draw + 1)
-        random.seed(seed)
-        np.random.seed(seed)
-        # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
-        torch.default_generator.manual_seed(seed)
-        start = time.perf_counter()
-        batch = self.collate(self.rows(indices))
-        if len(indices) == len(self.indices):
-            # As in training: collating one sample alone takes longer.
-            self.times.append((time.perf_counter() - start) / len(indices))
-        return self.checked(batch, len(indices))
-
-    def checked(self, batch: Any, count: int) -> Batch:
-        """The batch as a dict of tensors `(count, ...)`."""
-        if not isinstance(batch, Mapping) or not isinstance(batch.get(self.main_input), torch.Tensor):
-            names = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            raise _UnfitError(
-                f"found a batch without a tensor {self.main_input!r}, the model's main input ({names}); to use the "
-                "cache let the collator return a dict with it."
-            )
-        for name, value in batch.items():
-            if not isinstance(value, torch.Tensor):
-                raise _UnfitError(
-                    f"found {name!r} in the batch, a {type(value).__name__}; to use the cache let the collator return "
-                    "tensors with one row a sample only."
-                )
-            if value.dim() == 0 or value.shape[0] != count:
-                raise _UnfitError(
-                    f"found {name!r} of shape {tuple(value.shape)} in a batch of {count} samples; to use the cache "
-                    "let the collator return tensors with one row a sample only."
-                )
-        return dict(batch)
-
-
-def _examine(probe: _Probe, placeholders: frozenset[str]) -> InputReport:
+def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     main_input, indices = probe.main_input, probe.indices
     whole = probe.batch(indices)
     is_text = _is_text(whole[main_input], main_input, placeholders)
@@ -188,7 +107,7 @@ def _examine(probe: _Probe, placeholders: frozenset[str]) -> InputReport:
         del sample_fields[main_input]
     return InputReport(
         reason=None,
-        padding=_find_padding(probe, batches) if is_text else PaddingRule("none"),
+        padding=find_padding(probe, batches) if is_text else PaddingRule("none"),
         token_fields={name: whole[name].dtype for name in whole if name in token_fields},
         sample_fields=sample_fields,
         seconds_per_sample=probe.seconds_per_sample,
@@ -199,15 +118,16 @@ def _examine(probe: _Probe, placeholders: frozenset[str]) -> InputReport:
 def _is_text(value: torch.Tensor, main_input: str, placeholders: frozenset[str]) -> bool:
     if value.is_floating_point():
         if main_input not in placeholders:
-            raise _UnfitError(
-                f"found that more than the embeddings reads {main_input!r}, which is too large to be stored beside an "
-                "activation; to use the cache take a model whose layers and loss do without it."
+            raise UnfitError(
+                f"that more than the embeddings reads {main_input!r}, which is too large to be stored beside an "
+                "activation",
+                "take a model whose layers and loss do without it",
             )
         return False
     if value.dim() != 2:
-        raise _UnfitError(
-            f"found {main_input!r} of shape {tuple(value.shape)} and {value.dtype}; to use the cache give token ids "
-            "(batch, seq) or floating point images."
+        raise UnfitError(
+            f"{main_input!r} of shape {tuple(value.shape)} and {value.dtype}",
+            "give token ids (batch, seq) or floating point images",
         )
     return True
 
@@ -218,9 +138,9 @@ def _check_alike(batches: list[Batch]) -> None:
         found = {name: value.dtype for name, value in batch.items()}
         if found != expected:
             differing = sorted(name for name, _ in set(found.items()) ^ set(expected.items()))
-            raise _UnfitError(
-                f"found that {_listed(differing)} are absent or of another dtype in some batches; to use the cache "
-                "let the collator return the same fields for all samples."
+            raise UnfitError(
+                f"that {_listed(differing)} are absent or of another dtype in some batches",
+                "let the collator return the same fields for all samples",
             )
 
 
@@ -237,23 +157,23 @@ def _check_padding_side(batches: list[Batch], main_input: str) -> None:
     if MASK not in batches[0]:
         lengths = sorted({batch[main_input].shape[1] for batch in batches})
         if len(lengths) > 1:
-            raise _UnfitError(
-                f"found batches of different lengths ({lengths[0]} to {lengths[-1]}) without {MASK!r}, so that "
-                f"padding cannot be told from tokens; to use the cache let the collator return {MASK!r}."
+            raise UnfitError(
+                f"batches of different lengths ({lengths[0]} to {lengths[-1]}) without {MASK!r}, so that padding "
+                "cannot be told from tokens",
+                f"let the collator return {MASK!r}",
             )
         return
     for batch in batches:
         mask = batch[MASK]
         if mask.shape != batch[main_input].shape:
-            raise _UnfitError(
-                f"found {MASK!r} of shape {tuple(mask.shape)} beside {main_input!r} of shape "
-                f"{tuple(batch[main_input].shape)}; to use the cache give one value a token."
+            shape = tuple(batch[main_input].shape)
+            raise UnfitError(
+                f"{MASK!r} of shape {tuple(mask.shape)} beside {main_input!r} of shape {shape}",
+                "give one value a token",
             )
         shown = mask != 0
         if bool((shown.any(dim=1) & ~shown[:, 0]).any()):
-            raise _UnfitError(
-                'found text that is padded on the left; to use the cache set padding_side="right" in the tokenizer.'
-            )
+            raise UnfitError("text that is padded on the left", 'set padding_side="right" in the tokenizer')
 
 
 def _find_fill_values(
@@ -268,22 +188,23 @@ def _find_fill_values(
             fills[name].update(batch[name][is_padding].unique().tolist())
     mixed = {name for name, values in fills.items() if len(values) > 1}
     if main_input in mixed:
-        raise _UnfitError(
-            f"found different values in {main_input!r} behind the last token that {MASK!r} shows; to use the cache "
-            f"let {MASK!r} show every token, and pad with one value."
+        raise UnfitError(
+            f"different values in {main_input!r} behind the last token that {MASK!r} shows",
+            f"let {MASK!r} show every token, and pad with one value",
         )
     values = {name: next(iter(found)) for name, found in sorted(fills.items()) if len(found) == 1}
     return token_fields - mixed, values
 
 
-def _check_draws(probe: _Probe, whole: Batch, token_fields: frozenset[str]) -> None:
-    def digests(batch: Batch) -> dict[str, np.ndarray]:
-        return field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
+def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> None:
+    def digests(batch: Batch) -> dict[str, bytes]:
+        found = field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
+        return {name: values.tobytes() for name, values in found.items()}
 
     expected = digests(whole)
     changed: set[str] = set()
     for draw in range(1, NUM_DRAWS):
-        changed |= _differing(digests(probe.batch(probe.indices, draw)), expected)
+        changed |= {name for name, _ in digests(probe.batch(probe.indices, draw)).items() ^ expected.items()}
     if not changed:
         return
     # One sample alone has nobody to be mixed with: what still changes is random by itself.
@@ -295,13 +216,14 @@ def _check_draws(probe: _Probe, whole: Batch, token_fields: frozenset[str]) -> N
     if not is_own:
         raise _mixing(names)
     if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
-        raise _UnfitError(
-            f"found random augmentation: {names} of the same samples change from one reading to the next; to use the "
-            "cache transform the images always alike, or store augmented copies in the data set."
+        raise UnfitError(
+            f"random augmentation: {names} of the same samples change from one reading to the next",
+            "transform the images always alike, or store augmented copies in the data set",
         )
-    raise _UnfitError(
-        f"found random tokens or labels: {names} of the same samples change from one reading to the next (random "
-        "masking in the collator?); to use the cache mask once, in the data set."
+    raise UnfitError(
+        f"random tokens or labels: {names} of the same samples change from one reading to the next (random masking in "
+        "the collator?)",
+        "mask once, in the data set",
     )
 
 
@@ -316,20 +238,12 @@ def _is_other(found: Batch, expected: Batch) -> bool:
     return False
 
 
-def _mixing(names: str) -> _UnfitError:
-    return _UnfitError(
-        f"found that the batch mixes samples (mixup?): {names} of a sample depend on the others in its batch or on "
-        "their order; to use the cache let the collator treat each sample by itself."
+def _mixing(names: str) -> UnfitError:
+    return UnfitError(
+        f"that the batch mixes samples (mixup?): {names} of a sample depend on the others in its batch or on their "
+        "order",
+        "let the collator treat each sample by itself",
     )
-
-
-def _differing(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> set[str]:
-    names = {*found, *expected}
-    return {
-        name
-        for name in names
-        if name not in found or name not in expected or not np.array_equal(found[name], expected[name])
-    }
 
 
 def _check_mixing(
@@ -362,68 +276,12 @@ def _find_sample_fields(
             continue
         shapes = _row_shapes(batches, name)
         if len(shapes) > 1:
-            raise _UnfitError(
-                f"found {name!r} of shape {shapes[0]} and of shape {shapes[-1]} a sample; to use the cache give it "
-                "one size in all batches (resized images, text padded to one length)."
+            raise UnfitError(
+                f"{name!r} of shape {shapes[0]} and of shape {shapes[-1]} a sample",
+                "give it one size in all batches (resized images, text padded to one length)",
             )
         fields[name] = (value.dtype, shapes[0])
     return fields
-
-
-def _find_padding(probe: _Probe, batches: list[Batch]) -> PaddingRule:
-    """The rule that explains every batch."""
-    found = [_observed(batch, probe.main_input) for batch in batches]
-    found += _shortened(probe, batches)
-    lengths = {padded for _, padded in found}
-    if len(lengths) == 1 and any(longest < padded for longest, padded in found):
-        return PaddingRule("fixed", lengths.pop())
-    for multiple in MULTIPLES:
-        rule = PaddingRule("multiple", multiple)
-        if all(rule.length(longest) == padded for longest, padded in found):
-            return rule
-    examples = ", ".join(f"{longest} to {padded}" for longest, padded in sorted(set(found))[:4])
-    raise _UnfitError(
-        f"found padding that follows no known rule (longest sample to length of the batch: {examples}); to use the "
-        f"cache pad to one length, to the longest sample, or to a multiple of {', '.join(map(str, MULTIPLES[1:]))}."
-    )
-
-
-def _observed(batch: Batch, main_input: str) -> tuple[int, int]:
-    """Longest real length and padded length."""
-    return int(real_lengths(batch, main_input).max()), batch[main_input].shape[1]
-
-
-def _shortened(probe: _Probe, batches: list[Batch]) -> list[tuple[int, int]]:
-    """How the collator pads the beginning of a sample.
-
-    Samples of similar lengths fit several rules. This tells more, where it is the collator that pads and not the data
-    set.
-    """
-    rows = probe.rows(probe.indices)
-    sizes = [
-        _size(row[probe.main_input]) if isinstance(row, Mapping) and probe.main_input in row else 0 for row in rows
-    ]
-    if sizes != real_lengths(batches[0], probe.main_input).tolist():
-        return []
-    size, row = max(sizes), rows[sizes.index(max(sizes))]
-    found = []
-    for length in sorted({1, 2, size // 2, size - 1} & set(range(1, size))):
-        try:
-            batch = probe.collate(
-                [{key: value[:length] if _size(value) == size else value for key, value in row.items()}]
-            )
-            found.append(_observed(probe.checked(batch, 1), probe.main_input))
-        # A collator need not take what the data set never gives.
-        except Exception:
-            return []
-    return found
-
-
-def _size(value: Any) -> int:
-    """Length of a list or array; 0 for anything else."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.shape[0] if value.ndim else 0
-    return len(value) if isinstance(value, (list, tuple)) else 0
 
 
 def _listed(names: Sequence[str]) -> str:

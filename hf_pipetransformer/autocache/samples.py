@@ -1,10 +1,9 @@
-"""What a collated batch says of each of its samples: real length, padding, a digest of the input."""
+"""What a collated batch says of each of its samples: real length, a digest of the input."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,29 +11,6 @@ import xxhash
 
 
 MASK = "attention_mask"
-
-
-@dataclass(frozen=True)
-class PaddingRule:
-    """Padded length of a batch from the real lengths of its samples.
-
-    Args:
-        kind: "none": there is no token dimension (images); "fixed": always `size`; "multiple": the longest, rounded
-            up to a multiple of `size` (1 is the longest itself).
-        size: see `kind`.
-    """
-
-    kind: Literal["none", "fixed", "multiple"]
-    size: int = 1
-
-    def length(self, longest: int) -> int:
-        """Padded length of a batch whose longest sample has `longest` real tokens; 0 without a token dimension."""
-        if self.kind == "none":
-            return 0
-        if self.kind == "fixed":
-            # No collator cuts: a sample that is longer than the rule keeps its length.
-            return max(self.size, longest)
-        return -(-longest // self.size) * self.size
 
 
 def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.ndarray:
