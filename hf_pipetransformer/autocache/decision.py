@@ -79,17 +79,11 @@ def decide_cache(
         ValueError: unknown mode, a share that is none, or no measured time for F layers.
     """
     _check(costs, num_frozen, stored_share, fits_share, mode)
-    is_stored = 0 < stored_level <= num_frozen and stored_share > 0
-    share = stored_share if is_stored else 0.0
-    found = _costs(costs, num_frozen, stored_level if is_stored else 0, share, max(epochs_left, 0.0), fits_share)
+    share = stored_share if 0 < stored_level <= num_frozen else 0.0
+    found = _costs(costs, num_frozen, stored_level if share else 0, share, max(epochs_left, 0.0), fits_share)
     choice, reason = _choose(found, num_frozen, epochs_left, mode)
-    return CacheDecision(
-        use=choice != "compute",
-        write=choice == "write",
-        level=num_frozen if choice == "write" else stored_level,
-        costs=found,
-        reason=reason,
-    )
+    level = num_frozen if choice == "write" else stored_level
+    return CacheDecision(choice != "compute", choice == "write", level, found, reason)
 
 
 def _check(costs: CacheCosts, num_frozen: int, stored_share: float, fits_share: float, mode: str) -> None:

@@ -15,10 +15,7 @@ _REMEDY = "Set activation_cache_dir to a folder of your own, or activation_cache
 
 
 class PrivateFolder:
-    """A folder of this user, mode 0700. What is done in it goes through its descriptor and follows no link.
-
-    Attributes: `path`, for messages and for other processes.
-    """
+    """A folder of this user, mode 0700. What is done in it goes through its descriptor and follows no link."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path

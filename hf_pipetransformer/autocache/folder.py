@@ -43,6 +43,7 @@ class StoreFolder:
 
     def __init__(self, root: PrivateFolder, folder: PrivateFolder, lock: int) -> None:
         self.folder = folder
+        self.path = folder.path
         self._root = root
         self._lock = lock
 
@@ -70,11 +71,6 @@ class StoreFolder:
         return found
 
     @property
-    def path(self) -> Path:
-        """Where the folder is."""
-        return self.folder.path
-
-    @property
     def is_kept(self) -> bool:
         """Whether the folder outlives its run."""
         return self.folder.holds(_KEEP_FILE)
@@ -86,14 +82,16 @@ class StoreFolder:
 
     def is_reusable(self, num_samples: int, row_format: RowFormat, num_writers: int) -> bool:
         """Whether an earlier run kept a store of exactly these rows here, that as many processes can write."""
-        if not self.is_kept:
+        if not self.is_kept or self.folder.holds(DROPPED_FILE):
             return False
         try:
             header = Header.read(self.folder)
         except StoreDamagedError:
             return False
-        fits = header.num_writers >= num_writers and not self.folder.holds(DROPPED_FILE)
-        return fits and (header.num_samples, header.row_format) == (num_samples, row_format)
+        return (header.num_samples, header.row_format) == (
+            num_samples,
+            row_format,
+        ) and header.num_writers >= num_writers
 
     def keep(self) -> None:
         """Let the folder outlive this run, for a later one with the same key."""
@@ -157,9 +155,8 @@ def take_store(
         folder.release()
         folder = StoreFolder.take(base, key)
     try:
-        return folder, ActivationStore.create(
-            folder.folder, num_samples, row_format, max_bytes, num_writers, row_length=row_length
-        )
+        args = (folder.folder, num_samples, row_format, max_bytes, num_writers, row_length)
+        return folder, ActivationStore.create(*args)
     except BaseException:
         folder.remove()
         raise
@@ -235,31 +232,19 @@ def check_local(base: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: `base` is on one.
     """
-    path = Path(os.path.realpath(base))
-    # The last mount at the longest prefix is the one that is seen.
-    holders = [mount for mount in _mounts() if path.is_relative_to(mount[0])]
-    if not holders:
-        return
-    depth = max(len(Path(point).parts) for point, _ in holders)
-    point, kind = [mount for mount in holders if len(Path(mount[0]).parts) == depth][-1]
+    path, point, kind = Path(os.path.realpath(base)), Path(), ""
+    table = _MOUNT_TABLE.read_text(encoding="utf-8", errors="replace") if _MOUNT_TABLE.exists() else ""
+    for _, escaped, found, *_ in map(str.split, table.splitlines()):
+        # The table writes a space as \040.
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped))
+        if path.is_relative_to(mount) and len(mount.parts) >= len(point.parts):
+            # The last mount at the longest prefix is the one that is seen.
+            point, kind = mount, found
     if kind in NETWORK_FILE_SYSTEMS:
         raise ValueError(
             f"The activation cache cannot be in {path}: {point} is a network file system ({kind}), where memory maps "
             "are not shared between processes. Set activation_cache_dir to a folder on a disk of each node."
         )
-
-
-def _mounts() -> list[tuple[str, str]]:
-    """Mount points and kinds of file system; empty where there is no table of them."""
-    if not _MOUNT_TABLE.exists():
-        return []
-    lines = [line.split() for line in _MOUNT_TABLE.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return [(_unescaped(words[1]), words[2]) for words in lines if len(words) > 2]
-
-
-def _unescaped(point: str) -> str:
-    """A mount point as a path: the table writes a space as `\\040`."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
 def _take(root: PrivateFolder, key: str) -> StoreFolder:
