@@ -53,6 +53,7 @@ class StageView:
         self.is_running = False
         """Whether the model runs a part of its units now (`run`)."""
         self._overridden: list[tuple[nn.Module, Any]] = []
+        self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
         self._units = range(0)
         self._installed: tuple[range, ...] = ()
 
@@ -63,6 +64,7 @@ class StageView:
 
     def install(self, *parts: range) -> None:
         """Let the model run the units of these stages only, one stage at a time. Replaces an earlier view."""
+        self.remove()
         self.narrow(parts[0])
         self._installed = parts
 
@@ -103,14 +105,12 @@ class StageView:
             return
         self._restore()
         self._units = units
-        structure = self.structure
-        if 0 not in units:
-            for entry in structure.entries:
-                self._override(entry, self._give_received)
-        for index, layer in enumerate(structure.layers):
-            forward = self._layer_forward(index, layer, units)
-            if forward is not None:
-                self._override(layer, forward)
+        if units not in self._forwards:
+            # Ranks with several stages come back to each of them many times in a step.
+            self._forwards[units] = self._forwards_of(units)
+        for module, forward in self._forwards[units]:
+            self._overridden.append((module, module.__dict__.get("forward")))
+            module.forward = forward
 
     def widen(self) -> None:
         """Run the whole first stage again."""
@@ -120,6 +120,7 @@ class StageView:
     def remove(self) -> None:
         """Give the model its own forward back."""
         self._restore()
+        self._forwards.clear()
         self._installed = ()
 
     def _restore(self) -> None:
@@ -131,9 +132,14 @@ class StageView:
         self._units = range(0)
         self.received = None
 
-    def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._overridden.append((module, module.__dict__.get("forward")))
-        module.forward = forward
+    def _forwards_of(self, units: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """The modules whose own forward does not serve a stage that owns `units`, and what they run instead."""
+        found = [] if 0 in units else [(entry, self._give_received) for entry in self.structure.entries]
+        for index, layer in enumerate(self.structure.layers):
+            forward = self._layer_forward(index, layer, units)
+            if forward is not None:
+                found.append((layer, forward))
+        return found
 
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
