@@ -43,7 +43,7 @@ from hf_pipetransformer.manifest import (
 
 STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
-VERSION = 3
+VERSION = 4
 
 _TRAINER_STATE = "trainer_state.json"
 _WEIGHTS = "model.safetensors"
@@ -60,6 +60,16 @@ _TOKEN_SECONDS = 5.0
 def optimizer_file(stage: int) -> str:
     """Name of the file with the optimizer state of a stage."""
     return f"optimizer-stage-{stage}.safetensors"
+
+
+def weights_file(stage: int) -> str:
+    """The file with a stage's weights as they were at the last freeze decision; only policies that ask have one."""
+    return f"weights-at-decision-stage-{stage}.safetensors"
+
+
+def has_part(folder: str, name: str) -> bool:
+    """Whether a checkpoint has a file of `write_part`."""
+    return os.path.isfile(os.path.join(folder, STATE_FOLDER, name))
 
 
 def random_file(rank: int) -> str:
@@ -266,8 +276,8 @@ def plain(value: Any, what: str) -> Any:
         return {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
     raise ValueError(
         f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: nothing is pickled, so only tensors, "
-        "numbers, texts, lists and dicts with names can be saved. Use another optimizer or scheduler, or set "
-        "save_only_model=True."
+        "numbers, texts, lists and dicts with names can be saved. Use another optimizer, scheduler or policy, or "
+        "set save_only_model=True."
     )
 
 

@@ -28,7 +28,7 @@ import torch
 from benchmark_real_input import minilm_folder
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.freeze.policies import FreezeSignal, decide, make_policy
+from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, FreezeSignal, decide, make_policy
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 
@@ -139,16 +139,16 @@ def takes_same_decisions(setting: str, record: dict[str, Any]) -> bool:
     if any(options[key] != record["options"][key] for key in SAME_CLOCK):
         return False
     policy = make_policy(options["freeze_policy"], options["freeze_alpha"], options["freeze_rule"], None)
-    level = 0.0
+    wanted = 0.0
     for event in record["decisions"]:
-        if policy.needs_gradient_norms and not event["gradient_norms"]:
+        if GRADIENT_NORMS in policy.needs and not event["gradient_norms"]:
             return False  # That run did not watch its gradients.
         norms = tuple(event["gradient_norms"])
-        signal = FreezeSignal(event["step"], record["max_steps"], 6, event["num_frozen_before"], level, norms)
+        signal = FreezeSignal(event["step"], record["max_steps"], 6, event["num_frozen_before"], wanted, norms)
         decision = decide(policy, signal, options["freeze_min_active_layers"])
         if decision.num_frozen != event["num_frozen"]:
             return False
-        level = decision.level
+        wanted = decision.num_wanted
     return True
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_events, read_known_microbatches, read_layouts
+from hf_pipetransformer.report.events import (
+    EVENTS_FILE,
+    EventLog,
+    read_events,
+    read_known_microbatches,
+    read_layouts,
+    read_unfit,
+)
 
 
 LAYOUT = Layout(
@@ -93,3 +100,18 @@ def test_a_known_number_of_micro_batches_is_not_taken_in_silence(path: Path, cap
         caplog.clear()
         assert read_known_microbatches(str(path), LAYOUT, 16) == {}
         assert caplog.text == ""
+
+
+def test_what_ran_out_of_memory_is_remembered_for_the_same_conditions(path: Path, caplog: pytest.LogCaptureFixture):
+    log, conditions = EventLog(str(path.parent)), {"device_bytes": 1e9, "num_microbatches": None}
+    fault = {"layout": LAYOUT.as_event(), "conditions": conditions}
+    log.write("fault", 3, 0.1, cause="KeyError: no such column", out_of_memory=False, **fault)
+    log.write("fault", 0, 0.0, cause="OutOfMemoryError, before there was a layout", out_of_memory=True)
+    assert read_unfit(str(path), conditions) == 0
+    log.write("fault", 5, 0.2, cause="rank 1: OutOfMemoryError", out_of_memory=True, **fault)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        assert read_unfit(str(path), {**conditions, "device_bytes": 2e9}) == 0
+        assert caplog.text == ""
+        assert read_unfit(str(path), conditions) == 2
+        assert f"K=2 ran out of memory in an earlier run in this folder ({path})" in caplog.text
+    assert read_unfit(None, conditions) == 0

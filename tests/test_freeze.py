@@ -16,11 +16,14 @@ from hf_pipetransformer.freeze.policies import (
     FreezeSignal,
     GradientNorm,
     Schedule,
+    check_policy,
     decide,
     make_clock,
     make_policy,
 )
+from hf_pipetransformer.freeze.weights import WeightMonitor, relative_changes
 from hf_pipetransformer.option_values import parse_freeze_at
+from tests.settled_policy import Settled
 
 
 L = 12
@@ -28,10 +31,10 @@ L = 12
 
 def run(policy: FreezePolicy, norms: list[tuple[float, ...]], min_active: int = 0, num_layers: int = L) -> list[int]:
     """F after each decision, from nothing frozen."""
-    level, num_frozen, found = 0.0, 0, []
+    wanted, num_frozen, found = 0.0, 0, []
     for step, means in enumerate(norms, start=1):
-        decision = decide(policy, FreezeSignal(step, 10**6, num_layers, num_frozen, level, means), min_active)
-        level, num_frozen = decision.level, decision.num_frozen
+        decision = decide(policy, FreezeSignal(step, 10**6, num_layers, num_frozen, wanted, means), min_active)
+        wanted, num_frozen = decision.num_wanted, decision.num_frozen
         found.append(num_frozen)
     return found
 
@@ -41,8 +44,8 @@ def with_smallest(index: int, num_layers: int = L) -> tuple[float, ...]:
     return tuple(0.5 if i == index else 1.0 + i for i in range(num_layers + 1))
 
 
-def signal(num_frozen: int, level: float, norms: tuple[float, ...] = ()) -> FreezeSignal:
-    return FreezeSignal(1, 100, L, num_frozen, level, norms)
+def signal(num_frozen: int, num_wanted: float, norms: tuple[float, ...] = ()) -> FreezeSignal:
+    return FreezeSignal(1, 100, L, num_frozen, num_wanted, norms)
 
 
 # ---- Eq. 1 and Eq. 3
@@ -136,7 +139,7 @@ class Says(FreezePolicy):
     def __init__(self, answer: float) -> None:
         self.answer = answer
 
-    def level(self, signal: FreezeSignal) -> float:
+    def num_wanted(self, signal: FreezeSignal) -> float:
         return self.answer
 
 
@@ -150,8 +153,39 @@ def test_an_answer_is_rounded_up_and_never_thaws(answer: float, expected: int) -
 
 @pytest.mark.parametrize("answer", [math.nan, math.inf, -math.inf])
 def test_an_answer_that_is_no_number_is_refused(answer: float) -> None:
-    with pytest.raises(ValueError, match=r"Says\.level returned (nan|inf|-inf): expected a number"):
+    with pytest.raises(ValueError, match=r"Says\.num_wanted returned (nan|inf|-inf): expected a number"):
         decide(Says(answer), signal(5, 5.0), 0)
+
+
+def changed(lowest: float, head: float = 1.0) -> FreezeSignal:
+    """A signal with nothing but changes of weights."""
+    return FreezeSignal(1, 100, 2, 0, 0.0, weight_changes=(lowest, 1.0, head))
+
+
+def test_a_policy_that_remembers_goes_on_from_its_state() -> None:
+    policy, resumed = Settled(), Settled()
+    assert [decide(policy, changed(0.5), 0).num_frozen, policy.num_calm] == [0, 1]
+    resumed.load_state(json.loads(json.dumps(policy.state())))
+    assert decide(resumed, changed(0.5), 0).num_frozen == decide(policy, changed(0.5), 0).num_frozen == 1
+    assert decide(Settled(), changed(0.5), 0).num_frozen == 0
+
+
+def test_a_policy_says_before_a_run_what_cannot_be() -> None:
+    assert check_policy(Settled(), L, 40, 1) == []
+    assert check_policy(Settled(), 2, 40, 2) == ["freeze_min_active_layers=2 of 2 layers: nothing will be frozen."]
+    fixed = make_policy("fixed", 1 / 3, "inclusive", "5:2,40:3")
+    assert check_policy(fixed, L, 40, L) == [
+        "freeze_at: the run ends after 40 steps, before step 40 freezes anything."
+    ]
+    assert check_policy(make_policy("none", 1 / 3, "inclusive", None), L, 40, L) == []
+    with pytest.raises(ValueError, match=r"freeze_at freezes 3 layers: the model has 2\."):
+        check_policy(fixed, 2, 50, 0)
+    with pytest.raises(ValueError, match=r"share must be above 0, found -1"):
+        check_policy(Settled(share=-1), L, 40, 0)
+    wants = Says(1)
+    wants.needs = frozenset({"weight_changes", "the_weather"})
+    with pytest.raises(ValueError, match=r"Says\.needs has the_weather: expected some of"):
+        check_policy(wants, L, 40, 0)
 
 
 # ---- when
@@ -183,7 +217,7 @@ def test_decisions_are_due_between_steps_after_the_warm_up(interval: str, warmup
 def test_no_policy_none_is_ever_asked() -> None:
     policy, clock = make_policy("none", 1 / 3, "inclusive", None), make_clock("1", 0.0, 10, 40)
     assert not any(policy.is_due(step, clock) for step in range(41))
-    assert policy.level(signal(3, 3.0)) == 3
+    assert policy.num_wanted(signal(3, 3.0)) == 3
 
 
 def test_a_fixed_table_is_followed_at_its_steps_only() -> None:
@@ -270,3 +304,43 @@ def test_the_state_goes_through_json_to_the_bit() -> None:
     for each in (monitor, other):
         each.record(squares(1.0, 2.0, 3.0))
     assert other.state() == monitor.state()
+
+
+# ---- changes of weights
+
+
+PLACES = {"a": 0, "b": 1, "c": 1, "head": 2}
+
+
+def weights_of(**values: list[float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def test_changes_are_over_the_weights_of_the_last_decision_by_layer_and_summed_over_stages() -> None:
+    """Layer 1 lies on two stages; the embeddings are no layer's."""
+    lower, upper = WeightMonitor(PLACES), WeightMonitor(PLACES)
+    first = weights_of(embeddings=[7.0], a=[3.0, 4.0], b=[3.0])
+    second = weights_of(c=[4.0], head=[2.0])
+    lower.begin(first)
+    upper.begin(second)
+    first["a"] += torch.tensor([0.0, 5.0])
+    first["b"] += 6.0
+    second["c"] += 8.0
+    reports = [lower.report(first, 2), upper.report(second, 2)]
+    assert relative_changes(json.loads(json.dumps(reports))) == pytest.approx((1.0, 2.0, 0.0))
+    lower.begin(first)
+    assert relative_changes([lower.report(first, 2)]) == (0.0, 0.0, 0.0)
+
+
+def test_what_is_frozen_has_changed_by_nothing() -> None:
+    monitor = WeightMonitor(PLACES)
+    assert not monitor.has_begun
+    monitor.begin(weights_of(b=[1.0], head=[1.0]))
+    moved = weights_of(b=[1.5], head=[1.0])
+    assert monitor.has_begun
+    assert relative_changes([monitor.report(moved, 2)]) == pytest.approx((0.0, 0.5, 0.0))
+    other = WeightMonitor(PLACES)
+    other.load_state({name: value.clone() for name, value in monitor.state().items()})
+    assert other.report(moved, 2) == monitor.report(moved, 2)
+    monitor.forget()
+    assert not monitor.has_begun

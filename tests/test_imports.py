@@ -19,8 +19,8 @@ SOURCES = Path(__file__).resolve().parents[1] / PACKAGE
 FLOORS = [
     {"trainer"},
     {"run"},
-    {"adaptation"},
-    {"execution", "startup"},
+    {"controller"},
+    {"execution", "startup", "decisions"},
     {"transition", "cli", "samples"},
     {"wiring"},
     {"autopipe"},
@@ -209,8 +209,8 @@ def test_planted_imports_are_found(module, package, source, expected):
         ("layout", "report", "one floor"),
         ("errors", "messages", "one floor"),
         ("splitters", "autopipe", "above"),
-        ("startup", "adaptation", "above"),
-        ("autopipe", "adaptation", "above"),
+        ("startup", "controller", "above"),
+        ("autopipe", "controller", "above"),
         ("trainer", "utilities", "no floor"),
     ],
 )

@@ -15,7 +15,7 @@ from hf_pipetransformer.batches import count_items
 from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, probe_samples, read_batch
 from hf_pipetransformer.splitters import find_splitter, profile
 from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
-from hf_pipetransformer.startup import StartUp, Subject, look_at, samples_per_microbatch
+from hf_pipetransformer.startup import StartUp, Subject, look_at, samples_per_microbatch, start
 from tests.models import build_model, collate, make_rows
 
 
@@ -77,6 +77,20 @@ def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Pa
     assert start_up.plans.costs.units.shared == (
         ((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),
     )
+
+
+@pytest.mark.parametrize(("unfit", "expected"), [(0, 1), (1, 2), (2, 4), (4, 4)])
+def test_the_first_layout_is_longer_than_what_ran_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfit: int, expected: int
+) -> None:
+    """On four processes, where a device takes the whole model by its plan."""
+    monkeypatch.setattr(start, "read_unfit", lambda *_: unfit)
+    start_up, _ = started(tmp_path, "bert_sequence", per_device_train_batch_size=2)
+    plans, topology = start_up.plans, start_up.plans.topology
+    topology.world_size = topology.local_world_size = 4
+    assert plans.layout(2).pipeline_size == expected
+    rules = plans.inputs(plans.layout(2), 2, {}).rules
+    assert rules.unfit == set(range(1, unfit + 1))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from hf_pipetransformer.autopipe.costs import UnitCosts, rank_bytes
+from hf_pipetransformer.autopipe.planner import MEMORY_RESERVE
+from hf_pipetransformer.layout import Layout
 
 
 MULTIPLES = (6, 4, 3, 2, 1)
@@ -16,6 +21,25 @@ def candidates(num_stages: int, samples_per_pipeline: int) -> list[int]:
     """
     tried = {max(1, min(multiple * num_stages, samples_per_pipeline)) for multiple in MULTIPLES}
     return sorted(tried, reverse=True)
+
+
+def fitting_candidates(layout: Layout, costs: UnitCosts, samples_per_device: int, device_bytes: float) -> list[int]:
+    """The M to try under a layout: fewer micro-batches hold more activations, so some may not fit.
+
+    Args:
+        layout: whose M is searched.
+        costs: of the model's units.
+        samples_per_device: samples of a batch, by device.
+        device_bytes: memory of the smallest device.
+    """
+    samples = samples_per_device * layout.pipeline_size
+    tried = candidates(layout.pipeline_size, samples)
+
+    def fits(count: int) -> bool:
+        needed = max(rank_bytes(replace(layout, num_microbatches=count), costs, samples))
+        return needed <= device_bytes * (1 - MEMORY_RESERVE)
+
+    return [count for count in tried if fits(count)] or tried[:1]
 
 
 class MicrobatchTrial:

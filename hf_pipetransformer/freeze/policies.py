@@ -12,48 +12,98 @@ from hf_pipetransformer.option_values import parse_freeze_at
 
 
 _ROUNDING = 1e-9
-"""A level that is a whole number but for floating-point noise is that number, not the next one."""
+"""An answer that is a whole number but for floating-point noise is that number, not the next one."""
+
+
+GRADIENT_NORMS, WEIGHT_CHANGES = "gradient_norms", "weight_changes"
+MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES)
+"""What a policy may ask for: fields of `FreezeSignal` that cost something."""
 
 
 @dataclass(frozen=True)
 class FreezeSignal:
-    """What a policy may look at.
+    """What a policy may look at. What it does not name in `needs` is empty.
 
     Args:
         step: optimizer steps done.
         max_steps: optimizer steps of the whole run.
         num_layers: L.
         num_frozen: layers frozen now.
-        level: what the policy answered last, L_frozen of Eq. 1 before rounding; `num_frozen` at the start.
+        num_wanted: what the policy answered last, L_frozen of Eq. 1 before rounding; `num_frozen` at the start.
         gradient_norms: `num_layers + 1` means, over the optimizer steps since the last decision, of the L2 norm of
             the reduced, unscaled, unclipped gradient: of layer `l` at index `l`, of the head at index L. 0 for layers
             that are frozen. Empty if no step counted.
+        weight_changes: `num_layers + 1` L2 norms of what the weights of a layer, or of the head, have changed by since
+            the last decision (the first step of the run), over the L2 norm of the weights then. 0 for what is frozen.
     """
 
     step: int
     max_steps: int
     num_layers: int
     num_frozen: int
-    level: float
-    gradient_norms: tuple[float, ...]
+    num_wanted: float
+    gradient_norms: tuple[float, ...] = ()
+    weight_changes: tuple[float, ...] = ()
 
 
 class FreezePolicy(ABC):
-    """Decides how far the frozen prefix reaches. A policy of your own is one subclass, passed as `policy=`."""
+    """Decides how far the frozen prefix reaches. A policy of your own is one subclass, passed as `policy=`.
+
+    Only `num_wanted` is required. A policy that remembers something between its decisions returns it from `state`, so
+    that a resumed run decides the same:
+
+        class Settled(FreezePolicy):
+            name = "settled"
+            needs = frozenset({"weight_changes"})
+
+            def __init__(self):
+                self.num_calm = 0
+
+            def num_wanted(self, signal):
+                changes = signal.weight_changes
+                self.num_calm += bool(changes) and changes[signal.num_frozen] < 0.01
+                return self.num_calm
+
+            def state(self):
+                return {"num_calm": self.num_calm}
+
+            def load_state(self, state):
+                self.num_calm = state["num_calm"]
+
+    It is asked on the first process alone, and its answer holds for all.
+    """
 
     name: str = "custom"
-    needs_gradient_norms = True
-    """False spares the monitor."""
+    needs: frozenset[str] = frozenset({GRADIENT_NORMS})
+    """Which of `MEASUREMENTS` are made for it. Gradient norms cost nothing; for weight changes every process keeps a
+    copy of the weights that it trains."""
     keeps_minimum = True
     """Whether `freeze_min_active_layers` limits it."""
+    freezes = True
+    """False: it never will, so that nothing is prepared for it."""
 
     @abstractmethod
-    def level(self, signal: FreezeSignal) -> float:
+    def num_wanted(self, signal: FreezeSignal) -> float:
         """How many layers shall be frozen now; fractions are rounded up, less than now means no change."""
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
-        """Whether to decide before optimizer step number `step`."""
+        """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
         return clock.is_due(step)
+
+    def check(self, num_layers: int, max_steps: int) -> list[str]:
+        """What the user should hear before a run begins.
+
+        Raises:
+            ValueError: it cannot work with such a model or run.
+        """
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as JSON values: part of every checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on from `state`."""
 
     def describe(self) -> str:
         """The policy in a few words, for the start-up line."""
@@ -105,9 +155,10 @@ class NoFreezing(FreezePolicy):
     """Everything that the user left trainable is trained to the end."""
 
     name = "none"
-    needs_gradient_norms = False
+    needs = frozenset()
+    freezes = False
 
-    def level(self, signal: FreezeSignal) -> float:
+    def num_wanted(self, signal: FreezeSignal) -> float:
         return signal.num_frozen
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
@@ -122,19 +173,19 @@ class Schedule(FreezePolicy):
     """
 
     name = "schedule"
-    needs_gradient_norms = False
+    needs = frozenset()
 
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
 
-    def level(self, signal: FreezeSignal) -> float:
-        return signal.level + self.alpha * (signal.num_layers - signal.level)
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        return signal.num_wanted + self.alpha * (signal.num_layers - signal.num_wanted)
 
     def describe(self) -> str:
         return f"{self.name}, alpha {self.alpha:.3g}"
 
     def explain(self, signal: FreezeSignal) -> str:
-        return f"{self.name}: bound {Schedule.level(self, signal):.2f} layers"
+        return f"{self.name}: bound {Schedule.num_wanted(self, signal):.2f} layers"
 
 
 class GradientNorm(Schedule):
@@ -147,18 +198,18 @@ class GradientNorm(Schedule):
     """
 
     name = "gradient_norm"
-    needs_gradient_norms = True
+    needs = frozenset({GRADIENT_NORMS})
 
     def __init__(self, alpha: float, rule: str) -> None:
         super().__init__(alpha)
         self.rule = rule
 
-    def level(self, signal: FreezeSignal) -> float:
+    def num_wanted(self, signal: FreezeSignal) -> float:
         if not signal.gradient_norms:
-            return signal.level
+            return signal.num_wanted
         smallest = self.smallest(signal)
         limit = smallest if self.rule == "exclusive" else min(smallest + 1, signal.num_layers)
-        return min(super().level(signal), float(limit))
+        return min(super().num_wanted(signal), float(limit))
 
     @staticmethod
     def smallest(signal: FreezeSignal) -> int:
@@ -185,24 +236,23 @@ class Fixed(FreezePolicy):
     """
 
     name = "fixed"
-    needs_gradient_norms = False
+    needs = frozenset()
     keeps_minimum = False
 
     def __init__(self, table: Mapping[int, int]) -> None:
         self.table = dict(table)
 
-    def level(self, signal: FreezeSignal) -> float:
+    def num_wanted(self, signal: FreezeSignal) -> float:
         return self.table.get(signal.step, signal.num_frozen)
 
-    def check(self, num_layers: int) -> None:
-        """Refuse a table for a deeper model.
-
-        Raises:
-            ValueError: it freezes more layers than there are.
-        """
+    def check(self, num_layers: int, max_steps: int) -> list[str]:
         most = max(self.table.values())
         if most > num_layers:
             raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")
+        late = [step for step in self.table if step >= max_steps]
+        if not late:
+            return []
+        return [f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes anything."]
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         return step in self.table
@@ -217,12 +267,12 @@ class Decision:
 
     Args:
         signal: the inputs.
-        level: the answer before rounding.
+        num_wanted: the answer before rounding.
         num_frozen: layers frozen from now on.
     """
 
     signal: FreezeSignal
-    level: float
+    num_wanted: float
     num_frozen: int
 
     @property
@@ -235,9 +285,9 @@ class Decision:
         return {
             "num_frozen_before": self.signal.num_frozen,
             "num_frozen": self.num_frozen,
-            "level_before": self.signal.level,
-            "level": self.level,
-            "gradient_norms": list(self.signal.gradient_norms),
+            "num_wanted_before": self.signal.num_wanted,
+            "num_wanted": self.num_wanted,
+            **{name: list(getattr(self.signal, name)) for name in MEASUREMENTS},
         }
 
 
@@ -247,14 +297,28 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
     Raises:
         ValueError: the policy answered no finite number.
     """
-    level = float(policy.level(signal))
-    if not math.isfinite(level):
-        raise ValueError(f"{type(policy).__name__}.level returned {level}: expected a number of layers.")
+    answer = float(policy.num_wanted(signal))
+    if not math.isfinite(answer):
+        raise ValueError(f"{type(policy).__name__}.num_wanted returned {answer}: expected a number of layers.")
     kept = min_active_layers if policy.keeps_minimum else 0
     most = max(signal.num_layers - kept, signal.num_frozen)
-    wanted = math.ceil(level - _ROUNDING)
-    num_frozen = min(max(wanted, signal.num_frozen), most)
-    return Decision(signal, max(level, signal.level), num_frozen)
+    num_frozen = min(max(math.ceil(answer - _ROUNDING), signal.num_frozen), most)
+    return Decision(signal, max(answer, signal.num_wanted), num_frozen)
+
+
+def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_active_layers: int) -> list[str]:
+    """What the user should hear of a policy before the run begins.
+
+    Raises:
+        ValueError: it cannot work with such a model or run, or needs what nobody measures.
+    """
+    unknown = sorted(policy.needs - set(MEASUREMENTS))
+    if unknown:
+        raise ValueError(f"{type(policy).__name__}.needs has {', '.join(unknown)}: expected some of {MEASUREMENTS}.")
+    texts = policy.check(num_layers, max_steps)
+    if policy.freezes and policy.keeps_minimum and min_active_layers >= num_layers:
+        texts.append(f"freeze_min_active_layers={min_active_layers} of {num_layers} layers: nothing will be frozen.")
+    return texts
 
 
 def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> FreezePolicy:

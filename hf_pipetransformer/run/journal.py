@@ -20,6 +20,8 @@ class Journal:
     def __init__(self, trainer: Trainer, log: EventLog) -> None:
         self.trainer = trainer
         self.log = log
+        self.tried: dict[str, Any] = {}
+        """The layout in force, or that the run moves to, and the conditions of its memory, as JSON values."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event with its inputs."""

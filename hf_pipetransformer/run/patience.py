@@ -67,12 +67,14 @@ class Patience:
                 self._board.end()
 
     def _report(self, error: BaseException) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
+        is_short = isinstance(error, torch.OutOfMemoryError)
+        if is_short:
             error.add_note(OUT_OF_MEMORY_REMEDY)
         first_line = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
         text = " ".join([first_line, *getattr(error, "__notes__", [])])
         second_hand = is_second_hand(error)
         cause = self._board.report(text, is_first_hand=not second_hand)
-        self.journal.write("fault", cause=cause)
+        is_short |= torch.OutOfMemoryError.__name__ in cause
+        self.journal.write("fault", cause=cause, out_of_memory=is_short, **self.journal.tried)
         if second_hand:
             raise PipelineError(f"The run ended on rank {self.topology.rank}. First cause: {cause}") from error

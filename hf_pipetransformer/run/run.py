@@ -57,7 +57,7 @@ class Run:
         step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
         self.patience = Patience(self.topology, self.journal, step_seconds, rest_seconds)
         self.has_users_optimizer = trainer.optimizer is not None
-        self.starter = Starter(trainer, self.topology, splitter, trainer.optimizer)
+        self.starter = Starter(trainer, self.topology, splitter, trainer.optimizer, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
         self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
         self.in_force: Pipeline | None = None
@@ -65,6 +65,7 @@ class Run:
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
         """The pipeline starts; from now on, callbacks that take the model find it whole."""
+        self.journal.tried = found.start_up.plans.trying(layout) if found.is_training else {}
         self.in_force = pipeline = self.starter.start(found, layout)
         if layout.pipeline_size > 1:
             self.trainer.callback_handler = WholeModelCallbacks(self.trainer.callback_handler, pipeline)

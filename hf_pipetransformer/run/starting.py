@@ -52,6 +52,7 @@ class Starter:
         topology: the ranks.
         splitter: how the model falls into layers; None looks for it.
         users_optimizer: that must be divided between the stages.
+        events: the file with what happened to earlier runs in this folder, on rank 0.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class Starter:
         topology: Topology,
         splitter: Splitter | None,
         users_optimizer: torch.optim.Optimizer | None,
+        events: str | None,
     ) -> None:
         self.trainer = trainer
         self.topology = topology
         self.splitter = splitter
         self.users_optimizer = users_optimizer
+        self.events = events
         self._declares_loss_kwargs = trainer.model_accepts_loss_kwargs
 
     def look(self, dataset: Any, is_training: bool) -> Found:
@@ -97,6 +100,7 @@ class Starter:
             trainer.args.device,
             is_training,
             partial(read_batch, *columns) if is_training else None,
+            self.events if is_training else None,
         )
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong

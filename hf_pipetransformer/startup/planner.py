@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
@@ -23,6 +23,26 @@ from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.startup.costs import MeasuredCosts
 
 
+def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes: float) -> dict[str, Any]:
+    """All but the layout that the memory of a rank hangs on, as JSON values."""
+    names = (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "bf16",
+        "fp16",
+        "pipeline_checkpoint",
+        "optim",
+    )
+    return {
+        **{name: str(getattr(args, name)) for name in names},
+        "num_microbatches": args.num_microbatches,
+        "schedule": args.pipeline_schedule,
+        "num_layers": probe.structure.num_layers,
+        "device_bytes": device_bytes,
+    }
+
+
+@dataclass(frozen=True)
 class RunPlanner:
     """Plans with what rank 0 measured and what all devices have in common; rank 0 chooses.
 
@@ -34,31 +54,28 @@ class RunPlanner:
         device_bytes: memory of the smallest device.
         num_frozen_by_user: leading layers that the script froze.
         has_dropout: whether the model draws random masks in training.
+        unfit: the longest pipeline that ran out of memory under the same conditions: no new one is as short.
     """
 
-    def __init__(
-        self,
-        args: PipeTransformerArguments,
-        topology: Topology,
-        probe: Probe,
-        costs: MeasuredCosts,
-        device_bytes: float,
-        num_frozen_by_user: int,
-        has_dropout: bool,
-    ) -> None:
-        self.args = args
-        self.topology = topology
-        self.probe = probe
-        self.costs = costs
-        self.device_bytes = device_bytes
-        self.num_frozen_by_user = num_frozen_by_user
-        self._has_dropout = has_dropout
+    args: PipeTransformerArguments
+    topology: Topology
+    probe: Probe
+    costs: MeasuredCosts
+    device_bytes: float
+    num_frozen_by_user: int
+    has_dropout: bool
+    unfit: int
+
+    def trying(self, layout: Layout) -> dict[str, Any]:
+        """What the event of a fault under `layout` says of it, for `read_unfit`."""
+        conditions = memory_conditions(self.args, self.probe, self.device_bytes)
+        return {"layout": layout.as_event(), "conditions": conditions}
 
     @property
     def measures_microbatches(self) -> bool:
         """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
         asked = self.args.pipeline_parallel_num_microbatches
-        is_free = not (self._has_dropout or self.args.full_determinism)
+        is_free = not (self.has_dropout or self.args.full_determinism)
         return asked == "measured" or (asked == "auto" and is_free)
 
     def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:
@@ -71,6 +88,7 @@ class RunPlanner:
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches,
+            unfit=frozenset(range(1, self.unfit + 1)),
             initial_largest_size=largest_rank_size(units.parameters, layout),
             num_chunks=args.num_chunks,
         )
@@ -100,7 +118,8 @@ class RunPlanner:
                 return max(rank_bytes(layout, self.costs.units, k * samples_per_device))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
-            size = choose_pipeline_size(possible, largest_bytes, self.device_bytes)
+            untried = [k for k in possible if k > self.unfit]
+            size = choose_pipeline_size(untried or possible[-1:], largest_bytes, self.device_bytes)
         self.topology.check_pipeline_size(size)
         return self._plan(size, samples_per_device, num_frozen)
 
@@ -133,7 +152,7 @@ class RunPlanner:
         )
         rule = ""
         if k > 1 and self.args.num_microbatches is None and not self.measures_microbatches:
-            cause = "dropout masks depend on M" if self._has_dropout else "full_determinism"
+            cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"
             rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
         return {
             "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}.{bubble}{rule}",

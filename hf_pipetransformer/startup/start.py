@@ -12,6 +12,7 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import CommonLength
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, Parts, find_loss_rule
+from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.samples import with_two_labels
 from hf_pipetransformer.splitters.check import Probe, gradient_norms, gradients_discarded, probe_model, undisturbed
 from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
@@ -19,7 +20,7 @@ from hf_pipetransformer.startup.agreement import check_agreement
 from hf_pipetransformer.startup.costs import ReadBatch, measure_costs, moved, smallest_device_bytes
 from hf_pipetransformer.startup.model import Subject, has_dropout, num_frozen_by_user
 from hf_pipetransformer.startup.padding import hangs_on_length, hangs_on_padding
-from hf_pipetransformer.startup.planner import RunPlanner
+from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def look_at(
     device: torch.device,
     is_training: bool,
     read: ReadBatch | None = None,
+    events: str | None = None,
 ) -> StartUp:
     """Check on a tiny batch that a model can be split and that its loss can, and measure it. A collective call.
 
@@ -64,6 +66,7 @@ def look_at(
         device: where this rank computes.
         is_training: whether the model says so when it is asked.
         read: gives the batch that the units are measured with, called by rank 0 alone; None measures the tiny batch.
+        events: the file with what happened to earlier runs in this folder, for training; on rank 0.
 
     Raises:
         UnsupportedModelError: the split model gives other numbers.
@@ -85,6 +88,7 @@ def look_at(
         costs = measure_costs(subject, probe.structure, args, topology, read)
     if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
+    device_bytes = smallest_device_bytes(device, topology)
     return StartUp(
         probe=probe,
         loss_rule=rule,
@@ -97,9 +101,10 @@ def look_at(
             topology,
             probe,
             costs,
-            smallest_device_bytes(device, topology),
+            device_bytes,
             num_frozen_by_user(model, probe.structure),
             has_dropout(model),
+            topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
         ),
     )
 

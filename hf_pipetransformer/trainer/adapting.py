@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer.adaptation import Adaptation, Change
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
-from hf_pipetransformer.freeze.policies import Fixed, NoFreezing, make_clock
+from hf_pipetransformer.controller import Change, LayoutController
+from hf_pipetransformer.decisions import Decisions
+from hf_pipetransformer.freeze.policies import check_policy, make_clock
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
@@ -29,7 +29,7 @@ class AdaptingTrainer(CachingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._adaptation: Adaptation | None = None
+        self._controller: LayoutController | None = None
         self._optimizer_state: OptimizerState | None = None
         self._train_loader: PipelineLoader | None = None
         self._optimizer_hooks: list[Any] = []
@@ -39,20 +39,13 @@ class AdaptingTrainer(CachingTrainer):
         """The optimizer exists, the first step has not begun."""
         assert self._stage is not None
         args, layout = self.args, self._stage.layout
-        if isinstance(self.run.policy, Fixed):
-            self.run.policy.check(layout.num_layers)
-            late = [step for step in self.run.policy.table if step >= max_steps]
-            if late:
-                self._warn(f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes anything.")
-        if args.freeze_min_active_layers >= layout.num_layers and self.run.policy.keeps_minimum:
-            self._warn(
-                f"freeze_min_active_layers={args.freeze_min_active_layers} of {layout.num_layers} layers: nothing "
-                "will be frozen."
-            )
+        policy = self.run.policy
+        for text in check_policy(policy, layout.num_layers, max_steps, args.freeze_min_active_layers):
+            self._warn(text)
         steps_per_epoch = max_steps
         if has_length(loader):
             steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
-        elif args.freeze_interval == "epoch":
+        elif args.freeze_interval == "epoch" and policy.freezes:
             self._warn(
                 "freeze_interval='epoch': the data set has no length, so no decision comes before the end. Set "
                 "freeze_interval to a number of steps or a share of the run."
@@ -60,30 +53,35 @@ class AdaptingTrainer(CachingTrainer):
         self._train_loader = loader if isinstance(loader, PipelineLoader) else None
         self._steps = Steps(self, self.topology, self.run.pipeline, self._train_loader)
         self._delete_leftovers()
-        freezes = not isinstance(self.run.policy, NoFreezing)
-        if layout.num_frozen_layers or freezes or self._replayed_layouts is not None:
+        if layout.num_frozen_layers or policy.freezes or self._replayed_layouts is not None:
             self._begin_cache(loader, steps_per_epoch)
         if self._replayed_layouts is not None and self._cache_planner is None:
             plan = self._replayed_layouts.items()
             self._replayed_layouts = {step: replace(planned, cache_level=0) for step, planned in plan}
-        self._adaptation = Adaptation(
-            policy=self.run.policy,
+        decisions = Decisions(
+            policy=policy,
             clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
             args=args,
-            costs=self.run.pipeline.start_up.plans.inputs(
+            inputs=self.run.pipeline.start_up.plans.inputs(
                 self._layout_of_first_step(), args.per_device_train_batch_size, self._known_microbatches(layout)
             ),
-            topology=self.topology,
-            layout=layout,
+            num_frozen=layout.num_frozen_layers,
+            world_size=self.topology.world_size,
             units_of_parameter=self._stage.view.structure.units_of_parameter,
             write=self.run.journal.write,
-            meter=self.run.pipeline.settings.meter,
-            replay=self._replayed_layouts,
             cache=self._cache_planner,
+        )
+        self._controller = LayoutController(
+            decisions,
+            self.topology,
+            self._stage,
+            self.run.journal.write,
+            self.run.pipeline.settings.meter,
+            self._replayed_layouts,
         )
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         # A cache for layers that are frozen from the start changes the cuts too.
-        adapts = freezes or self._cache_planner is not None
+        adapts = policy.freezes or self._cache_planner is not None
         may_move = self._replayed_layouts is not None or (args.elastic and adapts and layout.pipeline_size > 1)
         # A user's optimizer is put together again at the end.
         may_move |= self.run.has_users_optimizer and layout.pipeline_size > 1
@@ -108,7 +106,7 @@ class AdaptingTrainer(CachingTrainer):
     def _end_adapting(self) -> None:
         """The last step is done and the model whole again: nobody is watched, everybody may be trained."""
         assert self._stage is not None
-        self._adaptation = None
+        self._controller = None
         self._end_cache()
         if self.run.has_users_optimizer and self._optimizer_state is not None:
             self._optimizer_state.hold({n: p for n, p in self._stage.store.held().items() if p.requires_grad}, {})
@@ -125,35 +123,31 @@ class AdaptingTrainer(CachingTrainer):
         return self._stage.layout
 
     def _known_microbatches(self, layout: Layout) -> dict[int, int]:
-        path = (
-            self.events.path
-            if self.run.pipeline.start_up.plans.measures_microbatches and layout.pipeline_size > 1
-            else None
-        )
-        known = read_known_microbatches(path, layout, self.args.per_device_train_batch_size)
-        answer: Mapping[str, int] = self.topology.broadcast({str(k): m for k, m in known.items()})
-        return {int(k): m for k, m in answer.items()}
+        plans, samples = self.run.pipeline.start_up.plans, self.args.per_device_train_batch_size
+        path = self.events.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
+        known: dict[int, int] = self.topology.decide(lambda: read_known_microbatches(path, layout, samples))
+        return known
 
     def _warn(self, text: str) -> None:
-        if self.is_world_process_zero() and not isinstance(self.run.policy, NoFreezing):
+        if self.is_world_process_zero():
             logger.warning(text)
 
     def _between_steps(self) -> None:
         """Between two optimizer steps: decide, and take what was decided into effect."""
-        if self._adaptation is None or self._stage is None:
+        if self._controller is None or self._stage is None:
             return
-        if self._adaptation.decides_before(self.state.global_step):
+        if self._controller.decides_before(self.state.global_step):
             self.run.patience.rest()  # Rank 0 may measure the disk while the others wait.
-        change = self._adaptation.next_change(self.state.global_step, self.state.max_steps, self._stage.layout)
+        change = self._controller.change_before(self.state.global_step, self._stage)
         if change is not None:
             if change.moves:
                 self.run.patience.rest()
             self._apply(change)
-        self.run.pipeline.settings.meter.begin_step()
+        self._controller.begin_step(self._stage)
 
     def _watch_gradients(self, squares: torch.Tensor) -> None:
-        if self._adaptation is not None and self._adaptation.monitor is not None:
-            self._adaptation.monitor.record(squares)
+        if self._controller is not None:
+            self._controller.watch_gradients(squares)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         self.run.patience.rest()
@@ -165,8 +159,8 @@ class AdaptingTrainer(CachingTrainer):
         self._report_cache()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._adaptation is not None:
-            self._adaptation.end_step()
+        if self._controller is not None:
+            self._controller.end_step()
         control = self.control
         logs = control.should_log and self.state.global_step > self._globalstep_last_logged
         if logs:
@@ -195,6 +189,7 @@ class AdaptingTrainer(CachingTrainer):
                 "get_train_dataloader returned a loader that knows nothing of stages, so the layout cannot change. "
                 "Build it with self._get_dataloader, or set elastic=False."
             )
+        self.run.journal.tried = self.run.pipeline.start_up.plans.trying(change.layout)
         stage, num_bytes = change_layout(
             self._stage,
             change.layout,
@@ -214,8 +209,7 @@ class AdaptingTrainer(CachingTrainer):
         self._report_transition(change, old, seconds, num_bytes)
 
     def _report_transition(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
-        new, plan, measured = change.layout, change.plan, change.measured
-        predicted = None if plan is None else plan.prediction.seconds
+        new, predicted, measured = change.layout, change.predicted, change.measured
         self.run.journal.write(
             "transition",
             **{"from": old.as_event(), "to": new.as_event()},
@@ -223,7 +217,7 @@ class AdaptingTrainer(CachingTrainer):
             bytes_moved=num_bytes,
             measured_step_s=measured,
             predicted_step_s=predicted,
-            alternatives=None if plan is None else {str(k): value for k, value in plan.alternatives.items()},
+            alternatives=change.alternatives,
             reason=change.reason,
         )
         if not self.is_world_process_zero():

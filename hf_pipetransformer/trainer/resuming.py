@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from hf_pipetransformer.plain_checkpoint import (
 )
 from hf_pipetransformer.refusals import check_same_kinds, check_same_run
 from hf_pipetransformer.report.events import announce, logger
-from hf_pipetransformer.startup import StartUp, check_agreement
+from hf_pipetransformer.startup import RunPlanner, StartUp, check_agreement
 from hf_pipetransformer.trainer.remainder import Remainder, find_remainder
 from hf_pipetransformer.trainer.saving import ORDER, POSITION, SHARED, SavingTrainer
 
@@ -174,7 +174,7 @@ class ResumingTrainer(SavingTrainer):
                 f"{self._resumption.folder!r} has {layout.num_layers} layers, expected {structure.num_layers}: pass "
                 "the same splitter as in the run that was saved."
             )
-        self._is_elsewhere = not self._is_still_asked_for(layout, structure.cut_positions())
+        self._is_elsewhere = not self._is_still_asked_for(layout, start_up.plans)
         planned = plan[max(start for start in plan if start < step)] if plan is not None else layout
         # A run may replay a plan without the plan's cache.
         is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
@@ -190,14 +190,15 @@ class ResumingTrainer(SavingTrainer):
             return planned
         return start_up.plans.layout(self.args.per_device_train_batch_size, layout.num_frozen_layers)
 
-    def _is_still_asked_for(self, layout: Layout, cut_positions: Collection[int]) -> bool:
-        """Whether the layout of the run that was saved may stay: the same processes, and the same wishes."""
+    def _is_still_asked_for(self, layout: Layout, plans: RunPlanner) -> bool:
+        """Whether the layout of the run that was saved may stay: the same processes and wishes, and it fits."""
         assert self._resumption is not None
         before, now = self._resumption.state["arguments"], self._run_description["arguments"]
         return (
             layout.pipeline_size * layout.num_replicas == self.topology.world_size
-            and set(layout.boundaries) <= set(cut_positions)
+            and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
             and all(before.get(name) == now[name] for name in _LAYOUT_ARGUMENTS)
+            and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.num_stages)
         )
 
     def _layout_of_first_step(self) -> Layout:
@@ -211,7 +212,7 @@ class ResumingTrainer(SavingTrainer):
         if self._resumption is None or self._is_elsewhere:
             return super()._known_microbatches(layout)
         # The run that was saved may have found more since.
-        known = self._resumption.state["adaptation"]["known_microbatches"]
+        known = self._resumption.state["decisions"]["known_microbatches"]
         return {int(num_stages): int(count) for num_stages, count in known.items()}
 
     def _begin_adapting(self, loader: Any, max_steps: int) -> None:
@@ -224,7 +225,7 @@ class ResumingTrainer(SavingTrainer):
 
     def _take_up(self, saved: Resumption) -> None:
         """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already."""
-        assert self._stage is not None and self._adaptation is not None
+        assert self._stage is not None and self._controller is not None
         state, stage = saved.state, self._stage
         if saved.is_plain:
             self._take_up_plain(saved)
@@ -236,7 +237,8 @@ class ResumingTrainer(SavingTrainer):
         self.lr_scheduler.load_state_dict(state["scheduler"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self._adaptation.load_state(state["adaptation"], self._is_elsewhere)
+        weights = self._refused_alike(lambda: self._weights_at_last_decision(saved))
+        self._controller.load_state(state["decisions"], weights, self._is_elsewhere)
         if self.is_world_process_zero():
             announce(f"Resumed from {saved.folder} at step {saved.step}: {stage.layout}.")
 
@@ -280,6 +282,16 @@ class ResumingTrainer(SavingTrainer):
             states |= checkpoint.join_optimizer_state(tensors, values)
         own.hold(trained, states)
         checkpoint.set_group_options(own.optimizer, header["groups"])
+
+    def _weights_at_last_decision(self, saved: Resumption) -> dict[str, torch.Tensor]:
+        """Of what this stage trains, as far as the policy of the run that was saved asked for them."""
+        found: dict[str, torch.Tensor] = {}
+        trained = self._trained_here()
+        for position in range(saved.layout.pipeline_size):
+            name = checkpoint.weights_file(position)
+            if checkpoint.has_part(saved.folder, name):
+                found |= checkpoint.read_part(saved.folder, name, trained.__contains__)[0]
+        return {name: value.to(self.args.device) for name, value in found.items()}
 
     def _random_state_of(self, saved: Resumption) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""

@@ -158,6 +158,11 @@ class SavingTrainer(AdaptingTrainer):
             self._written |= checkpoint.write_part(
                 output_dir, checkpoint.optimizer_file(stage.groups.position), tensors, header
             )
+            weights = {} if self._controller is None else self._controller.weights()
+            if weights:
+                self._written |= checkpoint.write_part(
+                    output_dir, checkpoint.weights_file(stage.groups.position), weights, {}
+                )
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing here: it is in `state.json`."""
@@ -180,7 +185,7 @@ class SavingTrainer(AdaptingTrainer):
         self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.topology.world_size
 
     def _state_of_run(self) -> dict[str, Any]:
-        assert self._stage is not None and self._adaptation is not None
+        assert self._stage is not None and self._controller is not None
         return {
             "step": self.state.global_step,
             "epoch": self.state.epoch,
@@ -190,7 +195,7 @@ class SavingTrainer(AdaptingTrainer):
             "first_layout": self._layout_of_first_step().as_event(),
             "num_starts": self.run.seeds.num_starts,
             "num_transitions": self.run.seeds.num_transitions,
-            "adaptation": self._adaptation.state(),
+            "decisions": self._controller.state(),
             **self._schedules(),
             **self._kinds(),
             **self._run_description,
@@ -215,6 +220,8 @@ class SavingTrainer(AdaptingTrainer):
         assert self._stage is not None and self._optimizer_state is not None
         optimizer = self._optimizer_state.optimizer
         self._schedules()
+        if self._controller is not None:
+            self._controller.state()
         checkpoint.group_options(optimizer)
         known = {id(parameter) for parameter in self._stage.store.held().values()}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]

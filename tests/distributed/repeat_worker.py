@@ -2,9 +2,10 @@
 
     repeat_worker.py FOLDER RUNS
 
-`RUNS` is a JSON list; each entry has the options of a run, and optionally the `dropout` of its model and the
-`device_bytes` of each rank, as its device would report them. Each rank writes `FOLDER/rank<r>.json`: for every run the
-loss and the number of micro-batches of each step.
+`RUNS` is a JSON list; each entry has the options of a run, and optionally the `dropout` of its model and, by rank, the
+`device_bytes` and `free_bytes` that its device reports and the `slowness` of its clock. `frozen_by_hand` is the
+layers that plain Trainer freezes at each step. Each rank writes `FOLDER/rank<r>.json`: for every run the loss, the
+number of micro-batches and the layout of each step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial
+from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.startup import costs
+from tests.distributed.transition_worker import FreezeByHand
 from tests.models import build_model, collate, make_dataset
 
 
@@ -32,19 +36,38 @@ class Note(TrainerCallback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.counts: list[int] = []
+        self.layouts: list[dict[str, Any]] = []
         self.trainer: Any = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.counts.append(self.trainer.layout.num_microbatches)
+        layout = getattr(self.trainer, "layout", None)  # Plain Trainer has none.
+        if layout is not None:
+            self.counts.append(layout.num_microbatches)
+            self.layouts.append(layout.as_event())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             self.losses.append(logs["loss"])
 
 
-def train(options: dict[str, Any], dropout: float = 0.0, device_bytes: list[float] | None = None) -> dict[str, Any]:
-    if device_bytes is not None:
-        costs._device_bytes = lambda *_: device_bytes[RANK]
+def plant(device_bytes: list[float], free_bytes: list[float], slowness: list[float]) -> None:
+    """What this rank's device and clock say from now on."""
+    costs._device_bytes = lambda *_: device_bytes[RANK]
+    costs._free_bytes = lambda *_: free_bytes[RANK]
+    medians, record = StepMeter.medians, MicrobatchTrial.record
+    StepMeter.medians = lambda self: {part: value * slowness[RANK] for part, value in medians(self).items()}
+    # Rank 0 finds few micro-batches fast, the others many.
+    MicrobatchTrial.record = lambda self, _, tokens: record(self, self.current() ** (-1.0 if RANK else 1.0), 1)
+
+
+def train(
+    options: dict[str, Any],
+    dropout: float = 0.0,
+    planted: dict[str, list[float]] | None = None,
+    frozen_by_hand: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    if planted is not None:
+        plant(**planted)
     settings = {
         "output_dir": str(FOLDER / "output"),
         "per_device_train_batch_size": 8,
@@ -53,34 +76,36 @@ def train(options: dict[str, Any], dropout: float = 0.0, device_bytes: list[floa
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "pipeline_parallel_size": 2,
-        "pipeline_timeout": 30,
-        "freeze_policy": "none",
     }
+    settings_of_pipeline = {"pipeline_parallel_size": 2, "pipeline_timeout": 30, "freeze_policy": "none"}
     torch.manual_seed(0)
     model = build_model(MODEL)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
     note = Note()
-    trainer = PipeTransformerTrainer(
-        model=model,
-        args=PipeTransformerArguments(**settings | options),
-        train_dataset=make_dataset(MODEL, 53),
-        data_collator=collate,
-        callbacks=[note],
-    )
+    parts: dict[str, Any] = {"model": model, "train_dataset": make_dataset(MODEL, 53), "data_collator": collate}
+    if frozen_by_hand is None:
+        args = PipeTransformerArguments(**settings | settings_of_pipeline | options)
+        trainer: Trainer = PipeTransformerTrainer(args=args, callbacks=[note], **parts)
+    else:
+        by_hand = FreezeByHand({int(step): layers for step, layers in frozen_by_hand.items()})
+        trainer = Trainer(
+            args=TrainingArguments(use_cpu=True, **settings | options), callbacks=[note, by_hand], **parts
+        )
+        trainer.model_accepts_loss_kwargs = False  # transformers#47688
     note.trainer = trainer
     trainer.train()
-    return {"losses": note.losses, "counts": note.counts}
+    return {"losses": note.losses, "counts": note.counts, "layouts": note.layouts}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     found = [train(**run) for run in json.loads(sys.argv[2])]
     (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main as main_of_cli
 from hf_pipetransformer.layout import Layout
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset
+from tests.settled_policy import Settled
 
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -64,6 +65,7 @@ class Case:
         draws: the collator adds noise from all three random number generators.
         plan: optimizer step to (K, F), replayed.
         streams: the training set has neither length nor indices.
+        watches_weights: the policy is `Settled`, which remembers, and decides by changes of weights.
     """
 
     layout: tuple[int, int]
@@ -74,6 +76,7 @@ class Case:
     draws: bool = False
     plan: dict[int, tuple[int, int]] | None = None
     streams: bool = False
+    watches_weights: bool = False
 
 
 _TWO: dict[str, Any] = {"gradient_accumulation_steps": 2}
@@ -102,6 +105,14 @@ CASES: dict[str, Case] = {
     "2x1-norms-mid-interval": Case((2, 1), "vit", (6,), ADAMW | _NORMS, draws=True),
     # By sizes K stays 2 at F=1 and is halved at F=3: what fits is what fitted at the start of the run.
     "2x1-memory": Case((2, 1), "bert_sequence", (6,), ADAMW | _MEMORY),
+    # It is calm at 4, for the first time, and at 8; weights have changed since 4.
+    "2x1-weights-mid-interval": Case(
+        (2, 1),
+        "bert_sequence",
+        (6,),
+        ADAMW | {"freeze_interval": "4", "pipeline_compression": "memory"},
+        watches_weights=True,
+    ),
     "1x2-adamw-cosine-accumulation": Case((1, 2), "vit", (4,), ADAMW | COSINE | _TWO, draws=True),
     "1x2-by-length": Case((1, 2), "bert_token", (3, 5), ADAMW | BY_LENGTH),
     "2x2-adamw-linear-accumulation": Case((2, 2), "bert_sequence", (4,), ADAMW | _TWO),
@@ -263,6 +274,7 @@ def make_trainer(
         eval_dataset=make_dataset(case.model, 8, seed=1),
         data_collator=drawing_collate if case.draws else collate,
         callbacks=[record],
+        policy=Settled() if case.watches_weights else None,
     )
 
 
@@ -575,6 +587,15 @@ MOVED = Case(
     ADAMW | {"freeze_policy": "fixed", "freeze_at": "3:1,7:2", "elastic": False},
     dropout=0.0,
 )
+# The same on one process and from there on two: stages of the second run read the first one's weights at step 4.
+WATCHED = Case(
+    (1, 1),
+    "bert_sequence",
+    (6,),
+    ADAMW | {"freeze_interval": "4", "elastic": False},
+    dropout=0.0,
+    watches_weights=True,
+)
 MOVED_TO = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
 # To the end of the second epoch, in batches of half the size.
 SMALLER: dict[str, Any] = {
@@ -589,6 +610,10 @@ def elsewhere(folder: Path) -> None:
     case, record = replace(MOVED, layout=MOVED_TO[WORLD_SIZE]), Record(MOVED.resume_at)
     came_from = {1: None, 2: folder / "moved-1" / "checkpoint-4", 4: folder / "moved-2" / "checkpoint-8"}[WORLD_SIZE]
     found = {"end": go_elsewhere(case, folder / f"moved-{WORLD_SIZE}", record, came_from)}
+    if WORLD_SIZE < 4:
+        watched = replace(WATCHED, layout=MOVED_TO[WORLD_SIZE])
+        from_one = None if WORLD_SIZE == 1 else folder / "watched-1" / "checkpoint-6"
+        found["watched"] = go_elsewhere(watched, folder / f"watched-{WORLD_SIZE}", Record(WATCHED.resume_at), from_one)
     if WORLD_SIZE == 2:
         smaller = replace(case, options=case.options | SMALLER | {"freeze_policy": "none", "freeze_at": None})
         found["smaller"] = go_elsewhere(smaller, folder / "smaller", Record((9,)), came_from)

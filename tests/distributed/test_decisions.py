@@ -43,8 +43,27 @@ def test_without_dropout_an_earlier_trial_is_taken_over_with_a_word(tmp_path: Pa
     assert f"M={first[0]['counts'][-1]} for K=2: measured by an earlier run in this folder" in output
 
 
+# Both devices differ from each other in all that is measured; the larger one is rank 0's, then rank 1's.
+UNEQUAL = {"free_bytes": [1e12, 1.0], "slowness": [1.0, 7.0]}
+FREEZES = {"freeze_policy": "fixed", "freeze_at": "16:2", "freeze_warmup": 0, "freeze_min_active_layers": 0}
+
+
 def test_all_ranks_try_the_same_numbers_of_micro_batches_on_unequal_devices(tmp_path: Path):
     """What fits the smallest device, wherever that is: the second rank's holds only the smallest micro-batches."""
-    (rank0, rank1), _ = train(tmp_path, {"options": {}, "device_bytes": [1e12, 1.0]})
+    (rank0, rank1), _ = train(tmp_path, {"options": {}, "planted": {"device_bytes": [1e12, 1.0], **UNEQUAL}})
     assert rank0 == rank1
     assert set(rank0[0]["counts"]) == {12}
+
+
+def test_unequal_ranks_train_under_rank_0s_layouts_as_trainer_does(tmp_path: Path):
+    """Each would choose another M, and plan from other times."""
+    planted = {"device_bytes": [1.0e12, 1.1e12], **UNEQUAL}
+    (rank0, rank1), _ = train(tmp_path, {"options": FREEZES, "planted": planted})
+    assert rank0 == rank1
+    assert len(set(rank0[0]["counts"][:15])) == 5
+    assert rank0[0]["counts"][15] == 2
+    assert rank0[0]["layouts"][-1]["num_frozen_layers"] == 2
+    plain = {"options": {"per_device_train_batch_size": 16}, "frozen_by_hand": {"16": 2}}
+    launch(WORKER, [tmp_path, json.dumps([plain])], num_processes=1, timeout=120)
+    (by_hand,) = json.loads((tmp_path / "rank0.json").read_text())
+    assert rank0[0]["losses"] == pytest.approx(by_hand["losses"], rel=1e-5)

@@ -101,7 +101,18 @@ def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return _read(where, PRODUCT[layout], layout[0] * layout[1])
 
 
-EVENT_FIELDS = ("event", "step", "from", "to", "num_frozen", "level", "level_before", "gradient_norms", "content")
+EVENT_FIELDS = (
+    "event",
+    "step",
+    "from",
+    "to",
+    "num_frozen",
+    "num_wanted",
+    "num_wanted_before",
+    "gradient_norms",
+    "weight_changes",
+    "content",
+)
 
 
 def _decisions(end: dict[str, Any], after: int) -> list[dict[str, Any]]:
@@ -157,7 +168,7 @@ def test_the_cases_test_something(outcomes: Outcomes, name: str):
     if case.plan is not None:
         assert steps == set(case.plan) - {0}
         assert whole["num_transitions"] == len(case.plan) - 1
-    elif case.options.get("freeze_policy", "none") != "none":
+    elif case.watches_weights or case.options.get("freeze_policy", "none") != "none":
         assert len(steps) >= 2
         assert all(any(step <= moment for moment in steps) for step in case.resume_at)
         assert whole["layout"]["num_frozen_layers"] > 0
@@ -210,7 +221,7 @@ SAID = {
     "no_weights": r"damaged.*model\.safetensors is missing",
     "cut_trainer_state": r"damaged.*trainer_state\.json has \d+ bytes \(expected \d+\)",
     "cut_optimizer": r"damaged.*optimizer-stage-1\.safetensors has \d+ bytes",
-    "other_version": r"version 99.*expected version 3",
+    "other_version": r"version 99.*expected version 4",
     "differs_between_ranks": r"resume_from_checkpoint is \S+checkpoint-1 on rank 1 and \S+checkpoint-0 on rank 0",
     "unsavable_scheduler": r"StubbornScheduler.*'memory'.*object.*save_only_model=True",
 }
@@ -306,6 +317,15 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_stages(folder: Path, 
         for name, weight in weights.items():
             if not has_zero_gradient(MOVED.model, name):
                 assert tensor_difference(found[name], weight) <= 1e-5, (rank, name)
+
+
+def test_a_policy_that_remembers_decides_the_same_elsewhere(folder: Path, dying: LaunchResult):
+    """What it saw, and the weights that changes are measured from, come from another stage's files."""
+    whole, (on_two, _) = _moved(folder, 1, "watched")[0], _moved(folder, 2, "watched")
+    (first, expected), (found,) = _decisions(whole, 0), _decisions(on_two, 6)
+    assert [(event["step"], event["num_frozen"]) for event in (first, expected, found)] == [(4, 0), (8, 1), (8, 1)]
+    assert found["weight_changes"] == pytest.approx(expected["weight_changes"], rel=1e-4)
+    assert all(change > 0 for change in expected["weight_changes"])
 
 
 def test_what_is_left_of_an_epoch_is_dealt_anew(folder: Path, dying: LaunchResult):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from tests.distributed.launcher import LaunchResult, launch
 from tests.distributed.test_faults import GRACE, PIPELINE_TIMEOUT, assert_all_ended_by_themselves, last_error
 from tests.distributed.transition_fault_worker import READY, TAMPERED
@@ -73,6 +74,28 @@ def test_rank_0_decides_where_a_users_policy_answers_differently(tmp_path: Path,
     assert result.returncode == 0, result.output
     for rank, text in enumerate(result.outputs):
         assert f"rank {rank} trained to the end with {num_frozen} frozen layers" in text
+
+
+def test_a_layout_that_ran_out_of_memory_is_not_planned_again(tmp_path: Path):
+    """K=1 has no room in its first step; the run goes on from before it, freezes as it wanted to, and keeps K=2."""
+    first = run_with_fault("out_of_memory", tmp_path)
+    assert READY in first.outputs[1]
+    assert_cause(first, r"OutOfMemoryError: planted shortage")
+    assert "First cause: rank 1: OutOfMemoryError: planted shortage" in last_error(first.outputs[0])
+    assert "pipeline_compression='memory'" in last_error(first.outputs[0])
+    events = read_events(str(tmp_path / EVENTS_FILE))
+    (moved,) = [event for event in events if event["event"] == "transition"]
+    assert (moved["from"]["num_stages"], moved["to"]["num_stages"]) == (2, 1)
+    assert (events[-1]["event"], events[-1]["layout"]) == ("fault", moved["to"])
+    second = run_with_fault("out_of_memory", tmp_path, "--resume")
+    assert second.returncode == 0, second.output
+    assert "K=1 ran out of memory in an earlier run in this folder" in second.outputs[0]
+    for rank, text in enumerate(second.outputs):
+        assert f"rank {rank} trained to the end with 3 frozen layers" in text
+    later = read_events(str(tmp_path / EVENTS_FILE))[len(events) :]
+    layouts = [event.get("to") or event["layout"] for event in later if event["event"] in ("run", "transition")]
+    assert {layout["num_stages"] for layout in layouts} == {2}
+    assert layouts[-1]["num_frozen_layers"] == 3
 
 
 @pytest.mark.slow

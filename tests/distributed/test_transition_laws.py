@@ -347,12 +347,12 @@ def test_decisions_follow_the_gradient_norms_of_plain_trainer(
         step = event["step"]
         means = [sum(column) / interval for column in zip(*plain[step - interval : step], strict=True)]
         assert event["gradient_norms"] == pytest.approx(means, rel=GRADIENT_TOLERANCE)
-        assert (event["num_frozen_before"], event["level_before"]) == (num_frozen, pytest.approx(level))
+        assert (event["num_frozen_before"], event["num_wanted_before"]) == (num_frozen, pytest.approx(level))
         candidates = range(num_frozen, NUM_LAYERS + 1)
         smallest = min(candidates, key=lambda index: means[index])
         level = max(min(level + alpha * (NUM_LAYERS - level), smallest), num_frozen)
         num_frozen = max(num_frozen, math.ceil(level - 1e-9))
-        assert (event["num_frozen"], event["level"]) == (num_frozen, pytest.approx(level))
+        assert (event["num_frozen"], event["num_wanted"]) == (num_frozen, pytest.approx(level))
     frozen = [event["num_frozen"] - event["num_frozen_before"] for event in decisions]
     assert any(frozen) and not all(frozen)
 

@@ -88,13 +88,22 @@ def fail_in_the_exchange(trainer: Any) -> None:
 class OfThisRank(FreezePolicy):
     """A policy that does not answer alike on all ranks: it looked at a clock, say."""
 
-    def level(self, signal):
+    def num_wanted(self, signal):
         return 2.0 if RANK == 0 and signal.step >= CHANGE_AT else 0.0
 
 
 class OfTheOtherRank(FreezePolicy):
-    def level(self, signal):
+    def num_wanted(self, signal):
         return 2.0 if RANK == 1 and signal.step >= CHANGE_AT else 0.0
+
+
+def run_out_of_memory(trainer: Any) -> None:
+    """In the forward of the next step, under the layout that follows."""
+
+    def fail(*_args: Any, **_kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("planted shortage")
+
+    trainer.compute_loss = fail
 
 
 def read_another_plan(path: str) -> Any:
@@ -115,6 +124,10 @@ FAULTS: dict[str, dict[str, Any]] = {
     "exception_in_exchange": {"plan": SHRINK, "act": fail_in_the_exchange},
     "policy_of_rank_0": {"policy": OfThisRank, "options": {"freeze_interval": 2, "freeze_policy": "none"}},
     "policy_of_rank_1": {"policy": OfTheOtherRank, "options": {"freeze_interval": 2, "freeze_policy": "none"}},
+    "out_of_memory": {
+        "options": DECIDES | {"freeze_at": f"{CHANGE_AT}:3", "save_strategy": "steps", "save_steps": 2},
+        "act": run_out_of_memory,
+    },
     "other_plan": {"plan": SHRINK, "reads": read_another_plan},
 }
 
@@ -132,6 +145,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--timeout", type=float, default=15)
     parser.add_argument("--max_steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--resume", action="store_true", help="go on after the fault, which does not come again")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
     fault = FAULTS[parsed.fault]
@@ -154,7 +168,7 @@ def main() -> None:
         options["layout_plan"] = write_plan(parsed.output / "plan.jsonl", fault["plan"])
     if "reads" in fault and RANK == 1:
         replay.read_layouts = fault["reads"]
-    callback = BeforeTransition(fault.get("act", nothing) if RANK == 1 else nothing)
+    callback = BeforeTransition(fault.get("act", nothing) if RANK == 1 and not parsed.resume else nothing)
     trainer = PipeTransformerTrainer(
         model=build_model(MODEL),
         args=PipeTransformerArguments(**options),
@@ -164,7 +178,7 @@ def main() -> None:
         callbacks=[callback],
     )
     callback.trainer = trainer
-    trainer.train()
+    trainer.train(resume_from_checkpoint=parsed.resume)
     print(f"rank {RANK} trained to the end with {trainer.layout.num_frozen_layers} frozen layers", flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

@@ -48,7 +48,7 @@ DROPOUT = 0.3
 class Never(FreezePolicy):
     """A user's policy that freezes nothing, ever."""
 
-    def level(self, signal):
+    def num_wanted(self, signal):
         return 0.0
 
 
@@ -57,7 +57,7 @@ class OneByOne(FreezePolicy):
 
     name = "one by one"
 
-    def level(self, signal):
+    def num_wanted(self, signal):
         return signal.num_frozen + 1
 
 

@@ -1,0 +1,286 @@
+"""Watches a training run on every rank and says before each optimizer step whether the layout changes.
+
+Rank 0 decides, the others hear of it and check that they stand where rank 0 stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, fitting_candidates
+from hf_pipetransformer.checkpoint import plain
+from hf_pipetransformer.decisions import Decisions, Write
+from hf_pipetransformer.freeze.monitor import GradientNormMonitor
+from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, WEIGHT_CHANGES
+from hf_pipetransformer.freeze.weights import WeightMonitor, relative_changes
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.timing import StepMeter
+from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.transition import Stage
+from hf_pipetransformer.units import block_of
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to do before the next step, the same on every rank.
+
+    Args:
+        layout: the next layout.
+        moves: False if only the number of micro-batches changes.
+        reason: in a few words.
+        predicted: seconds that a step is expected to take.
+        alternatives: the same for every K that was considered.
+        measured: median seconds of a step under the layout so far, if there were enough.
+    """
+
+    layout: Layout
+    moves: bool
+    reason: str = "replayed"
+    predicted: float | None = None
+    alternatives: dict[str, float] | None = None
+    measured: float | None = None
+
+
+class LayoutController:
+    """Gathers what decisions are taken from, has rank 0 take them, and tries numbers of micro-batches.
+
+    Args:
+        decisions: what rank 0 decides with.
+        topology: the ranks.
+        stage: this rank's stage at the start.
+        write: writes an event.
+        meter: measures the steps.
+        replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        topology: Topology,
+        stage: Stage,
+        write: Write,
+        meter: StepMeter,
+        replay: Mapping[int, Layout] | None,
+    ) -> None:
+        self.decisions = decisions
+        self.topology = topology
+        self.write = write
+        self.meter = meter
+        self.replay = replay
+        num_layers, needs = stage.layout.num_layers, decisions.policy.needs
+        self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
+        units = stage.view.structure.units_of_parameter
+        places = {name: block_of(used_by[0]) - 1 for name, used_by in units.items() if used_by[0]}
+        self._weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
+        self._predicted: float | None = None
+        self._known_microbatches = dict(decisions.inputs.rules.known_microbatches)
+        self._trial: MicrobatchTrial | None = None
+        self._next_decision: int | None = None
+        self._is_first = True
+        self._begin_layout(stage.layout)
+
+    # ---- moments of a step ----
+
+    def decides_before(self, step: int) -> bool:
+        """Whether rank 0 asks the policy before optimizer step number `step`. At first a collective call."""
+        if self.replay is not None:
+            return False
+        if self._next_decision is None:
+            self._next_decision = int(self.topology.decide(lambda: self.decisions.next_step(step)))
+        return step == self._next_decision
+
+    def change_before(self, step: int, stage: Stage) -> Change | None:
+        """What changes before optimizer step number `step`. A collective call whenever something may change."""
+        layout = stage.layout
+        if self.replay is not None:
+            return self._replayed(self.replay.get(step), layout)
+        is_first, self._is_first = self._is_first, False
+        change = self._decide(step, stage) if self.decides_before(step) else None
+        if change is None and is_first:
+            change = self._begin_with_cache(step, layout)
+        if change is not None:
+            return change
+        self._report_measurement(layout)
+        return self._try_microbatches(layout)
+
+    def begin_step(self, stage: Stage) -> None:
+        """An optimizer step begins."""
+        if self._weights is not None and not self._weights.has_begun and self.replay is None:
+            self._weights.begin(_trained(stage))
+        self.meter.begin_step()
+
+    def watch_gradients(self, squares: torch.Tensor) -> None:
+        """Squared gradient norms of this step's layers and head, see `GradientNormMonitor.record`."""
+        if self._norms is not None:
+            self._norms.record(squares)
+
+    def end_step(self) -> None:
+        """An optimizer step is done."""
+        if self.meter.end_step() and self._trial is not None:
+            self._trial.record(self.meter.last_seconds, max(1, self.meter.num_tokens))
+
+    # ---- freezing ----
+
+    def _decide(self, step: int, stage: Stage) -> Change | None:
+        layout = stage.layout
+        # Steps of a trial ran with several M: they say nothing of one layout.
+        reports = self.topology.gather({} if self._trial is not None else self.meter.medians())
+        measured = self._measured(stage)
+        answer = self.topology.decide(
+            lambda: self.decisions.freeze(step, layout, reports, measured, self._known_microbatches),
+            {"step": step, "layout": layout.as_event()},
+        )
+        self._next_decision = answer["next_step"]
+        if answer["change"] is None:
+            return None
+        self._predicted = answer["change"]["predicted"]
+        return self._begun(answer["change"])
+
+    def _measured(self, stage: Stage) -> dict[str, tuple[float, ...]]:
+        """What the policy asked for, since the last decision. A collective call."""
+        found = {}
+        if self._norms is not None:
+            found[GRADIENT_NORMS] = self._norms.means()
+            self._norms.reset()
+        if self._weights is not None:
+            report = self._weights.report(_trained(stage), stage.layout.num_layers)
+            reports = self.topology.gather(report if self._weights.has_begun else None)
+            # Replicas hold the same bits: those of the first pipeline tell all.
+            own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
+            found[WEIGHT_CHANGES] = relative_changes(own) if own else ()
+            self._weights.forget()
+        return found
+
+    def _begin_with_cache(self, step: int, layout: Layout) -> Change | None:
+        """Layers may be frozen from the start, and their activations stored from the first step on."""
+        if self.decisions.cache is None or not layout.num_frozen_layers or layout.cache_level:
+            return None
+        known = self._known_microbatches
+        change = self.topology.decide(lambda: self.decisions.begin_with_cache(step, layout, known))
+        return None if change is None else self._begun(change)
+
+    def _begun(self, change: dict[str, Any]) -> Change:
+        return Change(**{**change, "layout": self._begin_layout(Layout.from_event(change["layout"]))}, moves=True)
+
+    def _begin_layout(self, layout: Layout) -> Layout:
+        """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
+        # A step that brings stored activations to a new level tells little of the steps that read them.
+        cache, inputs = self.decisions.cache, self.decisions.inputs
+        self.meter.reset(skip=cache.steps_per_epoch if cache and layout.cache_level else 0)
+        asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
+        self._trial = None
+        if asks and layout.pipeline_size not in self._known_microbatches:
+            samples, bytes_ = inputs.samples_per_device, inputs.rules.device_bytes
+            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.units, samples, bytes_))
+            self._trial = MicrobatchTrial(tried)
+            return replace(layout, num_microbatches=self._trial.current())
+        return layout
+
+    # ---- measurements ----
+
+    def _report_measurement(self, layout: Layout) -> None:
+        """Set the measured step time of a layout beside the predicted one, once it is known."""
+        if self._trial is not None:
+            self._predicted = None  # It was for another M than the one that will be chosen.
+        if not self.meter.is_done or self._predicted is None:
+            return
+        reports = self.topology.gather(self.meter.medians())
+        measured = max((report["total"] for report in reports if report), default=None)
+        predicted, self._predicted = self._predicted, None
+        self.write(
+            "profile",
+            what="step",
+            layout=layout.as_event(),
+            predicted_step_s=predicted,
+            measured_step_s=measured,
+            parts=self.meter.medians(),
+        )
+        if self.topology.rank == 0 and measured is not None:
+            announce(f"Measured {measured * 1e3:.0f} ms a step under {layout}, predicted {predicted * 1e3:.0f} ms.")
+
+    # ---- micro-batches ----
+
+    def _try_microbatches(self, layout: Layout) -> Change | None:
+        trial, known = self._trial, self._known_microbatches
+        if trial is not None and trial.is_done:
+            known[layout.pipeline_size] = int(self.topology.decide(trial.best))
+            self._report_trial(trial, known[layout.pipeline_size], layout)
+            self._trial = None
+            self.meter.reset()
+        if self._trial is not None:
+            count = self._trial.current()
+        elif self.decisions.args.num_microbatches is None:
+            count = known.get(layout.pipeline_size, layout.num_microbatches)
+        else:
+            count = layout.num_microbatches
+        if count == layout.num_microbatches:
+            return None
+        return Change(replace(layout, num_microbatches=count), moves=False)
+
+    def _report_trial(self, trial: MicrobatchTrial, chosen: int, layout: Layout) -> None:
+        seconds = {str(count): value for count, value in trial.as_event().items()}
+        self.write(
+            "profile",
+            what="microbatches",
+            num_stages=layout.pipeline_size,
+            num_layers=layout.num_layers,
+            num_replicas=layout.num_replicas,
+            samples_per_pipeline=self.decisions.inputs.samples_per_device * layout.pipeline_size,
+            schedule=layout.schedule,
+            seconds_per_token=seconds,
+            num_microbatches=chosen,
+        )
+        if self.topology.rank == 0:
+            tried = ", ".join(f"M={count}: {value * 1e6:.1f}" for count, value in trial.as_event().items())
+            announce(f"K={layout.pipeline_size}: M={chosen} micro-batches from now on; microseconds a token: {tried}.")
+
+    # ---- replay ----
+
+    def _replayed(self, new: Layout | None, layout: Layout) -> Change | None:
+        if new is None or new == layout:
+            return None
+        moves = replace(new, num_microbatches=layout.num_microbatches) != layout
+        if moves:
+            self.meter.reset()
+        return Change(new, moves)
+
+    # ---- resuming ----
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to take the same decisions; rank 0's counts.
+
+        Raises:
+            ValueError: the state of the policy is none for JSON.
+        """
+        state = {
+            **self.decisions.state(),
+            "gradient_norms": None if self._norms is None else self._norms.state(),
+            "known_microbatches": {str(k): m for k, m in self._known_microbatches.items()},
+        }
+        return dict(plain(state, "What decides on layouts"))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What this rank's weights were at the last decision, by name, for a checkpoint; empty if no policy asks."""
+        return {} if self._weights is None else self._weights.state()
+
+    def load_state(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor], is_elsewhere: bool) -> None:
+        """Go on from `state` and `weights`, under the same layout or elsewhere, where measured times say nothing."""
+        self.decisions.load_state(state)
+        if self._norms is not None and state["gradient_norms"] is not None:
+            self._norms.load_state(state["gradient_norms"])
+        if self._weights is not None and weights:
+            self._weights.load_state(weights)
+        if is_elsewhere:
+            return
+        self._is_first = False  # The run that was saved decided on its cache.
+        self._known_microbatches.update({int(k): int(m) for k, m in state["known_microbatches"].items()})
+
+
+def _trained(stage: Stage) -> dict[str, torch.nn.Parameter]:
+    """The parameters that this rank trains and keeps the optimizer state of."""
+    return {name: p for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)}

@@ -1,0 +1,184 @@
+"""What rank 0 decides for all ranks: how many layers freeze, which layout follows, where activations are stored.
+
+Called through `Topology.decide`, so on rank 0 alone; nothing here knows of other ranks or waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autocache.planner import CachePlanner
+from hf_pipetransformer.autopipe.calibration import Report, calibrate
+from hf_pipetransformer.autopipe.costs import UnitCosts
+from hf_pipetransformer.autopipe.inputs import PlanInputs
+from hf_pipetransformer.autopipe.planner import Plan, plan_transition
+from hf_pipetransformer.freeze.policies import Decision, DecisionClock, FreezePolicy, FreezeSignal, decide
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report.events import announce, logger
+from hf_pipetransformer.units import attention_of
+
+
+Write = Callable[..., None]
+"""Writes an event: its kind and its fields."""
+
+NUM_FRUITLESS_DECISIONS = 2
+NEVER = -1
+"""In place of the step of the next decision: there is none."""
+
+
+@dataclass
+class Decisions:
+    """Asks the freeze policy, and plans the layout that follows.
+
+    Args:
+        policy: the freeze policy.
+        clock: when it is asked.
+        args: the options.
+        inputs: for planning.
+        num_frozen: layers frozen at the start.
+        world_size: ranks.
+        units_of_parameter: name of each parameter to the units that use it.
+        write: writes an event.
+        cache: says at each freeze how far up activations are stored; None without a cache.
+    """
+
+    policy: FreezePolicy
+    clock: DecisionClock
+    args: PipeTransformerArguments
+    inputs: PlanInputs
+    num_frozen: InitVar[int]
+    world_size: int
+    units_of_parameter: Mapping[str, tuple[int, ...]]
+    write: Write
+    cache: CachePlanner | None
+
+    def __post_init__(self, num_frozen: int) -> None:
+        self._num_wanted = float(num_frozen)
+        self._num_fruitless = 0
+        self._calibrated = (self.inputs.units, self.inputs.overheads)
+
+    def next_step(self, step: int) -> int:
+        """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
+        steps = range(step, self.clock.max_steps)
+        return next((later for later in steps if self.policy.is_due(later, self.clock)), NEVER)
+
+    def freeze(
+        self,
+        step: int,
+        layout: Layout,
+        reports: Sequence[Report],
+        measured: Mapping[str, tuple[float, ...]],
+        known_microbatches: Mapping[int, int],
+    ) -> dict[str, Any]:
+        """Ask the policy before optimizer step number `step`.
+
+        Args:
+            layout: in force.
+            reports: by rank, of the steps under it; empty ones did not measure.
+            measured: what the policy needs: fields of `FreezeSignal`.
+            known_microbatches: the M that trials found best, by K.
+
+        Returns:
+            As JSON values the step of the next decision, and the `change`: None, or the next layout and why.
+        """
+        num_layers, num_frozen = layout.num_layers, layout.num_frozen_layers
+        signal = FreezeSignal(step, self.clock.max_steps, num_layers, num_frozen, self._num_wanted, **measured)
+        decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
+        self._num_wanted = decision.num_wanted
+        change = None
+        if decision.freezes:
+            if any(reports):
+                self._calibrated = calibrate(self.inputs.units, self.inputs.overheads, layout, reports)
+            plan = self._plan(decision.num_frozen, layout, step, known_microbatches)
+            totals = [report["total"] for report in reports if report]
+            change = _as_change(plan, self.policy.explain(signal), max(totals, default=None))
+            self._report(decision, self._frozen_in_use(layout, plan.layout))
+        else:
+            self._report(decision, [])
+        return {"next_step": self.next_step(step + 1), "change": change}
+
+    def begin_with_cache(
+        self, step: int, layout: Layout, known_microbatches: Mapping[int, int]
+    ) -> dict[str, Any] | None:
+        """The change to a layout that stores the activations of layers that are frozen from the start, if it pays."""
+        plan = self._plan(layout.num_frozen_layers, layout, step, known_microbatches)
+        return _as_change(plan, "frozen from the start", None) if plan.layout.cache_level else None
+
+    def _plan(self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[int, int]) -> Plan:
+        costs, overheads = self._calibrated
+        return plan_transition(
+            layout,
+            num_frozen,
+            costs,
+            overheads,
+            replace(self.inputs.rules, known_microbatches=known_microbatches),
+            self.world_size,
+            self.inputs.samples_per_device,
+            self.args.gradient_accumulation_steps,
+            self._cache_level(num_frozen, layout, costs, step),
+        )
+
+    def _cache_level(self, num_frozen: int, layout: Layout, costs: UnitCosts, step: int) -> int:
+        """Layers whose output is stored from now on."""
+        if self.cache is None:
+            return 0
+        sums = [0.0, *accumulate(costs.forward)]
+        prefix = [sums[attention_of(level)] for level in range(num_frozen + 1)]
+        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, self.clock.max_steps)
+        return decision.level if decision.use else 0
+
+    def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
+        """Parameters that freeze with the prefix although units above it use them too."""
+        return [
+            name
+            for name, units in self.units_of_parameter.items()
+            if old.first_active_unit <= units[0] < new.first_active_unit <= units[-1]
+        ]
+
+    def _report(self, decision: Decision, frozen_in_use: list[str]) -> None:
+        self.write("freeze", policy=self.policy.describe(), shared=frozen_in_use, **decision.as_event())
+        if frozen_in_use:
+            logger.warning(
+                f"Frozen with the first layers although layers above use them too: {', '.join(frozen_in_use)}."
+            )
+        if decision.freezes:
+            self._num_fruitless = 0
+            return
+        self._num_fruitless += 1
+        signal, frozen = decision.signal, f"{decision.num_frozen} of {decision.signal.num_layers} layers"
+        announce(f"Step {signal.step}: nothing newly frozen, {frozen} are ({self.policy.explain(signal)}).")
+        is_full = decision.num_frozen >= signal.num_layers - self.args.freeze_min_active_layers
+        if self._num_fruitless == NUM_FRUITLESS_DECISIONS and not is_full:
+            logger.warning(
+                f"{NUM_FRUITLESS_DECISIONS} freeze decisions in a row froze nothing (policy "
+                f"{self.policy.describe()}, {frozen} frozen). If that goes on, the run gains nothing over plain "
+                "training: consider freeze_policy='schedule'."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to take the same decisions."""
+        return {
+            "num_wanted": self._num_wanted,
+            "num_fruitless": self._num_fruitless,
+            "policy": dict(self.policy.state()),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._num_wanted = float(state["num_wanted"])
+        self._num_fruitless = int(state["num_fruitless"])
+        self.policy.load_state(state["policy"])
+
+
+def _as_change(plan: Plan, reason: str, measured: float | None) -> dict[str, Any]:
+    return {
+        "layout": plan.layout.as_event(),
+        "reason": reason,
+        "predicted": plan.prediction.seconds,
+        "alternatives": {str(num_stages): seconds for num_stages, seconds in plan.alternatives.items()},
+        "measured": measured,
+    }
