@@ -62,11 +62,20 @@ class CachePlanner:
         self.fits_share = fits_share
         self.steps_per_epoch = steps_per_epoch
         self.write = write
-        self.stored_share: Callable[[], float] = lambda: 0.0
-        self.is_dropped: Callable[[], bool] = lambda: False
+        self._store: ActivationStore | None = None
+        self._num_samples = 0
         self._measure = measure
         self._speed: StorageSpeed | None = None
         self._costs: CacheCosts | None = None
+
+    def follow(self, store: ActivationStore, num_samples: int) -> None:
+        """From now on decisions are about a store of `num_samples` samples."""
+        self._store, self._num_samples = store, num_samples
+
+    def _stored_share(self) -> float:
+        if self._store is None:
+            return 0.0
+        return float((self._store.weights_ids(np.arange(self._num_samples)) > 0).mean())
 
     def decide(
         self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
@@ -80,11 +89,11 @@ class CachePlanner:
             step: optimizer steps done.
             max_steps: of the run.
         """
-        if self.is_dropped():
+        if self._store is not None and self._store.dropped is not None:
             self.mode = "off"
         try:
             self._speed = self._speed or self._measure()
-            share = self.stored_share() if stored_level and self.mode != "off" else 0.0
+            share = self._stored_share() if stored_level and self.mode != "off" else 0.0
         except (OSError, ValueError, StoreDamagedError) as error:
             self.mode, self._speed, share = "off", self._speed or StorageSpeed(0.0, 0.0), 0.0
             logger.warning(f"The activation cache stays off: {error}")

@@ -1,0 +1,141 @@
+"""Whether what frozen layers give may be stored: the samples of a data set, and the folder for them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autocache.cache import LENGTH_FIELD
+from hf_pipetransformer.autocache.folder import check_base, default_base, delete_leftovers, open_root
+from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
+from hf_pipetransformer.autocache.parts import SampleSource
+from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.stream import StreamLoader
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.startup import StartUp
+
+
+class CacheInputs:
+    """Says of data sets whether, and in which form, activations of their samples may be stored.
+
+    Args:
+        args: the options.
+        topology: the ranks.
+        journal: for the event that says why not.
+        start_up: what was found out about the model.
+    """
+
+    def __init__(
+        self, args: PipeTransformerArguments, topology: Topology, journal: Journal, start_up: StartUp
+    ) -> None:
+        self.args = args
+        self.topology = topology
+        self.journal = journal
+        self.start_up = start_up
+        self.base = cache_base(args)
+
+    def source_of(self, loader: Any) -> SampleSource | None:
+        """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
+        report = self._examined(loader)
+        if report.reason is not None:
+            self.say_off(report.reason)
+            return None
+        probe, start_up = self.start_up.probe, self.start_up
+        return SampleSource(
+            read=lambda samples: loader.collate([loader.dataset[i] for i in samples]),
+            main_input=probe.activation.main_input,
+            report=report,
+            row_length=probe.activation.hidden_shape[0],
+            hidden_size=probe.activation.hidden_shape[-1],
+            main_shape=probe.activation.input_shape,
+            main_dtype=start_up.main_dtype,
+            pad_token_id=start_up.pad_token_id,
+            keeps_padding=start_up.sees_padding,
+        )
+
+    def row_format(self, source: SampleSource) -> RowFormat:
+        """How a sample is stored."""
+        sample_fields = dict(source.report.sample_fields)
+        if source.is_text:
+            sample_fields[LENGTH_FIELD] = (torch.int32, ())
+        return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
+
+    def say_off(self, reason: str) -> None:
+        """Tell the user once that nothing is stored, and why."""
+        self.journal.write("cache", what="off", reason=reason)
+        if self.topology.rank == 0:
+            logger.warning(f"The activation cache stays off: {reason}")
+
+    def _examined(self, loader: Any) -> InputReport:
+        """What the ranks found out about the inputs, or why they did not look."""
+        reason = None
+        if not isinstance(loader, PipelineLoader):
+            reason = (
+                f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
+                "Build it with self._get_dataloader."
+            )
+        elif isinstance(loader, StreamLoader):
+            reason = (
+                f"the data set is an {type(loader.dataset).__name__}: without indices no sample is known again. Use a "
+                "data set with indices."
+            )
+        elif self.topology.world_size > self.topology.local_world_size:
+            reason = "the run spans several nodes, and a sample may be drawn on another node than it was stored on."
+        else:
+            reason = self._refused_base()
+        if reason is not None:
+            return InputReport(reason)
+        probe = self.start_up.probe
+        report = examine_inputs(loader.dataset, loader.collate, probe.activation.main_input, probe.placeholders)
+        if report.reason is None:
+            report = self._storable(report)
+        # What one rank noticed holds for all.
+        reasons = [reason for reason in self.topology.gather(report.reason) if reason is not None]
+        return InputReport(reasons[0]) if reasons else report
+
+    def _refused_base(self) -> str | None:
+        """Why the folder cannot hold a store; one that was asked for is refused. A collective call."""
+        reason = None
+        if self.topology.rank == 0:
+            try:
+                check_base(self.base)
+            except (OSError, ValueError) as error:
+                reason = str(error)
+        reason = self.topology.broadcast(reason)
+        if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
+            raise ValueError(reason)
+        return reason
+
+    def _storable(self, report: InputReport) -> InputReport:
+        """The report, or why rows of such fields and activations cannot be stored."""
+        try:
+            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
+        except ValueError as error:
+            return InputReport(str(error))
+        return report
+
+    def _stored_dtype(self) -> torch.dtype:
+        name = self.args.activation_cache_dtype
+        if name != "auto":
+            asked: torch.dtype = getattr(torch, name)
+            return asked
+        autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        return autocast or self.start_up.probe.boundary_dtypes[-1]
+
+
+def cache_base(args: PipeTransformerArguments) -> Path:
+    """The folder that stores lie in."""
+    return Path(args.activation_cache_dir or default_base())
+
+
+def remove_old_stores(args: PipeTransformerArguments) -> None:
+    """Delete the stores that killed runs left; for rank 0 of any run."""
+    with suppress(OSError, ValueError):
+        delete_leftovers(open_root(cache_base(args)))

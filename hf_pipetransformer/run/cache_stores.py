@@ -1,0 +1,112 @@
+"""The stores of one training, one a data set: opening them together, naming their samples, leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import xxhash
+
+from hf_pipetransformer.autocache.cache import ActivationCache
+from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes, take_store
+from hf_pipetransformer.autocache.parts import SampleSource
+from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.run.cache_inputs import CacheInputs
+
+
+NUM_KEY_SAMPLES = 32
+"""Samples that say whether a store that was kept is of the same inputs."""
+
+
+class CacheStores:
+    """Opens stores that all ranks share, and closes them.
+
+    Args:
+        inputs: in which form samples are stored, and where.
+    """
+
+    def __init__(self, inputs: CacheInputs) -> None:
+        self.inputs = inputs
+        self.args = inputs.args
+        self.topology = inputs.topology
+        self._opened: list[ActivationCache] = []
+        self._folders: list[StoreFolder] = []
+
+    def open(self, loader: PipelineLoader, source: SampleSource) -> ActivationCache | None:
+        """A store for the samples of a loader; None if there is no room. A collective call."""
+        rank, store, error = self.topology.rank, None, None
+        try:
+            store = self._own_store(loader, source) if rank == 0 else None
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        path, error = self.topology.broadcast(["" if store is None else str(store.folder), error])
+        try:
+            if error is None and store is None:
+                store = ActivationStore.open(Path(path), rank)
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        errors = [answer for answer in self.topology.gather(error) if answer is not None]
+        if store is None or errors:
+            if store is not None:
+                store.close()
+            self.inputs.say_off(errors[0])
+            return None
+        opened = ActivationCache(store, source, self.args.device)
+        self._opened.append(opened)
+        return opened
+
+    def max_bytes(self) -> float:
+        """What the next store may hold."""
+        asked = self.args.activation_cache_max_gb
+        if asked is None:
+            return safe_max_bytes(self.inputs.base)
+        return max(0.0, asked * 1e9 - sum(cache.store.bytes_stored for cache in self._opened))
+
+    def close(self) -> None:
+        """Nothing is left behind, unless it was asked for."""
+        for opened in self._opened:
+            opened.close()
+        for folder in self._folders:
+            if folder.is_kept:
+                folder.release()
+            else:
+                folder.remove()
+
+    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
+        """The store that this rank makes for all, or one that an earlier run kept."""
+        key = self._data_key(loader, source)
+        folder, store = take_store(
+            self.inputs.base,
+            key or f"unnamed-{uuid.uuid4().hex}",
+            len(loader.dataset),
+            self.inputs.row_format(source),
+            int(self.max_bytes()),
+            self.topology.world_size,
+            row_length=0 if source.is_text else source.row_length,
+        )
+        self._folders.append(folder)
+        if self.args.activation_cache_keep and key is not None:
+            folder.keep()
+        return store
+
+    def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
+        """Names the samples, if that is possible: only a store of the same ones may be read again."""
+        num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
+        if fingerprint is None:
+            if self.args.activation_cache_keep:
+                logger.warning(
+                    f"activation_cache_keep: a {type(loader.dataset).__name__} has no fingerprint that a later run "
+                    "could know it by, so the store is not kept. Use a datasets.Dataset."
+                )
+            return None
+        # The fingerprint does not know the collator.
+        spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
+        _, digests = source.digests(source.read(spread))
+        # A kept store of rows of another kind stays beside this one. Any text may be a fingerprint.
+        row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}".encode())
+        return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"
