@@ -72,6 +72,11 @@ class Stage:
         """Names of the parameters that this rank uses."""
         return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
 
+    def trained_here(self) -> dict[str, nn.Parameter]:
+        """The parameters whose optimizer state this rank keeps."""
+        held = self.store.held().items()
+        return {name: p for name, p in held if p.requires_grad and self.owns_state_of(name)}
+
     def owns_state_of(self, name: str) -> bool:
         """Whether this rank keeps the optimizer state of a parameter: its first user does."""
         return self.owners[name][0] == self.groups.position
@@ -264,8 +269,7 @@ class _Arrivals:
         """After all rounds: the optimizer trains what the stage has."""
         store, stage = self.stage.store, self.stage
         self._let_go(set(store.held()) - stage.own_names())
-        trained = {name: p for name, p in store.held().items() if p.requires_grad and stage.owns_state_of(name)}
-        self.optimizer.hold(trained, self._states)
+        self.optimizer.hold(stage.trained_here(), self._states)
 
     def _let_go(self, names: set[str]) -> None:
         if names:

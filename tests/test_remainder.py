@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
 from hf_pipetransformer.fingerprint import are_other_data, describe_data
-from hf_pipetransformer.trainer.remainder import find_remainder
+from hf_pipetransformer.run.remainder import find_remainder
 
 
 def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> ReplicaBatchSampler:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.transfers import complete, receiving, sending
 
+
+T = TypeVar("T")
 
 _MEASURED_BYTES = 2**22
 _MEASUREMENTS = 4
@@ -224,6 +226,22 @@ class Topology:
         if "refusal" in answer:
             raise refusal or ValueError(answer["refusal"])
         return answer["value"]
+
+    def together(self, call: Callable[[], T]) -> T:
+        """Make a call on every rank; what one rank refuses is refused on all, in the same words. A collective call.
+
+        Raises:
+            ValueError: the call raised one on some rank.
+        """
+        value, refusal = None, None
+        try:
+            value = call()
+        except ValueError as error:
+            refusal = str(error)
+        for text in self.gather(refusal):
+            if text is not None:
+                raise ValueError(text)
+        return cast(T, value)
 
     def largest(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor by its maximum over all ranks, in place."""

@@ -9,6 +9,7 @@ import datasets
 import torch
 from transformers import Trainer
 
+from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
 
 
@@ -64,3 +65,17 @@ def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     """The optimizer without accelerate's wrapping."""
     optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return optimizer
+
+
+def unlogged_loss(trainer: Trainer) -> dict[str, Any]:
+    """What this rank has lost since the last log entry, and the step of that entry."""
+    return {"unlogged_loss": trainer._tr_loss.item(), "last_logged_step": trainer._globalstep_last_logged}
+
+
+def take_up_loss(
+    trainer: Trainer, topology: Topology, unlogged_loss: float, last_logged_step: int, **_others: Any
+) -> None:
+    """What was lost before a resumption belongs to the next log entry, not to this call's mean. A collective call."""
+    trainer._tr_loss += unlogged_loss
+    trainer._globalstep_last_logged = last_logged_step
+    trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size

@@ -1,0 +1,207 @@
+"""What a run goes on from: a checkpoint, the layout that it goes on under, and what is left of the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hf_pipetransformer import checkpoint
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.stream import StreamLoader
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.plain_checkpoint import is_plain, read_plain_state
+from hf_pipetransformer.refusals import check_same_run
+from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.run.description import RunDescription
+from hf_pipetransformer.run.remainder import Remainder, find_remainder
+from hf_pipetransformer.startup import StartUp
+
+
+_LAYOUT_ARGUMENTS = ("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule")
+
+
+class Resumption:
+    """A run that goes on: to the bit under the same layout, or elsewhere.
+
+    Args:
+        folder: the checkpoint.
+        state: its `state.json`.
+        description: what this run says of itself.
+    """
+
+    def __init__(self, folder: str, state: dict[str, Any], description: RunDescription) -> None:
+        self.folder = folder
+        self.state = state
+        self.description = description
+        self.args: PipeTransformerArguments = description.trainer.args
+        self.is_plain = state["layout"] is None
+        """Whether it was saved by plain Trainer."""
+        self.is_elsewhere = self.is_plain
+        """Whether the layout is not the one that it was saved under; known when the layout is."""
+        self.remainder: Remainder | None = None
+        """Of the epoch; None where Trainer's count of steps leads to the right place."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return int(self.state["step"])
+
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """Where the run was in its data; None where the loader was the user's own."""
+        found: dict[str, Any] | None = self.state["place"]
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        """The layout in force in the last step."""
+        return Layout.from_event(self.state["layout"])
+
+    def choose_layout(self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int) -> Layout:
+        """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew.
+
+        Unless it does not fit the processes or the settings of this run: then as many layers stay frozen.
+
+        Args:
+            start_up: what was found out about the model.
+            plan: the layouts by step, if they are replayed.
+            world_size: processes of this run.
+        """
+        batch_size = self.args.per_device_train_batch_size
+        if self.is_plain:
+            return start_up.plans.layout(batch_size) if plan is None else plan[0]
+        layout, structure = self.layout, start_up.probe.structure
+        if layout.num_layers != structure.num_layers:
+            raise ValueError(
+                f"{self.folder!r} has {layout.num_layers} layers, expected {structure.num_layers}: pass the same "
+                "splitter as in the run that was saved."
+            )
+        self.is_elsewhere = not self._is_still_asked_for(layout, structure.cut_positions(), world_size)
+        planned = layout if plan is None else plan[max(start for start in plan if start < self.step)]
+        # A run may replay a plan without the plan's cache.
+        is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
+        if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
+            raise ValueError(
+                f"layout_plan={self.args.layout_plan!r} has before step {self.step}: {planned}; boundaries "
+                f"{planned.boundaries}. {self.folder!r} was saved under {layout}; boundaries {layout.boundaries}. "
+                "Resume with the plan of the run that was saved."
+            )
+        if self.is_elsewhere and plan is None:
+            return start_up.plans.layout(batch_size, layout.num_frozen_layers)
+        return planned if self.is_elsewhere else layout
+
+    def _is_still_asked_for(self, layout: Layout, cut_positions: Collection[int], world_size: int) -> bool:
+        """Whether the layout of the run that was saved may stay: the same processes, and the same wishes."""
+        before, now = self.state["arguments"], self.description.fields["arguments"]
+        return (
+            layout.num_stages * layout.num_replicas == world_size
+            and set(layout.boundaries) <= set(cut_positions)
+            and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
+        )
+
+    @property
+    def first_layout(self) -> Layout | None:
+        """The layout under which the run began; None if it begins anew under the present one."""
+        return None if self.is_elsewhere else Layout.from_event(self.state["first_layout"])
+
+    @property
+    def known_microbatches(self) -> dict[int, int] | None:
+        """What the run that was saved had found for M, by K; None where it is looked for anew."""
+        if self.is_elsewhere:
+            return None
+        known = self.state["adaptation"]["known_microbatches"]
+        return {int(num_stages): int(count) for num_stages, count in known.items()}
+
+    def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
+        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size.
+
+        Args:
+            values: what `Trainer.set_initial_training_values` gives.
+            loader: of the training samples.
+        """
+        args, place = self.args, self.place
+        if place is None or not isinstance(loader, PipelineLoader):
+            return values
+        if isinstance(loader, StreamLoader):
+            self._check_same_batches(place["global_batch"], loader)
+            return values
+        num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps = values
+        rest = self.remainder = find_remainder(
+            place,
+            self.step,
+            loader.num_samples,
+            loader.total_batch_size,
+            args.dataloader_drop_last,
+            args.gradient_accumulation_steps,
+            skips=not args.ignore_data_skip,
+        )
+        if rest is not None and args.max_steps > 0:
+            num_epochs = rest.num_epochs(self.step, max_steps, updates)
+        elif rest is not None:
+            max_steps = rest.last_step(self.step, args.num_train_epochs, updates)
+        return num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps
+
+    def _check_same_batches(self, before: int, loader: PipelineLoader) -> None:
+        now = loader.total_batch_size
+        if before != now:
+            raise ValueError(
+                f"{self.folder!r} was saved with {before} samples a batch over all replicas, expected {now}: a data "
+                "set without indices goes on in batches of the same size. Change per_device_train_batch_size so that "
+                "its product with the number of processes stays the same."
+            )
+
+
+def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:
+    """What to go on from, before anything is loaded. A collective call.
+
+    Args:
+        where: a checkpoint; True looks for the newest sound one.
+        topology: the ranks.
+        description: what this run says of itself.
+
+    Raises:
+        ValueError: on every rank alike: there is no such checkpoint, it is not complete, or of another run.
+    """
+    folder, state = topology.decide(lambda: list(_read(where, description)))
+    return Resumption(folder, state, description)
+
+
+def _read(where: str | bool, description: RunDescription) -> tuple[str, dict[str, Any]]:
+    folder, state = _read_newest(description) if where is True else (str(where), _read_state(str(where), description))
+    if state["layout"] is None:
+        logger.warning(
+            f"{folder!r} was saved by plain Trainer: whether its files are whole and its data are the same is not "
+            "known. The run goes on with its weights, optimizer and learning rates."
+        )
+        return folder, state
+    told = check_same_run(folder, state, {**description.fields, "data": description.data()})
+    if told is not None:
+        logger.warning(told)
+    return folder, state
+
+
+def _read_state(folder: str, description: RunDescription) -> dict[str, Any]:
+    if not is_plain(folder):
+        return checkpoint.read_state(folder)
+    drops_last = description.trainer.args.dataloader_drop_last
+    return read_plain_state(folder, description.data()["num_samples"], drops_last)
+
+
+def _read_newest(description: RunDescription) -> tuple[str, dict[str, Any]]:
+    output_dir, states = description.trainer.args.output_dir, {}
+
+    def read(folder: str) -> None:
+        states[folder] = _read_state(folder, description)
+
+    folder, reasons = checkpoint.latest_sound(output_dir, read)
+    if folder is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={output_dir!r}, expected a "
+            f"checkpoint-N of an earlier run. {' '.join(reasons)}".strip()
+        )
+    for reason in reasons:
+        logger.warning(f"Passed over on the way to {folder!r}: {reason}")
+    return folder, states[folder]

@@ -1,0 +1,197 @@
+"""Saving the state of a training in its checkpoints, beside the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
+
+from hf_pipetransformer import checkpoint
+from hf_pipetransformer.adaptation import Adaptation
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.migration import OptimizerState
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.manifest import Entry
+from hf_pipetransformer.run import host
+from hf_pipetransformer.run.description import RunDescription
+from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.seeds import Seeds
+from hf_pipetransformer.transition import check_replicas_agree
+
+
+ORDER = "order"
+"""Key of the state that the order of the samples was drawn from."""
+
+POSITION = "position"
+"""Key of the batches that were read of this pass over a stream without length."""
+
+SHARED = "shared generator"
+"""Key of the state of the generator that stands for the global one of one process."""
+
+
+class Checkpoints:
+    """Saves a training in checkpoints, each rank its part.
+
+    Args:
+        trainer: how far it is, its schedule and losses.
+        pipeline: whose parameters are trained.
+        journal: writes an event for each.
+        seeds: of this rank.
+        loader: of the training samples; None for one of the user's own.
+        optimizer_state: of this rank.
+        adaptation: what was decided so far.
+        description: what the run says of itself.
+        first_layout: under which the run began.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pipeline: Pipeline,
+        journal: Journal,
+        seeds: Seeds,
+        loader: PipelineLoader | None,
+        optimizer_state: OptimizerState,
+        adaptation: Adaptation,
+        description: RunDescription,
+        first_layout: Layout,
+    ) -> None:
+        self.trainer = trainer
+        self.pipeline = pipeline
+        self.journal = journal
+        self.seeds = seeds
+        self.topology = seeds.topology
+        self.loader = loader
+        self.optimizer_state = optimizer_state
+        self.adaptation = adaptation
+        self.description = description
+        self.first_layout = first_layout
+        self.epoch = 0
+        """The one that is under way."""
+        self._written: dict[str, Entry] = {}
+        self._unlogged_loss = 0.0
+
+    @contextmanager
+    def saving(self, folder: str) -> Iterator[None]:
+        """Trainer saves a checkpoint inside; at its end it is whole on the disk.
+
+        Trainer's last file, `trainer_state.json`, is followed by `state.json`. Only then are older checkpoints
+        removed, and the new one pushed to the hub: Trainer does both right after. There is no method to override
+        between, so the state's own method is lent for the one call.
+        """
+        only_model, state = self.trainer.args.save_only_model, self.trainer.state
+        if self.topology.rank == 0:
+            # Before the model: `save_model` ends at a barrier, behind it the others write their parts.
+            (checkpoint.clear if only_model else checkpoint.begin)(folder)
+        self._written = {}
+
+        def save(path: str) -> None:
+            type(state).save_to_json(state, path)
+            if path == os.path.join(folder, TRAINER_STATE_NAME) and self.topology.rank == 0:
+                checkpoint.write_state(folder, self._state(), self._written)
+
+        if not only_model:
+            state.save_to_json = save
+        try:
+            yield
+        finally:
+            vars(state).pop("save_to_json", None)
+        self.journal.write("checkpoint", content="model" if only_model else "full")
+
+    def save_optimizer(self, folder: str) -> None:
+        """The state of what this rank trains; replicas agree on it, the first one writes."""
+        stage, own = self.pipeline.stage, self.optimizer_state
+        check_replicas_agree(stage, own)
+        if stage.groups.replica != 0:
+            return
+        states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
+        tensors, values = checkpoint.split_optimizer_state(states)
+        header = {
+            "names": [name for name, state in states.items() if state],
+            "values": values,
+            "groups": checkpoint.group_options(own.optimizer),
+        }
+        self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(stage.groups.stage), tensors, header)
+
+    def save_random_numbers(self, folder: str) -> None:
+        """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""
+        trainer, loader = self.trainer, self.loader
+        tensors, values = checkpoint.random_state(trainer.args.device)
+        order = None if loader is None else loader.order_state()
+        if order is not None:
+            tensors[ORDER] = order
+        if self.pipeline.shared_generator is not None:
+            tensors[SHARED] = self.pipeline.shared_generator.get_state()
+        if loader is not None and not has_length(loader):
+            values[POSITION] = loader.position
+        values |= host.unlogged_loss(trainer)
+        self._written |= checkpoint.write_part(folder, checkpoint.random_file(self.topology.rank), tensors, values)
+        answers = self.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
+        for answer in answers:
+            self._written |= answer["written"]
+        self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.topology.world_size
+
+    def _state(self) -> dict[str, Any]:
+        state = self.trainer.state
+        return {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "place": self._place(),
+            "unlogged_loss": self._unlogged_loss,
+            "layout": self.pipeline.layout.as_event(),
+            "first_layout": self.first_layout.as_event(),
+            "num_starts": self.seeds.num_starts,
+            "num_transitions": self.seeds.num_transitions,
+            "adaptation": self.adaptation.state(),
+            **self._schedules(),
+            **self.kinds(),
+            **self.description.fields,
+            "data": self.description.data(),
+        }
+
+    def _place(self) -> dict[str, Any] | None:
+        """Where the run is in its data; None where the loader is the user's own."""
+        loader = self.loader
+        if loader is None:
+            return None
+        is_at_end = loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
+        return {
+            "epoch": self.epoch + is_at_end,
+            "samples": 0 if is_at_end else loader.num_done,
+            "global_batch": loader.total_batch_size,
+            "group_size": loader.group_size,
+        }
+
+    def check_savable(self) -> None:
+        """Raises ValueError for an optimizer or schedule that no checkpoint can hold."""
+        optimizer = self.optimizer_state.optimizer
+        self._schedules()
+        checkpoint.group_options(optimizer)
+        known = {id(parameter) for parameter in self.pipeline.stage.store.held().values()}
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if foreign:
+            raise ValueError(
+                f"The optimizer trains {len(foreign)} parameters that are not the model's, and a checkpoint holds the "
+                "model's only: make them parameters of the model, or set save_only_model=True."
+            )
+
+    def _schedules(self) -> dict[str, Any]:
+        """State of the schedules as JSON values."""
+        schedule, scaler = self.trainer.lr_scheduler, self.trainer.accelerator.scaler
+        return {
+            "scheduler": checkpoint.plain(schedule.state_dict(), f"The state of {type(schedule).__name__}"),
+            "scaler": scaler and checkpoint.plain(scaler.state_dict(), "The state of the grad scaler"),
+        }
+
+    def kinds(self) -> dict[str, str]:
+        """Classes whose state no other class can take up."""
+        return {
+            "optimizer_class": type(self.optimizer_state.optimizer).__name__,
+            "scheduler_class": type(self.trainer.lr_scheduler).__name__,
+        }

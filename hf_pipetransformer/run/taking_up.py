@@ -1,0 +1,143 @@
+"""Taking up what a checkpoint holds beside the model: optimizer, schedules, decisions, counts, random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_pipetransformer import checkpoint
+from hf_pipetransformer.plain_checkpoint import (
+    read_plain_optimizer,
+    read_plain_scheduler,
+    set_plain_random_state,
+    trainers_groups,
+)
+from hf_pipetransformer.refusals import check_same_kinds
+from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.run.resumption import Resumption
+from hf_pipetransformer.run.saving import ORDER, POSITION, SHARED, Checkpoints
+
+
+@dataclass(frozen=True)
+class RandomNumbers:
+    """What a rank has to set its random numbers and losses to, before the first batch.
+
+    Args:
+        tensors: states of generators, and of the order of the samples.
+        values: the rest, and what has been lost since the last log entry.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """What the order of the samples is drawn from; None draws it anew."""
+        return self.tensors.get(ORDER)
+
+    def set(self, shared: torch.Generator | None, device: torch.device) -> None:
+        """Draw from them from now on.
+
+        Args:
+            shared: the generator that stands for the only one of one process.
+            device: where this rank computes.
+        """
+        checkpoint.set_random_state(self.tensors, self.values, device)
+        if shared is not None:
+            shared.set_state(self.tensors[SHARED])
+
+
+def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already.
+
+    Args:
+        resumption: what is taken up.
+        into: the parts of this training, which it saves too. A collective call.
+
+    Raises:
+        ValueError: on every rank: something of this run is of another kind.
+    """
+    return (_take_up_plain if resumption.is_plain else _take_up_own)(resumption, into)
+
+
+def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    state, together, scaler = resumption.state, into.topology.together, into.trainer.accelerator.scaler
+    together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
+    together(lambda: _read_optimizer(resumption, into))
+    into.seeds.num_starts, into.seeds.num_transitions = state["num_starts"], state["num_transitions"]
+    numbers = together(lambda: _read_random_numbers(resumption, into))
+    into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
+    if scaler is not None and state["scaler"] is not None:
+        scaler.load_state_dict(state["scaler"])
+    into.adaptation.load_state(state["adaptation"], resumption.is_elsewhere)
+    if into.topology.rank == 0:
+        announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
+    return numbers
+
+
+def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    """Optimizer, schedule and, on one process, random numbers of plain Trainer."""
+    folder, stage, own, together = resumption.folder, into.pipeline.stage, into.optimizer_state, into.topology.together
+    trained, store = stage.trained_here(), stage.store
+    active = [name for name in store.named() if store.is_active(name)]
+    groups = trainers_groups(active, into.description.fields["decaying"])
+    shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
+    states, options = together(
+        lambda: read_plain_optimizer(folder, groups, shapes, checkpoint.group_options(own.optimizer))
+    )
+    own.hold(trained, {name: state for name, state in states.items() if name in trained})
+    checkpoint.set_group_options(own.optimizer, options)
+    into.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
+    if into.topology.world_size > 1 or not together(lambda: set_plain_random_state(folder)):
+        into.seeds.part(stage)
+    tensors, values = checkpoint.random_state(into.trainer.args.device)
+    if into.pipeline.shared_generator is not None:
+        tensors[SHARED] = into.pipeline.shared_generator.get_state()
+    if into.topology.rank == 0:
+        announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")
+    return RandomNumbers(tensors, values | {"unlogged_loss": 0.0, "last_logged_step": resumption.step})
+
+
+def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
+    """What this stage trains may lie in the files of any stages of the run that was saved."""
+    folder, own, store = resumption.folder, into.optimizer_state, into.pipeline.stage.store
+    trained = into.pipeline.stage.trained_here()
+    states: dict[str, dict[str, Any]] = {}
+    for stage in range(resumption.layout.num_stages):
+        name = checkpoint.optimizer_file(stage)
+        tensors, header = checkpoint.read_part(folder, name, lambda key: key.rpartition("|")[0] in trained)
+        strangers = [name for name in header["names"] if not store.is_active(name)]
+        if strangers:
+            raise ValueError(
+                f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run does "
+                "not train: resume with the optimizer of the run that was saved."
+            )
+        values = {key: value for key, value in header["values"].items() if key.rpartition("|")[0] in trained}
+        states |= checkpoint.join_optimizer_state(tensors, values)
+    own.hold(trained, states)
+    checkpoint.set_group_options(own.optimizer, header["groups"])
+
+
+def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""
+    layout, there, rank = into.pipeline.layout, resumption.layout, into.topology.rank
+    if (layout.num_stages, layout.num_replicas) == (there.num_stages, there.num_replicas):
+        return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
+    first, values = checkpoint.read_part(resumption.folder, checkpoint.random_file(0))
+    # What all ranks draw alike: one process draws it from its only generator.
+    common = first.get(SHARED, first["torch"])
+    seed = into.trainer.args.seed + 1_000_003 * (1 + rank) + 7_919 * (1 + resumption.step)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensors, own_values = checkpoint.random_state(into.trainer.args.device)
+    tensors |= {SHARED: common} if into.topology.world_size > 1 else {"torch": common}
+    if ORDER in first:
+        tensors[ORDER] = first[ORDER]
+    own_values |= {key: value for key, value in values.items() if key in (POSITION, "last_logged_step")}
+    return RandomNumbers(tensors, own_values | {"unlogged_loss": resumption.state["unlogged_loss"]})
