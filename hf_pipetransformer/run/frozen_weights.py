@@ -37,7 +37,8 @@ class FrozenWeights:
         tensors = parameters | {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
         units_of = {**structure.units_of_parameter, **structure.units_of_buffer}
         below_entry = range(layout.entry_unit)
-        own = [unit for unit in layout.units_of(stage.groups.stage) if unit in below_entry and unit not in known]
+        here = [unit for part in layout.units_of_rank(stage.groups.position) for unit in part]
+        own = [unit for unit in here if unit in below_entry and unit not in known]
         found = unit_digests(tensors, units_of, own)
         self._groups = stage.groups
         self.digests = dict(known)
@@ -58,7 +59,7 @@ class FrozenWeights:
         return any(self._from_all(int(self._watch.has_changed(at_once))))
 
     def _from_all(self, own: Any) -> list[Any]:
-        return all_gather_trees(own, self._groups.pipeline_control, self._groups.num_stages)
+        return all_gather_trees(own, self._groups.pipeline_control, self._groups.pipeline_size)
 
 
 def _context(model: Any, args: PipeTransformerArguments) -> str:

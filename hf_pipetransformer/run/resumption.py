@@ -97,7 +97,7 @@ class Resumption:
         """Whether the layout of the run that was saved may stay: the same processes, and the same wishes."""
         before, now = self.state["arguments"], self.description.fields["arguments"]
         return (
-            layout.num_stages * layout.num_replicas == world_size
+            layout.pipeline_size * layout.num_replicas == world_size
             and set(layout.boundaries) <= set(cut_positions)
             and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
         )
@@ -113,7 +113,7 @@ class Resumption:
         if self.is_elsewhere:
             return None
         known = self.state["adaptation"]["known_microbatches"]
-        return {int(num_stages): int(count) for num_stages, count in known.items()}
+        return {int(size): int(count) for size, count in known.items()}
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size.

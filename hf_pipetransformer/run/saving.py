@@ -117,7 +117,9 @@ class Checkpoints:
             "values": values,
             "groups": checkpoint.group_options(own.optimizer),
         }
-        self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(stage.groups.stage), tensors, header)
+        self._written |= checkpoint.write_part(
+            folder, checkpoint.optimizer_file(stage.groups.position), tensors, header
+        )
 
     def save_random_numbers(self, folder: str) -> None:
         """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""

@@ -104,12 +104,12 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
 
 
 def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
-    """What this stage trains may lie in the files of any stages of the run that was saved."""
+    """What this rank trains may lie in the files of any ranks of the run that was saved."""
     folder, own, store = resumption.folder, into.optimizer_state, into.pipeline.stage.store
     trained = into.pipeline.stage.trained_here()
     states: dict[str, dict[str, Any]] = {}
-    for stage in range(resumption.layout.num_stages):
-        name = checkpoint.optimizer_file(stage)
+    for position in range(resumption.layout.pipeline_size):
+        name = checkpoint.optimizer_file(position)
         tensors, header = checkpoint.read_part(folder, name, lambda key: key.rpartition("|")[0] in trained)
         strangers = [name for name in header["names"] if not store.is_active(name)]
         if strangers:
@@ -126,7 +126,7 @@ def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
 def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""
     layout, there, rank = into.pipeline.layout, resumption.layout, into.topology.rank
-    if (layout.num_stages, layout.num_replicas) == (there.num_stages, there.num_replicas):
+    if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
         return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
     first, values = checkpoint.read_part(resumption.folder, checkpoint.random_file(0))
     # What all ranks draw alike: one process draws it from its only generator.
