@@ -111,7 +111,7 @@ class LayoutController:
     def begin_step(self, stage: Stage) -> None:
         """An optimizer step begins."""
         if self._weights is not None and not self._weights.has_begun and self.replay is None:
-            self._weights.begin(_trained(stage))
+            self._weights.begin(stage.trained_here())
         self.meter.begin_step()
 
     def watch_gradients(self, squares: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class LayoutController:
             found[GRADIENT_NORMS] = self._norms.means()
             self._norms.reset()
         if self._weights is not None:
-            report = self._weights.report(_trained(stage), stage.layout.num_layers)
+            report = self._weights.report(stage.trained_here(), stage.layout.num_layers)
             reports = self.topology.gather(report if self._weights.has_begun else None)
             # Replicas hold the same bits: those of the first pipeline tell all.
             own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
@@ -279,8 +279,3 @@ class LayoutController:
             return
         self._is_first = False  # The run that was saved decided on its cache.
         self._known_microbatches.update({int(k): int(m) for k, m in state["known_microbatches"].items()})
-
-
-def _trained(stage: Stage) -> dict[str, torch.nn.Parameter]:
-    """The parameters that this rank trains and keeps the optimizer state of."""
-    return {name: p for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)}

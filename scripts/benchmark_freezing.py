@@ -65,35 +65,45 @@ class Watching(PipeTransformerTrainer):
         self.compares_norms = False
         self.is_kept = False
 
-    def _between_steps(self) -> None:
-        assert self.run.pipeline.stage is not None
+    def _prepare_for_training(self, *args: Any) -> Any:
+        prepared = super()._prepare_for_training(*args)
+        training = self.run.training
+        for part, name, watched in (
+            (training.transitions, "before_step", self._watch_step),
+            (training.transitions, "move", self._watch_move),
+            (training.controller, "watch_gradients", self._watch_monitor),
+            (training, "gradient_norm", self._watch_norm),
+        ):
+            setattr(part, name, partial(watched, getattr(part, name)))
+        return prepared
+
+    def _watch_step(self, before_step: Any) -> None:
         meter = self.run.pipeline.settings.meter
         if meter.num_steps == NUM_MEASURED and not self.is_kept:
-            self.parts.append((self.run.pipeline.stage.layout, meter.medians()))
+            self.parts.append((self.run.pipeline.layout, meter.medians()))
         self.is_kept = meter.num_steps == NUM_MEASURED
-        super()._between_steps()
+        before_step()
 
-    def _apply(self, change: Any) -> None:
-        super()._apply(change)
+    def _watch_move(self, move: Any, change: Any) -> None:
+        move(change)
         process = psutil.Process()
         self.resources.append(
             {"descriptors": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss}
         )
 
-    def _watch_gradients(self, squares: torch.Tensor) -> None:
+    def _watch_monitor(self, watch_gradients: Any, squares: torch.Tensor) -> None:
         start = time.perf_counter()
-        super()._watch_gradients(squares)
+        watch_gradients(squares)
         self.monitor_seconds.append(time.perf_counter() - start)
 
-    def _global_grad_norm(self) -> torch.Tensor:
+    def _watch_norm(self, gradient_norm: Any) -> torch.Tensor:
         if not self.compares_norms:
-            return super()._global_grad_norm()
-        assert self._runner is not None
-        gradients = [p.grad for p in self._runner.parameters_with_gradient()]
+            return gradient_norm()
+        gradients = [p.grad for p in self.run.pipeline.runner.parameters_with_gradient()]
         for first in range(2):  # Whoever comes second finds the gradients in the cache: take turns.
             start = time.perf_counter()
             if (first + self.state.global_step) % 2:
-                norm = super()._global_grad_norm()
+                norm = gradient_norm()
                 self.norm_seconds.append(time.perf_counter() - start)
             else:
                 get_total_norm(gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_pipetransformer.refusals import check_same_run
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run.description import RunDescription
 from hf_pipetransformer.run.remainder import Remainder, find_remainder
-from hf_pipetransformer.startup import StartUp
+from hf_pipetransformer.startup import RunPlanner, StartUp
 
 
 _LAYOUT_ARGUMENTS = ("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule")
@@ -79,7 +79,7 @@ class Resumption:
                 f"{self.folder!r} has {layout.num_layers} layers, expected {structure.num_layers}: pass the same "
                 "splitter as in the run that was saved."
             )
-        self.is_elsewhere = not self._is_still_asked_for(layout, structure.cut_positions(), world_size)
+        self.is_elsewhere = not self._is_still_asked_for(layout, start_up.plans, world_size)
         planned = layout if plan is None else plan[max(start for start in plan if start < self.step)]
         # A run may replay a plan without the plan's cache.
         is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
@@ -93,13 +93,14 @@ class Resumption:
             return start_up.plans.layout(batch_size, layout.num_frozen_layers)
         return planned if self.is_elsewhere else layout
 
-    def _is_still_asked_for(self, layout: Layout, cut_positions: Collection[int], world_size: int) -> bool:
-        """Whether the layout of the run that was saved may stay: the same processes, and the same wishes."""
+    def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:
+        """Whether the layout of the run that was saved may stay: the same processes and wishes, and it fits."""
         before, now = self.state["arguments"], self.description.fields["arguments"]
         return (
             layout.pipeline_size * layout.num_replicas == world_size
-            and set(layout.boundaries) <= set(cut_positions)
+            and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
             and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
+            and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.pipeline_size)
         )
 
     @property
@@ -112,7 +113,7 @@ class Resumption:
         """What the run that was saved had found for M, by K; None where it is looked for anew."""
         if self.is_elsewhere:
             return None
-        known = self.state["adaptation"]["known_microbatches"]
+        known = self.state["decisions"]["known_microbatches"]
         return {int(size): int(count) for size, count in known.items()}
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:

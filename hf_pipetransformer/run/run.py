@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.refusals import comparable
+from hf_pipetransformer.refusals import check_dataset, comparable
 from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.run.beginning import Beginning
 from hf_pipetransformer.run.callbacks import WholeModelCallbacks
+from hf_pipetransformer.run.description import RunDescription, check_shared_folder
 from hf_pipetransformer.run.evaluation import Evaluation, evaluating
 from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.loaders import make_loader, share_generator
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.replay import read_plan
+from hf_pipetransformer.run.resumption import Resumption, find_resumption
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.starting import Found, Starter
+from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.splitters import Splitter
 from hf_pipetransformer.startup import check_agreement
+from hf_pipetransformer.transition import make_whole, whole_on_first_rank
 
 
 class Run:
@@ -57,10 +67,13 @@ class Run:
         step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
         self.patience = Patience(self.topology, self.journal, step_seconds, rest_seconds)
         self.has_users_optimizer = trainer.optimizer is not None
-        self.starter = Starter(trainer, self.topology, splitter, trainer.optimizer, self.journal.log.path)
+        self.starter = Starter(trainer, self.topology, splitter, self.has_users_optimizer, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
         self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
         self.in_force: Pipeline | None = None
+        self.in_training: Training | None = None
+        self.resumption: Resumption | None = None
+        self._beginning: Beginning
         self._evaluation: Evaluation | None = None
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
@@ -87,32 +100,184 @@ class Run:
         found = self.starter.look(dataset, is_training=False)
         return self.start(found, found.start_up.plans.layout(trainer.args.per_device_train_batch_size))
 
+    # ---- training ----
+
+    @property
+    def training(self) -> Training:
+        """The training under way."""
+        if self.in_training is None:
+            raise RuntimeError("There is no training: train() alone calls this.")
+        return self.in_training
+
+    @contextmanager
+    def train_call(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """`Trainer.train` runs inside, from the checkpoint in the folder that it is given; None for a new run.
+
+        Raises:
+            ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
+        """
+        where, trainer = resume_from_checkpoint or None, self.trainer
+        try:
+            with self.patience.reporting_faults():
+                check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
+                check_shared_folder(trainer.args, self.topology)
+                if where is not None:
+                    description = RunDescription(trainer, self.topology, self.policy)
+                    self.resumption = find_resumption(where, self.topology, description)
+                yield None if self.resumption is None else self.resumption.folder
+        finally:
+            self._leave()
+
+    def begin_training(self) -> Pipeline:
+        """The model goes onto its stages, and the ranks' random numbers part. A collective call."""
+        trainer, topology, resumption = self.trainer, self.topology, self.resumption
+        if not self.has_users_optimizer:
+            trainer.optimizer = None  # One of an earlier training was for other stages and other frozen layers.
+        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+        description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
+        found = self.starter.look(trainer.train_dataset, is_training=True)
+        start_up, args = found.start_up, trainer.args
+        replay = read_plan(args.layout_plan, start_up.probe.structure, topology)
+        if resumption is not None:
+            layout = resumption.choose_layout(start_up, replay, topology.world_size)
+        else:
+            layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
+        pipeline, seeds = self.start(found, layout), self.seeds
+        own = (trainer, topology, self.journal, self.patience, seeds, self.policy, pipeline)
+        beginning = Beginning(*own, replay, names, description, resumption, self.has_users_optimizer)
+        beginning.announce()
+        pipeline.shared_generator = share_generator(topology)
+        seeds.num_transitions = 0
+        seeds.part(pipeline.stage)
+        seeds.num_starts += 1
+        self._beginning = beginning
+        return pipeline
+
+    def prepare_training(self, loader: Any, max_steps: int) -> None:
+        """Trainer has made the optimizer: the training begins. A collective call."""
+        self.in_training = self._beginning.training(loader, max_steps)
+        self.in_training.begin(self.resumption)
+
+    def finish_training(self) -> None:
+        """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
+        pipeline, training, self.in_training = self.pipeline, self.training, None
+        training.end()
+        self._give_back(pipeline, training)
+        shared, pipeline.shared_generator = pipeline.shared_generator, None
+        if shared is not None:
+            # Rank 0 reads streams, and draws more from it than the others.
+            torch.set_rng_state(self.topology.broadcast(shared.get_state()).clone())
+
+    def _leave(self) -> None:
+        """Also after an error: a later training of the same model, or of the user's optimizer, is none of ours.
+
+        A model that an error left on several stages stays there; a whole one may be trained again.
+        """
+        pipeline, training, self.in_training = self.in_force, self.in_training, None
+        self.resumption = None
+        if training is not None:
+            training.end()
+        if pipeline is None or pipeline.stage.reducer is None:
+            return
+        if pipeline.layout.pipeline_size > 1:
+            pipeline.stage.reducer.remove()
+        else:
+            self._give_back(pipeline, training)
+
+    def _give_back(self, pipeline: Pipeline, training: Training | None) -> None:
+        make_whole(pipeline.stage)
+        if training is not None and self.has_users_optimizer:
+            held = pipeline.stage.store.held()
+            training.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
+        pipeline.stage.view.remove()
+
+    def mean(self, value: float) -> float:
+        """Of all ranks."""
+        return sum(self.topology.gather(value)) / self.topology.world_size
+
+    @property
+    def counts_inputs(self) -> bool:
+        """Whether this rank counts the inputs of its pipeline."""
+        return self.in_force is None or self.in_force.stage.groups.is_first
+
+    def add_scalars(self, logs: dict[str, float]) -> None:
+        """To an entry of Trainer's log, which may take long."""
+        if self.patience.is_resting:
+            self.patience.rest()
+        if "loss" in logs and self.in_training is not None:
+            logs.update(self.in_training.take_scalars())
+
+    # ---- the whole model ----
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """See `Pipeline.whole_model`."""
+        return nullcontext() if self.in_force is None else self.in_force.whole_model()
+
+    @contextmanager
+    def whole_on_first_rank(self) -> Iterator[None]:
+        """Rank 0 holds the whole model inside, to save it. In training a collective call."""
+        stage = None if self.in_force is None else self.in_force.stage
+        if stage is None or stage.reducer is None:
+            with self.patience.reporting_faults(together=False):
+                yield
+            return
+        with self.patience.reporting_faults(), whole_on_first_rank(stage):
+            yield
+            self.topology.barrier()
+
+    # ---- data and evaluation ----
+
+    def loader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any, is_training: bool, key: str | None
+    ) -> PipelineLoader:
+        """A loader of a data set, see `make_loader`; without a pipeline one starts, to evaluate it.
+
+        Args:
+            key: name of an evaluation's loader that may persist.
+        """
+        check_dataset(dataset, description.lower())
+        trainer, pipeline = self.trainer, self.started(dataset)
+        loader = make_loader(
+            trainer, self.topology, pipeline, dataset, description, batch_size, sampler_fn, is_training
+        )
+        cache = None if self.in_training is None else self.in_training.cache
+        if cache is not None and not is_training and not isinstance(loader, StreamLoader):
+            cache.serve(loader, dataset)
+        if key is not None and trainer.args.dataloader_persistent_workers:
+            pipeline.persistent_loaders[key] = loader
+        return loader
+
     @property
     def evaluation(self) -> Evaluation:
         """The pass over a data set that is under way."""
         if self._evaluation is None:
-            raise RuntimeError("prediction_step is called by evaluate() and predict() alone.")
+            raise RuntimeError("There is no evaluation: evaluate() and predict() alone call this.")
         return self._evaluation
 
     @contextmanager
     def evaluating(self, dataset: Any) -> Iterator[None]:
         """The pipeline is up inside, for an evaluation of `dataset`: one, its name or several by name."""
-        trainer = self.trainer
-        dataset = trainer.eval_dataset if dataset is None else dataset
-        dataset = trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-        with self.patience.reporting_faults(), evaluating(self.started(first)):
-            yield
+        with self.patience.reporting_faults():
+            own = self.trainer.eval_dataset
+            dataset = own if dataset is None else dataset
+            dataset = own[dataset] if isinstance(dataset, str) else dataset
+            first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+            with evaluating(self.started(first)):
+                yield
 
     @contextmanager
     def passing_over(self, loader: Any) -> Iterator[Evaluation]:
         """Trainer's evaluation loop runs inside."""
         outer, trainer = self._evaluation, self.trainer
         evaluation = Evaluation(trainer, self.pipeline, loader)
+        cache = None if self.in_training is None else self.in_training.cache
         self._evaluation, trainer.gather_function = evaluation, evaluation.gather
         try:
             # Entered here too: an `evaluate` of a user's own calls the loop itself.
-            with self.evaluating(evaluation.loader.dataset):
+            with (
+                self.evaluating(evaluation.loader.dataset),
+                nullcontext() if cache is None else cache.storing_for(loader),
+            ):
                 yield evaluation
         finally:
             self._evaluation = outer

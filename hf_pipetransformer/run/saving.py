@@ -12,9 +12,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import checkpoint
-from hf_pipetransformer.adaptation import Adaptation
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
+from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.manifest import Entry
 from hf_pipetransformer.run import host
@@ -45,7 +45,7 @@ class Checkpoints:
         seeds: of this rank.
         loader: of the training samples; None for one of the user's own.
         optimizer_state: of this rank.
-        adaptation: what was decided so far.
+        controller: what was decided so far.
         description: what the run says of itself.
         first_layout: under which the run began.
     """
@@ -58,7 +58,7 @@ class Checkpoints:
         seeds: Seeds,
         loader: PipelineLoader | None,
         optimizer_state: OptimizerState,
-        adaptation: Adaptation,
+        controller: LayoutController,
         description: RunDescription,
         first_layout: Layout,
     ) -> None:
@@ -69,7 +69,7 @@ class Checkpoints:
         self.topology = seeds.topology
         self.loader = loader
         self.optimizer_state = optimizer_state
-        self.adaptation = adaptation
+        self.controller = controller
         self.description = description
         self.first_layout = first_layout
         self.epoch = 0
@@ -117,9 +117,11 @@ class Checkpoints:
             "values": values,
             "groups": checkpoint.group_options(own.optimizer),
         }
-        self._written |= checkpoint.write_part(
-            folder, checkpoint.optimizer_file(stage.groups.position), tensors, header
-        )
+        position = stage.groups.position
+        self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
+        weights = self.controller.weights()
+        if weights:
+            self._written |= checkpoint.write_part(folder, checkpoint.weights_file(position), weights, {})
 
     def save_random_numbers(self, folder: str) -> None:
         """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""
@@ -150,7 +152,7 @@ class Checkpoints:
             "first_layout": self.first_layout.as_event(),
             "num_starts": self.seeds.num_starts,
             "num_transitions": self.seeds.num_transitions,
-            "adaptation": self.adaptation.state(),
+            "decisions": self.controller.state(),
             **self._schedules(),
             **self.kinds(),
             **self.description.fields,
@@ -174,6 +176,7 @@ class Checkpoints:
         """Raises ValueError for an optimizer or schedule that no checkpoint can hold."""
         optimizer = self.optimizer_state.optimizer
         self._schedules()
+        self.controller.state()
         checkpoint.group_options(optimizer)
         known = {id(parameter) for parameter in self.pipeline.stage.store.held().values()}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]

@@ -51,7 +51,7 @@ class Starter:
         trainer: of the model, whose loss is computed.
         topology: the ranks.
         splitter: how the model falls into layers; None looks for it.
-        users_optimizer: that must be divided between the stages.
+        has_users_optimizer: the optimizer is the user's, and is divided between the stages.
         events: the file with what happened to earlier runs in this folder, on rank 0.
     """
 
@@ -60,13 +60,13 @@ class Starter:
         trainer: Trainer,
         topology: Topology,
         splitter: Splitter | None,
-        users_optimizer: torch.optim.Optimizer | None,
+        has_users_optimizer: bool,
         events: str | None,
     ) -> None:
         self.trainer = trainer
         self.topology = topology
         self.splitter = splitter
-        self.users_optimizer = users_optimizer
+        self.has_users_optimizer = has_users_optimizer
         self.events = events
         self._declares_loss_kwargs = trainer.model_accepts_loss_kwargs
 
@@ -82,7 +82,8 @@ class Starter:
         check_dataset(dataset, what.lower())
         trainer.model_accepts_loss_kwargs = self._declares_loss_kwargs
         check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
-        check_trained_model(trainer.model, trainer.args, self.users_optimizer)
+        users_optimizer = trainer.optimizer if self.has_users_optimizer else None
+        check_trained_model(trainer.model, trainer.args, users_optimizer)
         splitter = self.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training

@@ -74,7 +74,8 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(state["scaler"])
-    into.adaptation.load_state(state["adaptation"], resumption.is_elsewhere)
+    weights = together(lambda: _read_weights(resumption, into))
+    into.controller.load_state(state["decisions"], weights, resumption.is_elsewhere)
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers
@@ -121,6 +122,17 @@ def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
         states |= checkpoint.join_optimizer_state(tensors, values)
     own.hold(trained, states)
     checkpoint.set_group_options(own.optimizer, header["groups"])
+
+
+def _read_weights(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
+    """Those at the last decision of what this rank trains, as far as the policy of the run that was saved asked."""
+    found: dict[str, torch.Tensor] = {}
+    trained = into.pipeline.stage.trained_here()
+    for position in range(resumption.layout.pipeline_size):
+        name = checkpoint.weights_file(position)
+        if checkpoint.has_part(resumption.folder, name):
+            found |= checkpoint.read_part(resumption.folder, name, trained.__contains__)[0]
+    return {name: value.to(into.trainer.args.device) for name, value in found.items()}
 
 
 def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:

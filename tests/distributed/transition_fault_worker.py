@@ -71,7 +71,7 @@ def flip_a_weight(trainer: Any) -> None:
 
 def flip_a_moment(trainer: Any) -> None:
     parameter = dict(trainer.model.named_parameters())[TAMPERED]
-    flip(trainer._optimizer_state.optimizer.state[parameter]["exp_avg_sq"])
+    flip(trainer.run.training.optimizer.optimizer.state[parameter]["exp_avg_sq"])
 
 
 def die_in_the_exchange(trainer: Any) -> None:

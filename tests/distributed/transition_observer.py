@@ -135,7 +135,7 @@ class Observer(TrainerCallback):
         frozen = frozen_names(trainer.model, layout.num_frozen_layers)
         named = dict(trainer.model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
-        optimizer = trainer._optimizer_state.optimizer
+        optimizer = trainer.run.training.optimizer.optimizer
         name_of = {id(parameter): name for name, parameter in named.items()}
         grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.record.steps.append(
@@ -185,7 +185,7 @@ class Observer(TrainerCallback):
         users = stage.view.structure.units_of_buffer
         state = {
             f"{name_of.get(id(parameter), 'unknown')}/{key}": bits(value)
-            for parameter, entries in trainer._optimizer_state.optimizer.state.items()
+            for parameter, entries in trainer.run.training.optimizer.optimizer.state.items()
             for key, value in entries.items()
         }
         return {
@@ -243,11 +243,19 @@ def observe(base: type, observer: Observer) -> type:
             finally:
                 observer.is_in_step = False
 
-        def _move_to(self, change: Any) -> None:
-            entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}
-            super()._move_to(change)
-            entry |= {"to": self.layout.as_event(), "after": observer.snapshot()}
-            entry["stage"] = self.run.pipeline.stage.groups.position
-            observer.record.transitions.append(entry)
+        def _prepare_for_training(self, *args: Any) -> Any:
+            prepared = super()._prepare_for_training(*args)
+            transitions = self.run.training.transitions
+            move = transitions.move
+
+            def observed(change: Any) -> None:
+                entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}
+                move(change)
+                entry |= {"to": self.layout.as_event(), "after": observer.snapshot()}
+                entry["stage"] = self.run.pipeline.stage.groups.position
+                observer.record.transitions.append(entry)
+
+            transitions.move = observed
+            return prepared
 
     return Observed

@@ -1,0 +1,200 @@
+"""From a pipeline that has started for training to the training itself, which needs an optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.migration import OptimizerState
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.controller import LayoutController
+from hf_pipetransformer.decisions import Decisions
+from hf_pipetransformer.freeze.policies import FreezePolicy, check_policy, make_clock
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
+from hf_pipetransformer.run import host
+from hf_pipetransformer.run.cache import TrainingCache, begin_cache
+from hf_pipetransformer.run.cache_inputs import remove_old_stores
+from hf_pipetransformer.run.description import RunDescription
+from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.optimizer import StepHooks, divide
+from hf_pipetransformer.run.patience import Patience
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.resumption import Resumption
+from hf_pipetransformer.run.saving import Checkpoints
+from hf_pipetransformer.run.seeds import Seeds
+from hf_pipetransformer.run.steps import Steps
+from hf_pipetransformer.run.training import Training
+from hf_pipetransformer.run.transitions import Transitions
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A training before its optimizer exists.
+
+    Args:
+        trainer: whose training it is.
+        topology: the ranks.
+        journal: of the run.
+        patience: of the ranks.
+        seeds: of the ranks' generators.
+        policy: decides what freezes.
+        pipeline: that the model lies on.
+        replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
+        names: identity of each parameter of the whole model to its name.
+        description: what the run says of itself.
+        resumption: what it goes on from; None for a new one.
+        keeps_optimizer: the optimizer is the user's, who gets it back whole.
+    """
+
+    trainer: Trainer
+    topology: Topology
+    journal: Journal
+    patience: Patience
+    seeds: Seeds
+    policy: FreezePolicy
+    pipeline: Pipeline
+    replay: Mapping[int, Layout] | None
+    names: Mapping[int, str]
+    description: RunDescription
+    resumption: Resumption | None
+    keeps_optimizer: bool
+
+    def announce(self) -> None:
+        """Say what begins, in the events and on the screen."""
+        layout, saved = self.pipeline.layout, self.resumption
+        policy = self.policy.describe() if self.replay is None else "replayed"
+        samples = self.trainer.args.per_device_train_batch_size
+        fields = self.pipeline.start_up.plans.describe(layout, samples, policy)
+        step, epoch = 0, 0.0
+        if saved is not None:
+            step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder
+        self.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
+        if self.topology.rank == 0:
+            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
+
+    def training(self, given: Any, max_steps: int) -> Training:
+        """The training, now that Trainer has made the optimizer. A collective call.
+
+        Args:
+            given: the loader, maybe the user's own.
+            max_steps: of the run.
+
+        Raises:
+            ValueError: the loader knows nothing of stages, or an option does not fit the model.
+        """
+        loader = self._checked(given)
+        steps_per_epoch = self._steps_per_epoch(given, max_steps)
+        cache = self._cache(given, steps_per_epoch)
+        replay = self.replay
+        if replay is not None and cache is None:
+            replay = {step: replace(planned, cache_level=0) for step, planned in replay.items()}
+        pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
+        # A resumed run began earlier.
+        began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
+        decisions = Decisions(
+            policy=self.policy,
+            clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
+            args=args,
+            inputs=pipeline.start_up.plans.inputs(
+                began_under, args.per_device_train_batch_size, self._known_microbatches()
+            ),
+            num_frozen=stage.layout.num_frozen_layers,
+            world_size=self.topology.world_size,
+            units_of_parameter=stage.view.structure.units_of_parameter,
+            write=self.journal.write,
+            cache=None if cache is None else cache.planner,
+        )
+        meter = pipeline.settings.meter
+        controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, replay)
+        optimizer = self._optimizer(cache)
+        parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
+        return Training(
+            pipeline=pipeline,
+            patience=self.patience,
+            loader=loader,
+            optimizer=optimizer,
+            hooks=StepHooks(optimizer.optimizer, pipeline),
+            steps=Steps(self.trainer, self.topology, pipeline, loader),
+            controller=controller,
+            transitions=Transitions(*parts, controller, optimizer, cache, loader),
+            cache=cache,
+            checkpoints=Checkpoints(
+                self.trainer,
+                pipeline,
+                self.journal,
+                self.seeds,
+                loader,
+                optimizer,
+                controller,
+                self.description,
+                began_under,
+            ),
+        )
+
+    def _checked(self, loader: Any) -> PipelineLoader | None:
+        if isinstance(loader, PipelineLoader):
+            return loader
+        if self.topology.world_size > 1:
+            raise ValueError(
+                f"get_train_dataloader returned a {type(loader).__name__}, which knows nothing of stages. "
+                "Build it with self._get_dataloader, or override _get_train_sampler or the data collator instead."
+            )
+        return None
+
+    def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
+        args, policy = self.trainer.args, self.policy
+        num_layers = self.pipeline.layout.num_layers
+        warnings = list(check_policy(policy, num_layers, max_steps, args.freeze_min_active_layers))
+        steps_per_epoch = max_steps
+        if has_length(loader):
+            steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+        elif args.freeze_interval == "epoch" and policy.freezes:
+            warnings.append(
+                "freeze_interval='epoch': the data set has no length, so no decision comes before the end. Set "
+                "freeze_interval to a number of steps or a share of the run."
+            )
+        for text in warnings if self.topology.rank == 0 else ():
+            logger.warning(text)
+        return steps_per_epoch
+
+    def _cache(self, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
+        if self.topology.rank == 0:
+            remove_old_stores(self.trainer.args)
+        if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
+            return None
+        return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
+
+    def _known_microbatches(self) -> dict[int, int]:
+        """The M that trials found best, by K: those of the run that was saved, or what the events tell."""
+        saved = None if self.resumption is None else self.resumption.known_microbatches
+        if saved is not None:
+            return saved
+        plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
+        path = self.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
+        samples = self.trainer.args.per_device_train_batch_size
+        known: dict[int, int] = self.topology.decide(lambda: read_known_microbatches(path, layout, samples))
+        return known
+
+    def _optimizer(self, cache: TrainingCache | None) -> OptimizerState:
+        """This stage's part of the optimizer, and what its moves take."""
+        layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
+        optimizer = host.torch_optimizer(self.trainer)
+        groups = divide(optimizer, self.pipeline, self.names)
+        # A cache for layers that are frozen from the start changes the cuts too.
+        adapts = elastic and (self.policy.freezes or cache is not None)
+        # A user's optimizer is put together again at the end.
+        may_move = self.replay is not None or (layout.pipeline_size > 1 and (adapts or self.keeps_optimizer))
+        if adapts:
+            # Every length that may follow gets its groups now: making them takes longer than a transition should.
+            for size in range(1, layout.pipeline_size + 1):
+                if layout.pipeline_size % size == 0:
+                    self.topology.groups(Placement(size, layout.num_chunks if size > 1 else 1, layout.placement))
+        return OptimizerState(optimizer, stage.store.held(), self.topology, may_move, groups)

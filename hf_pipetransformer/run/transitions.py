@@ -1,0 +1,125 @@
+"""Carrying out, between two optimizer steps, what was decided about the layout."""
+
+from __future__ import annotations
+
+import time
+
+from transformers import Trainer
+
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.migration import OptimizerState
+from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.controller import Change, LayoutController
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report.events import announce
+from hf_pipetransformer.run.cache import TrainingCache
+from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.patience import Patience
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.seeds import Seeds
+from hf_pipetransformer.transition import change_layout
+
+
+class Transitions:
+    """Changes the layout of a training as its controller says.
+
+    Args:
+        trainer: tells the step.
+        topology: the ranks.
+        journal: for the events.
+        patience: ranks wait longer for each other while something changes.
+        seeds: of the ranks' generators, new after each transition.
+        pipeline: that is moved.
+        controller: decides.
+        optimizer: its state moves with the parameters.
+        cache: follows; None where nothing may be stored.
+        loader: follows; None for one of the user's own.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        topology: Topology,
+        journal: Journal,
+        patience: Patience,
+        seeds: Seeds,
+        pipeline: Pipeline,
+        controller: LayoutController,
+        optimizer: OptimizerState,
+        cache: TrainingCache | None,
+        loader: PipelineLoader | None,
+    ) -> None:
+        self.trainer = trainer
+        self.topology = topology
+        self.journal = journal
+        self.patience = patience
+        self.seeds = seeds
+        self.pipeline = pipeline
+        self.controller = controller
+        self.optimizer = optimizer
+        self.cache = cache
+        self.loader = loader
+
+    def before_step(self) -> None:
+        """Have the controller decide, and take what it decided into effect."""
+        step, pipeline = self.trainer.state.global_step, self.pipeline
+        if self.controller.decides_before(step):
+            self.patience.rest()  # Rank 0 may measure the disk while the others wait.
+        change = self.controller.change_before(step, pipeline.stage)
+        if change is not None and change.moves:
+            self.patience.rest()
+            self.move(change)
+        elif change is not None:
+            pipeline.stage.layout = change.layout
+            self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+        self.controller.begin_step(pipeline.stage)
+
+    def move(self, change: Change) -> None:
+        """A transition: the run goes on under another layout, with the same weights and the same next batch."""
+        start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
+        if self.cache is not None:
+            self.cache.prepare_transition()
+        if self.loader is None and change.layout.pipeline_size != old.pipeline_size:
+            raise ValueError(
+                "get_train_dataloader returned a loader that knows nothing of stages, so the layout cannot change. "
+                "Build it with self._get_dataloader, or set elastic=False."
+            )
+        self.journal.tried = pipeline.start_up.plans.trying(change.layout)
+        probe, settings = pipeline.start_up.probe, pipeline.settings
+        stage, num_bytes = change_layout(pipeline.stage, change.layout, probe, self.topology, settings, self.optimizer)
+        pipeline.take(stage)
+        if self.cache is not None:
+            self.cache.follow()
+        for loader in (self.loader, *pipeline.persistent_loaders.values()):
+            if loader is not None:
+                loader.follow(stage.groups)
+        self.seeds.num_transitions += 1
+        self.seeds.part(stage)
+        self._report(change, old, time.perf_counter() - start, num_bytes)
+
+    def _report(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
+        new, predicted, measured = change.layout, change.predicted, change.measured
+        self.journal.write(
+            "transition",
+            **{"from": old.as_event(), "to": new.as_event()},
+            seconds=seconds,
+            bytes_moved=num_bytes,
+            measured_step_s=measured,
+            predicted_step_s=predicted,
+            alternatives=change.alternatives,
+            reason=change.reason,
+        )
+        if self.topology.rank != 0:
+            return
+        gain = ""
+        if measured and predicted:
+            gain = (
+                f"; a step took {measured * 1e3:.0f} ms, now {predicted * 1e3:.0f} ms are predicted "
+                f"({measured / predicted:.2f}x)"
+            )
+        frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
+        announce(
+            f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}. "
+            f"K={old.pipeline_size} x R={old.num_replicas} -> K={new.pipeline_size} x R={new.num_replicas}, "
+            f"moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s{gain}."
+        )
