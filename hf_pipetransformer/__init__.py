@@ -3,8 +3,8 @@
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.splitters import Splitter
-from hf_pipetransformer.trainer import PipeTransformerTrainer
+from hf_pipetransformer.trainer import PipeTransformerMixin, PipeTransformerTrainer
 
 
-__all__ = ["Layout", "PipeTransformerArguments", "PipeTransformerTrainer", "Splitter"]
+__all__ = ["Layout", "PipeTransformerArguments", "PipeTransformerMixin", "PipeTransformerTrainer", "Splitter"]
 __version__ = "0.1.0"

@@ -144,6 +144,11 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             f"debug={args.debug}: it inspects the weights of the whole model. Use pipeline_parallel_size=1 for it.",
         ),
         (
+            getattr(args, "predict_with_generate", False),
+            "predict_with_generate=True: generating calls the model token by token, which no pipeline runs. Evaluate "
+            "without it, and generate after the training.",
+        ),
+        (
             not args.dataloader_in_order,
             "dataloader_in_order=False: which samples form a step would depend on the workers' speed, and differ from "
             "rank to rank. Remove it.",

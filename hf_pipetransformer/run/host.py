@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -79,3 +80,13 @@ def take_up_loss(
     trainer._tr_loss += unlogged_loss
     trainer._globalstep_last_logged = last_logged_step
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
+
+
+@contextmanager
+def gathering_nothing(accelerator: Any) -> Iterator[None]:
+    """`accelerator.gather` gives the own value back, for code that only some ranks run."""
+    accelerator.gather = lambda value: value
+    try:
+        yield
+    finally:
+        del accelerator.gather

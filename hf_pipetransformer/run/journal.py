@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Trainer
@@ -9,6 +10,7 @@ from transformers import Trainer
 from hf_pipetransformer.report.events import EventLog
 
 
+@dataclass
 class Journal:
     """Writes events with the trainer's present step and epoch.
 
@@ -17,11 +19,10 @@ class Journal:
         log: the file.
     """
 
-    def __init__(self, trainer: Trainer, log: EventLog) -> None:
-        self.trainer = trainer
-        self.log = log
-        self.tried: dict[str, Any] = {}
-        """The layout in force, or that the run moves to, and the conditions of its memory, as JSON values."""
+    trainer: Trainer
+    log: EventLog
+    tried: dict[str, Any] = field(default_factory=dict, init=False)
+    """The layout in force, or that the run moves to, and the conditions of its memory, as JSON values."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event with its inputs."""

@@ -44,6 +44,7 @@ class Found:
     is_training: bool
 
 
+@dataclass
 class Starter:
     """Brings the trainer's model onto stages: the transition from nothing. Its calls are collective.
 
@@ -55,20 +56,14 @@ class Starter:
         events: the file with what happened to earlier runs in this folder, on rank 0.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        topology: Topology,
-        splitter: Splitter | None,
-        has_users_optimizer: bool,
-        events: str | None,
-    ) -> None:
-        self.trainer = trainer
-        self.topology = topology
-        self.splitter = splitter
-        self.has_users_optimizer = has_users_optimizer
-        self.events = events
-        self._declares_loss_kwargs = trainer.model_accepts_loss_kwargs
+    trainer: Trainer
+    topology: Topology
+    splitter: Splitter | None
+    has_users_optimizer: bool
+    events: str | None
+
+    def __post_init__(self) -> None:
+        self._declares_loss_kwargs = self.trainer.model_accepts_loss_kwargs
 
     def look(self, dataset: Any, is_training: bool) -> Found:
         """Check data set, model and loss, and measure the model.

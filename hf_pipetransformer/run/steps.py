@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.startup import main_input_of
 
 
+@dataclass
 class _Step:
     """The state of one optimizer step.
 
@@ -28,11 +30,11 @@ class _Step:
         items: of each batch over all replicas, those that are still to run.
     """
 
-    def __init__(self, batches: Any, items: list[int]) -> None:
-        self.batches = batches
-        self.items = deque(items)
+    batches: Any = None
+    items: deque[int] = field(default_factory=deque)
 
 
+@dataclass
 class Steps:
     """Runs the optimizer steps of a training through its pipeline.
 
@@ -43,14 +45,11 @@ class Steps:
         loader: of all batches; None for one of the user's own.
     """
 
-    def __init__(
-        self, trainer: Trainer, topology: Topology, pipeline: Pipeline, loader: PipelineLoader | None
-    ) -> None:
-        self.trainer = trainer
-        self.topology = topology
-        self.pipeline = pipeline
-        self.loader = loader
-        self._step = _Step(None, [])
+    trainer: Trainer
+    topology: Topology
+    pipeline: Pipeline
+    loader: PipelineLoader | None
+    _step: _Step = field(default_factory=_Step, init=False)
 
     def are_over(self, batches: Any) -> bool:
         """Whether an epoch's iterator is at its end: Trainer keeps requesting batches, to its number of steps."""
@@ -60,7 +59,7 @@ class Steps:
         """Fetch the batches of one step and count, over all replicas, what their losses average over."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         items = self.pipeline.runner.over_replicas([host.items_of(self.trainer, batch) for batch in batches])
-        self._step = _Step(epoch_iterator, items)
+        self._step = _Step(epoch_iterator, deque(items))
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self.pipeline.has_labels and host.takes_num_items(self.trainer)
         device = self.trainer.args.device
@@ -68,7 +67,7 @@ class Steps:
 
     def end_epoch(self) -> None:
         """Let go of the epoch's iterator: that closes the loader's generator, and with it the workers."""
-        self._step = _Step(None, [])
+        self._step = _Step()
 
     def run(self, model: Any, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.

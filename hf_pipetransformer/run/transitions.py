@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from transformers import Trainer
 
@@ -20,6 +21,7 @@ from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.transition import change_layout
 
 
+@dataclass
 class Transitions:
     """Changes the layout of a training as its controller says.
 
@@ -36,29 +38,16 @@ class Transitions:
         loader: follows; None for one of the user's own.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        topology: Topology,
-        journal: Journal,
-        patience: Patience,
-        seeds: Seeds,
-        pipeline: Pipeline,
-        controller: LayoutController,
-        optimizer: OptimizerState,
-        cache: TrainingCache | None,
-        loader: PipelineLoader | None,
-    ) -> None:
-        self.trainer = trainer
-        self.topology = topology
-        self.journal = journal
-        self.patience = patience
-        self.seeds = seeds
-        self.pipeline = pipeline
-        self.controller = controller
-        self.optimizer = optimizer
-        self.cache = cache
-        self.loader = loader
+    trainer: Trainer
+    topology: Topology
+    journal: Journal
+    patience: Patience
+    seeds: Seeds
+    pipeline: Pipeline
+    controller: LayoutController
+    optimizer: OptimizerState
+    cache: TrainingCache | None
+    loader: PipelineLoader | None
 
     def before_step(self) -> None:
         """Have the controller decide, and take what it decided into effect."""

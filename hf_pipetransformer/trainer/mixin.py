@@ -203,7 +203,7 @@ class PipeTransformerMixin(_Trainer):
             return
         before = self.state.num_input_tokens_seen
         if inputs and self.run.counts_inputs:
-            with _gathering_nothing(self.accelerator):
+            with host.gathering_nothing(self.accelerator):
                 super()._track_num_input_tokens(inputs)
         own = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + sum(self.topology.gather(own))
@@ -228,14 +228,9 @@ class PipeTransformerMixin(_Trainer):
     # ---- data and evaluation ----
 
     def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> PipelineLoader:
+    ) -> PipelineLoader:  # fmt: skip
         return self.run.loader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     @property
@@ -243,27 +238,15 @@ class PipeTransformerMixin(_Trainer):
         """Trainer takes one that persists from here."""
         return {} if self.run.in_force is None else self.run.in_force.persistent_loaders
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        **more: Any,
-    ) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
         with self.run.evaluating(eval_dataset):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **more)
+            return super().evaluate(eval_dataset, *args, **kwargs)
 
-    def predict(
-        self,
-        test_dataset: Any,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-        **more: Any,
-    ) -> PredictionOutput:
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
         with self.run.evaluating(test_dataset):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **more)
+            return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(
         self,
@@ -281,18 +264,13 @@ class PipeTransformerMixin(_Trainer):
         return evaluation.completed(output, metric_key_prefix)
 
     def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **more: Any,
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
         evaluation, num_items, num_samples = self.run.evaluation, host.items_of(self, inputs), batch_size(inputs)
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
         with evaluation.sending(inputs, prediction_loss_only and is_trainers):
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **more)
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         return evaluation.global_loss(loss, num_items, num_samples), logits, labels
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
@@ -341,13 +319,3 @@ class PipeTransformerMixin(_Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         self.run.training.set_random_numbers()
-
-
-@contextmanager
-def _gathering_nothing(accelerator: Any) -> Iterator[None]:
-    """`accelerator.gather` gives the own value back, for code that only some ranks run."""
-    accelerator.gather = lambda value: value
-    try:
-        yield
-    finally:
-        del accelerator.gather

@@ -11,11 +11,12 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from tests.models import QA_LENGTH, build_model, collate, make_dataset, make_rows
 
 
 NUM_SAMPLES = 53
+METRICS = ("eval_loss", "eval_count", "eval_sharpness")
 
 
 def pad_to_the_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -55,6 +56,18 @@ class TaughtPipeTransformerTrainer(Taught, PipeTransformerTrainer):
     pass
 
 
+class SharpTrainer(TaughtTrainer):
+    """A trainer of somebody else's: another loss, and predictions that are sharper than the model's."""
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        return loss, None if logits is None else 3 * logits, labels
+
+
+class SharpPipelineTrainer(PipeTransformerMixin, SharpTrainer):
+    pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("plain", "ours"))
@@ -68,6 +81,7 @@ def main() -> None:
     parser.add_argument("--predict_first", action="store_true", help="predict without labels before training")
     parser.add_argument("--evaluate_three", action="store_true", help="evaluate with a sampler of three samples")
     parser.add_argument("--taught", action="store_true", help="a loss that reads the images")
+    parser.add_argument("--sharp", action="store_true", help="a pipeline for somebody else's trainer")
     options = parser.parse_args()
 
     set_seed(0)
@@ -81,12 +95,16 @@ def main() -> None:
         "train_dataset": make_dataset(options.model, NUM_SAMPLES),
         "eval_dataset": make_dataset(options.model, 10, seed=1),
         "data_collator": pad_to_the_longest if options.pad_to_the_longest else collate,
-        "compute_metrics": lambda prediction: {"count": len(prediction.label_ids)},
+        "compute_metrics": lambda prediction: {
+            "count": len(prediction.label_ids),
+            "sharpness": float(abs(prediction.predictions).mean()),
+        },
     }
     model = build_model(options.model)
     if options.kind == "plain":
         arguments = TrainingArguments(per_device_train_batch_size=8, **common)
-        trainer = (TaughtTrainer if options.taught else Trainer)(model, arguments, **data)
+        plain_class = SharpTrainer if options.sharp else TaughtTrainer if options.taught else Trainer
+        trainer = plain_class(model, arguments, **data)
         trainer.model_accepts_loss_kwargs = options.model == "vit"
     else:
         args = PipeTransformerArguments(
@@ -95,7 +113,8 @@ def main() -> None:
             freeze_policy="none", **common,
         )  # fmt: skip
         trainer_class = EveryThird if options.evaluate_three else PipeTransformerTrainer
-        trainer = (TaughtPipeTransformerTrainer if options.taught else trainer_class)(model, args, **data)
+        trainer_class = TaughtPipeTransformerTrainer if options.taught else trainer_class
+        trainer = (SharpPipelineTrainer if options.sharp else trainer_class)(model, args, **data)
     if options.predict_first:
         rows = make_rows(options.model, 5)
         trainer.predict([{key: value for key, value in row.items() if key != "labels"} for row in rows])
@@ -103,6 +122,9 @@ def main() -> None:
     result = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "evaluated": trainer.evaluate()["eval_count"] if options.evaluate_three else None,
+        "metrics": {name: value for name, value in trainer.evaluate().items() if name in METRICS}
+        if options.sharp
+        else None,
     }
     if trainer.is_world_process_zero():
         (options.output / "result.json").write_text(json.dumps(result))

@@ -53,6 +53,15 @@ def test_a_loss_that_reads_the_images_in_training_gets_them_on_the_last_stage(tm
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
+def test_a_trainer_of_somebody_else_gets_a_pipeline(tmp_path: Path):
+    """Its loss and its predictions stay: the numbers are those of that trainer alone."""
+    plain = run(tmp_path, "plain", "vit", 1, "--sharp")
+    ours = run(tmp_path, "ours", "vit", 2, "--sharp")
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert plain["metrics"]["eval_sharpness"] > 0
+    assert ours["metrics"] == pytest.approx(plain["metrics"], rel=1e-5)
+
+
 def test_a_users_evaluation_sampler_decides_how_many_samples_count(tmp_path: Path):
     ours = run(tmp_path, "ours", "vit", 2, "--evaluate_three", "--num_stages", "1")
     assert ours["evaluated"] == 3
