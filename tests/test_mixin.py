@@ -80,7 +80,8 @@ def private_reads(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = ast.unparse(node.value)
-            if owner not in ("self", "cls", "super()"):
+            # A named tuple promises `_replace`.
+            if owner not in ("self", "cls", "super()") and node.attr != "_replace":
                 found.add(ast.unparse(node))
     return found
 
