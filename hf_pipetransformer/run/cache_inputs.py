@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autocache.cache import LENGTH_FIELD
 from hf_pipetransformer.autocache.folder import check_base, default_base, delete_leftovers, open_root
 from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.autocache.parts import SampleSource
+from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
