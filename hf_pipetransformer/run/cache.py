@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from hf_pipetransformer.autocache.parts import SampleSource
 from hf_pipetransformer.autocache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.cache_tags import detach_tags
-from hf_pipetransformer.pipeline.engine import MicroBatch
+from hf_pipetransformer.execution import WritingRunner
+from hf_pipetransformer.pipeline.program import MicroBatch
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.cache_inputs import CacheInputs
@@ -87,10 +88,14 @@ class TrainingCache:
                 self.planner.follow(self._opened.store, len(self.loader.dataset))
         if self._opened is None:
             return
-        stage.engine.keep = self._opened.write
         self._say_who_is_in_evaluation_mode()
         self._name_weights(self._opened)
         self.loader.take_from(self._opened)
+
+    @property
+    def write(self) -> Callable[[MicroBatch, torch.Tensor], None] | None:
+        """Stores what the frozen layers give for a micro-batch; None before a layout caches layers."""
+        return None if self._opened is None else self._opened.write
 
     def prepare_transition(self) -> None:
         """Let go of the weights that may leave this rank. A collective call of a pipeline's ranks."""
@@ -194,19 +199,19 @@ class TrainingCache:
         if not isinstance(cache, ActivationCache):
             yield
             return
-        engine, shell = pipeline.stage.engine, pipeline.shell
+        shell = pipeline.shell
 
         def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             cache.write(micro_batch, hidden)
             cache.write_pending()  # Nobody changes weights while a set is evaluated.
 
-        keep, runner = engine.keep, shell.runner
+        runner = shell.runner
         # Also with one stage it is the engine that knows what to do with a stored activation.
-        engine.keep, shell.runner = write_now, pipeline.runner
+        shell.runner = WritingRunner(pipeline.runner, write_now)
         try:
             yield
         finally:
-            engine.keep, shell.runner = keep, runner
+            shell.runner = runner
             cache.wait_for_writes()
 
     # ---- reports, and the end ----

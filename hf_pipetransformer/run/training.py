@@ -115,7 +115,10 @@ class Training:
 
     def run_batch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
         """See `Steps.run`."""
-        return self.steps.run(model, inputs if self.cache is None else self.cache.current(inputs), num_items)
+        write = None
+        if self.cache is not None:
+            inputs, write = self.cache.current(inputs), self.cache.write
+        return self.steps.run(model, inputs, num_items, write)
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradients, scalar. A collective call, once a step."""
