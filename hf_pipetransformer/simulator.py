@@ -6,33 +6,44 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
-from hf_pipetransformer.pipeline.schedules import NEEDS, SENDS, Action, Op, Table
-from hf_pipetransformer.pipeline.schedules.actions import has_input
+from hf_pipetransformer.pipeline.schedules import GIVES, NEEDS, SENDS, Action, Op, Table, source_of
+from hf_pipetransformer.placement import Placement
 
 
 @dataclass(frozen=True)
 class Durations:
-    """How long a table's actions take.
+    """How long a table's actions take, one entry a stage.
 
     Args:
-        forward: seconds of one micro-batch's forward, by stage.
-        backward: seconds of one micro-batch's backward, by stage; what stands at a frozen stage is not read.
-        hop: seconds from a send to the arrival at the neighbour.
+        forward: seconds of one micro-batch's forward.
+        backward: seconds of one micro-batch's whole backward; what stands at a frozen stage is not read.
+        hop: seconds from a send to its arrival on another rank.
+        backward_input: seconds of the part of a backward that gives the gradient of the stage's input; only read, like
+            the next, for a table that splits backwards.
+        backward_weight: seconds of the part that gives the gradients of the weights.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     hop: float = 0.0
+    backward_input: tuple[float, ...] = ()
+    backward_weight: tuple[float, ...] = ()
 
     def of(self, stage: int, op: Op) -> float:
         """Seconds that the computation `op` takes on `stage`."""
-        return (self.forward if op is Op.FORWARD else self.backward)[stage]
+        by_op = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight,
+        }
+        return by_op[op][stage]
 
 
 class Span(NamedTuple):
-    """One computation: from `start` to `end`, in seconds since the first stage began."""
+    """One computation: from `start` to `end`, in seconds since the first rank began."""
 
-    stage: int
+    rank: int
     action: Action
     start: float
     end: float
@@ -40,12 +51,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every stage computes when.
+    """What every rank computes when.
 
     Args:
-        spans: all computations, by start and stage.
+        spans: all computations, by start and rank.
         end: seconds until the last computation ends.
-        busy: seconds that each stage computes.
+        busy: seconds that each rank computes.
     """
 
     spans: tuple[Span, ...]
@@ -54,100 +65,110 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they wait, 0 to 1; `(K - 1) / (M + K - 1)` if all stages are equal."""
+        """Share of the ranks' time in which they wait, 0 to 1; `(K - 1) / (M + K - 1)` for 1F1B if all are equal."""
         return 1 - sum(self.busy) / (len(self.busy) * self.end) if self.end else 0.0
 
 
-def simulate(table: Table, durations: Durations) -> Timeline:
+def simulate(table: Table, durations: Durations, placement: Placement | None = None) -> Timeline:
     """Run `table` as the engine does.
 
-    A stage takes its actions in order. A forward or backward waits until its input has arrived, then takes its
-    duration. A send costs the sender nothing and arrives `hop` later; posting a receive costs nothing.
+    A rank takes its actions in order. A computation waits until its input is there, then takes its duration. A send
+    costs the sender nothing and arrives `hop` later; posting a receive costs nothing.
 
     Args:
-        table: one row of actions per stage; rows without backwards are frozen stages.
-        durations: one entry per stage.
+        table: one row of actions a rank; stages without backwards are frozen.
+        durations: one entry a stage.
+        placement: where the stages lie; by default one on each rank.
 
     Raises:
         ValueError: the durations are not one a stage.
         ScheduleError: a computation waits for a message that is never sent.
     """
-    num_stages = len(table)
-    if len(durations.forward) != num_stages or len(durations.backward) != num_stages:
-        raise ValueError(
-            f"Expected a forward and a backward duration for each of {num_stages} stages, found "
-            f"{len(durations.forward)} and {len(durations.backward)}."
-        )
-    run = _Run(table, durations)
-    while any(run.advance(stage) for stage in range(num_stages)):
+    placement = placement or Placement(len(table))
+    used = {action.op for row in table for action in row}
+    _check_durations(durations, placement.num_stages, splits_backward=Op.BACKWARD_WEIGHT in used)
+    run = _Run(table, durations, placement)
+    while any(run.advance(rank) for rank in range(len(table))):
         pass
     if waiting := run.waiting():
         raise ScheduleError(f"Computations that wait for a message that nobody sends: {waiting}.")
-    spans = tuple(sorted(run.spans, key=lambda span: (span.start, span.stage, span.end)))
-    busy = tuple(sum(span.end - span.start for span in spans if span.stage == stage) for stage in range(num_stages))
-    return Timeline(spans, max(run.clock), busy)
+    spans = tuple(sorted(run.spans, key=lambda span: (span.start, span.rank, span.end)))
+    return Timeline(spans, max(run.clock), tuple(run.busy))
+
+
+def _check_durations(durations: Durations, num_stages: int, splits_backward: bool) -> None:
+    read = ["forward", "backward", *(["backward_input", "backward_weight"] if splits_backward else [])]
+    found = {name: len(getattr(durations, name)) for name in read}
+    if set(found.values()) != {num_stages}:
+        raise ValueError(f"Expected durations for each of {num_stages} stages, found {found}.")
 
 
 class _Run:
     """State of one simulation."""
 
-    def __init__(self, table: Table, durations: Durations) -> None:
+    def __init__(self, table: Table, durations: Durations, placement: Placement) -> None:
         self.table = table
         self.durations = durations
+        self.placement = placement
+        self.stages = [placement.stages_of(rank) for rank in range(len(table))]
         self.position = [0] * len(table)
         self.clock = [0.0] * len(table)
+        self.busy = [0.0] * len(table)
         self.arrival: dict[tuple[int, Op, int], float] = {}
         self.spans: list[Span] = []
 
-    def advance(self, stage: int) -> bool:
-        """Run `stage` until it waits or ends; False if it could not move."""
-        row, before = self.table[stage], self.position[stage]
-        while self.position[stage] < len(row) and self._run_one(stage, row[self.position[stage]]):
-            self.position[stage] += 1
-        return self.position[stage] > before
+    def advance(self, rank: int) -> bool:
+        """Run `rank` until it waits or ends; False if it could not move."""
+        row, before = self.table[rank], self.position[rank]
+        while self.position[rank] < len(row) and self._run_one(rank, row[self.position[rank]]):
+            self.position[rank] += 1
+        return self.position[rank] > before
 
     def waiting(self) -> dict[int, str]:
-        """The action that each stage stands before, of those that have not ended."""
+        """The action that each rank stands before, of those that have not ended."""
         rows = zip(self.table, self.position, strict=True)
-        return {stage: str(row[at]) for stage, (row, at) in enumerate(rows) if at < len(row)}
+        return {rank: str(row[at]) for rank, (row, at) in enumerate(rows) if at < len(row)}
 
-    def _run_one(self, stage: int, action: Action) -> bool:
-        op, i, _ = action
+    def _run_one(self, rank: int, action: Action) -> bool:
+        op, i, chunk = action
+        stage = self.stages[rank][chunk]
         if op in SENDS:
-            offset, receive = SENDS[op]
-            self.arrival[stage + offset, receive, i] = self.clock[stage] + self.durations.hop
-        elif op in NEEDS:
-            start = self.clock[stage]
-            if has_input(stage, op, len(self.table)):
-                arrival = self.arrival.get((stage, NEEDS[op], i))
-                if arrival is None:
-                    return False
-                start = max(start, arrival)
-            self.clock[stage] = start + self.durations.of(stage, op)
-            self.spans.append(Span(stage, action, start, self.clock[stage]))
+            self.arrival[stage, op, i] = self.clock[rank] + self.durations.hop
+        if op in NEEDS.values() or op in SENDS:
+            return True
+        start, source = self.clock[rank], source_of(op, stage, self.placement.num_stages)
+        if source is not None and self.placement.rank_of(source) != rank:
+            arrival = self.arrival.get((source, GIVES[op], i))
+            if arrival is None:
+                return False
+            start = max(start, arrival)
+        self.clock[rank] = start + self.durations.of(stage, op)
+        self.busy[rank] += self.clock[rank] - start
+        self.spans.append(Span(rank, action, start, self.clock[rank]))
         return True
 
 
 def draw(timeline: Timeline, columns: int = 80) -> str:
-    """A text chart, one line per stage, time from left to right.
+    """A text chart, one line a rank, time from left to right.
 
-    Each computation is its name, filled up with `-` (forward) or `=` (backward) to its length; `.` is waiting. A
-    computation shorter than its name shows the beginning of it. `1f1b`, K=2, M=2, a backward twice a forward:
+    Each computation is its name, filled up to its length with `-` (forward), `=` (backward) or `+` (that of weights
+    alone); `.` is waiting. A computation shorter than its name shows the beginning of it. `1f1b`, K=2, M=2, a backward
+    twice a forward:
 
-        stage 0 |F0-F1-......B0====...B1====|
-        stage 1 |...F0-B0====F1-B1====......|
+        rank 0 |F0-F1-......B0====...B1====|
+        rank 1 |...F0-B0====F1-B1====......|
 
     Args:
         timeline: what `simulate` returned.
         columns: width of a line, in characters.
     """
-    labels = [f"stage {stage} |" for stage in range(len(timeline.busy))]
+    labels = [f"rank {rank} |" for rank in range(len(timeline.busy))]
     margin = max(map(len, labels))
     width = max(1, columns - margin - 1)
     lines = [["."] * width for _ in labels]
     scale = width / timeline.end if timeline.end else 0.0
-    for stage, action, start, end in timeline.spans:
+    for rank, action, start, end in timeline.spans:
         first, last = round(start * scale), round(end * scale)
-        fill = "-" if action.op is Op.FORWARD else "="
-        lines[stage][first:last] = str(action).ljust(last - first, fill)[: last - first]
+        fill = {Op.FORWARD: "-", Op.BACKWARD_WEIGHT: "+"}.get(action.op, "=")
+        lines[rank][first:last] = str(action).ljust(last - first, fill)[: last - first]
     return "\n".join(label.rjust(margin) + "".join(line) + "|" for label, line in zip(labels, lines, strict=True))

@@ -10,7 +10,7 @@ from hf_pipetransformer.cli import main
 def test_simulate_draws_one_line_a_stage_and_says_the_length(capsys: pytest.CaptureFixture[str]) -> None:
     main(["simulate", "--schedule", "gpipe", "--stages", "3", "--microbatches", "4"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[0].strip() for line in lines[:3]] == ["stage 0", "stage 1", "stage 2"]
+    assert [line.split("|")[0].strip() for line in lines[:3]] == ["rank 0", "rank 1", "rank 2"]
     # (M + K - 1) x (forward 1 + backward 2), of which K - 1 of M + K - 1 are bubble.
     assert lines[3] == "18 units of time, 33% of it bubble"
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hf_pipetransformer.pipeline.checker import LinkKey, ScheduleError, check_first_uses, check_on_nccl, check_table
-from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, Op, Row, Table, find_schedule
+from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, FORWARD_ONLY, Action, Op, Row, Table, find_schedule
+
+
+ONE_STAGE_A_RANK = ("gpipe", "1f1b")
+"""The schedules of this file; `test_chunked_schedules.py` has those with several stages a rank or a split backward."""
 
 
 def text(row: Row, computation_only: bool = False) -> str:
-    chosen = [action for action in row if not computation_only or action.op in (Op.FORWARD, Op.BACKWARD)]
+    chosen = [action for action in row if not computation_only or action.op in COMPUTATIONS]
     return " ".join(map(str, chosen))
 
 
@@ -20,11 +26,9 @@ def table_of(schedule: str, num_stages: int, num_microbatches: int, first_active
 
 
 def parse(*rows: str) -> Table:
-    """Rows such as `"F0 SF0 RB0 B0"` as a table."""
-    ops = {op.value: op for op in Op}
-    return tuple(
-        tuple(Action(ops[word.rstrip("0123456789")], int(word.lstrip("FBRS"))) for word in row.split()) for row in rows
-    )
+    """Rows such as `"F0 SF0 RB0 B0 F0.1"` as a table."""
+    words = re.compile(r"([A-Z]+)(\d+)\.?(\d*)")
+    return tuple(tuple(Action(Op(op), int(i), int(chunk or 0)) for op, i, chunk in words.findall(row)) for row in rows)
 
 
 def test_gpipe_is_all_forwards_then_all_backwards_reversed() -> None:
@@ -62,7 +66,7 @@ def test_frozen_stages_run_forwards_only_and_no_gradient_enters_them() -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 def test_active_stages_compute_as_if_nothing_were_frozen(schedule: str) -> None:
     whole, frozen = table_of(schedule, 4, 6), table_of(schedule, 4, 6, first_active_stage=2)
     for stage in (2, 3):
@@ -73,7 +77,7 @@ def test_evaluation_does_not_depend_on_what_is_frozen() -> None:
     assert table_of("forward_only", 4, 6, first_active_stage=2) == table_of("forward_only", 4, 6)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: str) -> None:
     num_stages, num_microbatches = 4, 12
     for stage, row in enumerate(table_of(schedule, num_stages, num_microbatches)):
@@ -84,7 +88,7 @@ def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: s
         assert most == (num_stages - stage if schedule == "1f1b" else num_microbatches)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULE_NAMES, "forward_only"])
+@pytest.mark.parametrize("schedule", [*ONE_STAGE_A_RANK, "forward_only"])
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_every_table_ends_by_rendezvous_and_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in range(1, 49):
@@ -96,7 +100,7 @@ FROZEN_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48)
 """Numbers of micro-batches that the tests of every change take with frozen stages; the slow ones take the others."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 @pytest.mark.parametrize(("num_stages", "first_active_stage"), [(k, a) for k in range(2, 9) for a in range(1, k)])
 @pytest.mark.parametrize(
     "counts",
@@ -121,7 +125,7 @@ def test_every_table_with_frozen_stages_ends_by_rendezvous_and_on_nccl(
         # A stage waits for what its neighbour sends only later.
         (parse("F0 RB0 B0 SF0", "RF0 F0 B0 SB0"), "Deadlock"),
         # Messages of one direction in different orders.
-        (parse("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF1 RF0 F0 F1 B0 SB0 B1 SB1"), "where stage 1 expects"),
+        (parse("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF1 RF0 F0 F1 B0 SB0 B1 SB1"), "where rank 1 expects"),
         # A receive that nobody sends to.
         (parse("F0 RB0 SF0 B0", "RF0 RF0 F0 B0 SB0"), "twice"),
         (parse("F0 RB0 SF0 B0 RB1", "RF0 F0 B0 SB0"), "there are 1 micro-batches"),
@@ -179,21 +183,21 @@ def one_communicator_a_pair(link: LinkKey) -> int:
     return link[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in range(1, 49):
         table = table_of(schedule, num_stages, num_microbatches)
-        with pytest.raises(ScheduleError, match=r"stage 0 is at RB\d+, the first use of its link, until stage 1"):
+        with pytest.raises(ScheduleError, match=r"rank 0 is at RB\d+, the first use of its link, until stage 1"):
             check_on_nccl(table, is_rehearsed=False)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_both_directions_on_one_communicator_hang_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in (1, 2, 3, 8, 17, 48):
         table = table_of(schedule, num_stages, num_microbatches)
-        with pytest.raises(ScheduleError, match=r"stage \d is at SF\d+ behind RB\d+ and waits for stage"):
+        with pytest.raises(ScheduleError, match=r"rank \d is at SF\d+ behind RB\d+ and waits for rank"):
             check_on_nccl(table, communicator=one_communicator_a_pair)
 
 
@@ -208,13 +212,13 @@ def test_evaluation_ends_on_nccl_whatever_was_used_before() -> None:
         # Both sides send before either has posted its receive.
         (
             parse("F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF0 F0 B0 SB0 RF1 F1 B1 SB1"),
-            "stage 0 is at SF1 and waits for",
+            "rank 0 is at SF1 and waits for",
         ),
         # What the neighbour sends later.
-        (parse("F0 RB0 B0 SF0", "RF0 F0 B0 SB0"), "stage 1 is at F0 and waits for RF0"),
+        (parse("F0 RB0 B0 SF0", "RF0 F0 B0 SB0"), "rank 1 is at F0 and waits for RF0"),
         # Messages of one direction in different orders: without tags the wrong one would arrive.
-        (parse("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF1 RF0 F0 F1 B0 SB0 B1 SB1"), "where stage 1 expects micro-batch 1"),
-        (parse("F0 F1 RB1 RB0 SF0 SF1 B0 B1", "RF0 RF1 F0 F1 B0 SB0 B1 SB1"), "where stage 0 expects micro-batch 1"),
+        (parse("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF1 RF0 F0 F1 B0 SB0 B1 SB1"), "where rank 1 expects micro-batch 1"),
+        (parse("F0 F1 RB1 RB0 SF0 SF1 B0 B1", "RF0 RF1 F0 F1 B0 SB0 B1 SB1"), "where rank 0 expects micro-batch 1"),
         # A receive that was never posted, and one that nobody answers.
         (parse("F0 RB0 SF0 B0", "F0 B0 SB0"), "waits for RF0, which was never posted"),
         (parse("F0 SF0 RB0", "RF0 F0 B0"), "nobody answers"),

@@ -12,11 +12,15 @@ from hf_pipetransformer.pipeline.schedules.actions import (
     Op,
     Row,
     Table,
+    source_of,
 )
 from hf_pipetransformer.pipeline.schedules.forward_only import FORWARD_ONLY
 from hf_pipetransformer.pipeline.schedules.gpipe import GPIPE
+from hf_pipetransformer.pipeline.schedules.interleaved import INTERLEAVED_1F1B
 from hf_pipetransformer.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
 from hf_pipetransformer.pipeline.schedules.schedule import Schedule
+from hf_pipetransformer.pipeline.schedules.zb_h1 import ZB_H1
+from hf_pipetransformer.pipeline.schedules.zb_v import ZB_V
 
 
 __all__ = [
@@ -33,12 +37,13 @@ __all__ = [
     "Schedule",
     "Table",
     "find_schedule",
+    "source_of",
 ]
 
-_SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B)}
+_SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V)}
 
-SCHEDULE_NAMES = tuple(_SCHEDULES)
-"""What `pipeline_schedule` may be."""
+SCHEDULE_NAMES = ("gpipe", "1f1b")
+"""What `pipeline_schedule` may be: those that the engine runs."""
 
 
 def find_schedule(name: str) -> Schedule:

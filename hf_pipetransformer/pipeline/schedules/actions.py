@@ -70,6 +70,12 @@ GIVES = {
 """Of each computation whose result another stage takes: its send."""
 
 
-def has_input(stage: int, op: Op, num_stages: int) -> bool:
-    """Whether the computation `op` of `stage` waits for a neighbour: all do but those at the ends of the pipeline."""
-    return stage > 0 if op is Op.FORWARD else stage < num_stages - 1
+def source_of(op: Op, stage: int, num_stages: int) -> int | None:
+    """The stage that gives `stage` the input of the computation `op`: the one before, or the next for a gradient.
+
+    None at the ends of the pipeline, and for the gradients of weights: they follow from what the stage holds.
+    """
+    if op not in NEEDS:
+        return None
+    source = stage - 1 if op is Op.FORWARD else stage + 1
+    return source if 0 <= source < num_stages else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_pipetransformer.pipeline.schedules.actions import Action, Op
+from hf_pipetransformer.pipeline.schedules.phases import in_phases
 from hf_pipetransformer.pipeline.schedules.schedule import Computations, Schedule
 from hf_pipetransformer.placement import Placement
 
@@ -17,15 +17,11 @@ def _lay(placement: Placement, num_microbatches: int, _first_active_stage: int) 
         rank 1   .  F0 B0 F1 B1 F2 B2 .          rank 1   .  F0 F1 .  B0 F2 B1 .  B2
                                                  rank 2   .  .  F0 B0 F1 B1 F2 B2 .
     """
-    rows = []
-    for rank in range(placement.pipeline_size):
-        num_warmup = min(placement.pipeline_size - 1 - rank, num_microbatches)
-        row = [Action(Op.FORWARD, i) for i in range(num_warmup)]
-        for i in range(num_microbatches - num_warmup):
-            row += [Action(Op.FORWARD, num_warmup + i), Action(Op.BACKWARD, i)]
-        row += [Action(Op.BACKWARD, i) for i in range(num_microbatches - num_warmup, num_microbatches)]
-        rows.append(row)
-    return rows
+    warmups = [min(placement.pipeline_size - 1 - rank, num_microbatches) for rank in range(placement.pipeline_size)]
+    return [
+        in_phases(num_microbatches, ("F", warmup), ("F B", num_microbatches - warmup), ("B", warmup))
+        for warmup in warmups
+    ]
 
 
 ONE_F_ONE_B = Schedule("1f1b", _lay)

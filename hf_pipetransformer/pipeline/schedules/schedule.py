@@ -15,6 +15,14 @@ Computations = list[list[Action]]
 """What each rank computes, in this order; the transfers follow from it."""
 
 
+def drop_frozen(rows: Computations, placement: Placement, first_active_stage: int) -> Computations:
+    """`rows` without the backwards of the stages below `first_active_stage`."""
+    return [
+        [each for each in row if each.op is Op.FORWARD or placement.stages_of(rank)[each.chunk] >= first_active_stage]
+        for rank, row in enumerate(rows)
+    ]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """An order of the micro-batches' forwards and backwards.
@@ -62,22 +70,19 @@ class Schedule:
             raise ValueError(
                 f"A table needs at least one rank and one micro-batch, found {pipeline_size} and {num_microbatches}."
             )
-        if not 1 <= num_chunks <= self.max_chunks:
-            raise ValueError(f"{self.name} takes 1 to {self.max_chunks} stages a rank, found {num_chunks}.")
+        fewest, most = (self.min_chunks, self.max_chunks) if pipeline_size > 1 else (1, 1)
+        if not fewest <= num_chunks <= most:
+            raise ValueError(
+                f"{self.name} takes {fewest} to {most} stages on each of {pipeline_size} ranks, found {num_chunks}."
+            )
         placement = Placement(pipeline_size, num_chunks, self.placement)
         if not 0 <= first_active_stage < placement.num_stages:
             raise ValueError(
                 f"The first active stage must be one of the {placement.num_stages} stages, 0 to "
                 f"{placement.num_stages - 1}, found {first_active_stage}."
             )
-        rows = [
-            [each for each in row if each.op is Op.FORWARD or stages[each.chunk] >= first_active_stage]
-            for stages, row in (
-                (placement.stages_of(rank), row)
-                for rank, row in enumerate(self.lay(placement, num_microbatches, first_active_stage))
-            )
-        ]
-        return add_transfers(rows, placement, first_active_stage)
+        rows = self.lay(placement, num_microbatches, first_active_stage)
+        return add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
 
     def in_flight(
         self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
