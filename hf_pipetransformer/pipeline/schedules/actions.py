@@ -52,8 +52,7 @@ COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 """The computations that others wait for on the way back."""
 
-SENDS = {Op.SEND_FORWARD: (1, Op.RECEIVE_FORWARD), Op.SEND_BACKWARD: (-1, Op.RECEIVE_BACKWARD)}
-"""Of each send: how many stages on it goes, and the receive there that it answers."""
+SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
 NEEDS = {
     Op.FORWARD: Op.RECEIVE_FORWARD,
