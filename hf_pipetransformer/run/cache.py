@@ -32,11 +32,8 @@ class TrainingCache:
     Its store is opened when a layout first caches layers.
 
     Args:
-        trainer: tells its evaluation sets, its options and how far it is.
-        pipeline: whose layout is followed.
-        inputs: in which form samples are stored.
         loader: of the training samples.
-        source: the training samples.
+        source: these samples.
         steps_per_epoch: optimizer steps.
     """
 
@@ -104,14 +101,13 @@ class TrainingCache:
 
     def _say_who_is_in_evaluation_mode(self) -> None:
         stage = self.pipeline.stage
-        if self._said_evaluation_mode or not stage.stores_what_the_user_froze() or self.topology.rank != 0:
-            return
-        self._said_evaluation_mode = True
-        logger.warning(
-            f"What the script froze of the embeddings and the first {stage.layout.cache_level} layers runs in "
-            "evaluation mode, without dropout, because its activations are stored. activation_cache='off' keeps it in "
-            "training mode, as in Trainer."
-        )
+        if stage.stores_what_the_user_froze() and self.topology.rank == 0 and not self._said_evaluation_mode:
+            self._said_evaluation_mode = True
+            logger.warning(
+                f"What the script froze of the embeddings and the first {stage.layout.cache_level} layers runs in "
+                "evaluation mode, without dropout, because its activations are stored. activation_cache='off' keeps "
+                "it in training mode, as in Trainer."
+            )
 
     def _name_weights(self, cache: ActivationCache) -> None:
         stage, self._weights = self.pipeline.stage, None
@@ -245,14 +241,6 @@ def begin_cache(
     trainer: Trainer, pipeline: Pipeline, journal: Journal, topology: Any, loader: Any, steps_per_epoch: int
 ) -> TrainingCache | None:
     """Look whether what frozen layers give may be stored, before anything is; None if not. A collective call.
-
-    Args:
-        trainer: see `TrainingCache`.
-        pipeline: see `TrainingCache`.
-        journal: writes the cache's events.
-        topology: the ranks.
-        loader: of the training, maybe the user's own.
-        steps_per_epoch: optimizer steps.
 
     Raises:
         ValueError: a cache that was asked for cannot lie where it was asked for.

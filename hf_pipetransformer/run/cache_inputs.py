@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,19 @@ from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.startup import StartUp
 
 
+@dataclass(frozen=True)
 class CacheInputs:
-    """Says of data sets whether, and in which form, activations of their samples may be stored.
+    """Says of data sets whether, and in which form, activations of their samples may be stored."""
 
-    Args:
-        args: the options.
-        topology: the ranks.
-        journal: for the event that says why not.
-        start_up: what was found out about the model.
-    """
+    args: PipeTransformerArguments
+    topology: Topology
+    journal: Journal
+    start_up: StartUp
 
-    def __init__(
-        self, args: PipeTransformerArguments, topology: Topology, journal: Journal, start_up: StartUp
-    ) -> None:
-        self.args = args
-        self.topology = topology
-        self.journal = journal
-        self.start_up = start_up
-        self.base = cache_base(args)
+    @property
+    def base(self) -> Path:
+        """The folder that stores lie in."""
+        return cache_base(self.args)
 
     def source_of(self, loader: Any) -> SampleSource | None:
         """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
@@ -93,32 +89,20 @@ class CacheInputs:
             return InputReport(reason)
         probe = self.start_up.probe
         report = examine_inputs(loader.dataset, loader.collate, probe.activation.main_input, probe.placeholders)
-        if report.reason is None:
-            report = self._storable(report)
+        try:
+            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
+        except ValueError as error:
+            report = InputReport(report.reason or str(error))
         # What one rank noticed holds for all.
         reasons = [reason for reason in self.topology.gather(report.reason) if reason is not None]
         return InputReport(reasons[0]) if reasons else report
 
     def _refused_base(self) -> str | None:
         """Why the folder cannot hold a store; one that was asked for is refused. A collective call."""
-        reason = None
-        if self.topology.rank == 0:
-            try:
-                check_base(self.base)
-            except (OSError, ValueError) as error:
-                reason = str(error)
-        reason = self.topology.broadcast(reason)
+        reason: str | None = self.topology.decide(lambda: _error_of(self.base))
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
         return reason
-
-    def _storable(self, report: InputReport) -> InputReport:
-        """The report, or why rows of such fields and activations cannot be stored."""
-        try:
-            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
-        except ValueError as error:
-            return InputReport(str(error))
-        return report
 
     def _stored_dtype(self) -> torch.dtype:
         name = self.args.activation_cache_dtype
@@ -127,6 +111,14 @@ class CacheInputs:
             return asked
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         return autocast or self.start_up.probe.boundary_dtypes[-1]
+
+
+def _error_of(base: Path) -> str | None:
+    try:
+        check_base(base)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def cache_base(args: PipeTransformerArguments) -> Path:

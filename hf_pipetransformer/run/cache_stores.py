@@ -23,11 +23,7 @@ NUM_KEY_SAMPLES = 32
 
 
 class CacheStores:
-    """Opens stores that all ranks share, and closes them.
-
-    Args:
-        inputs: in which form samples are stored, and where.
-    """
+    """Opens stores that all ranks share, in the form that `inputs` says, and closes them."""
 
     def __init__(self, inputs: CacheInputs) -> None:
         self.inputs = inputs

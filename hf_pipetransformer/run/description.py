@@ -22,13 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class RunDescription:
-    """What must be equal for a run to go on, see `check_same_run`. Made by all ranks, told by rank 0.
-
-    Args:
-        trainer: its model, as it is given to `train()`, its data and options.
-        topology: the ranks.
-        policy: decides what freezes.
-    """
+    """What must be equal for a run to go on, see `check_same_run`; told by rank 0, before the start."""
 
     def __init__(self, trainer: Trainer, topology: Topology, policy: FreezePolicy) -> None:
         self.trainer = trainer

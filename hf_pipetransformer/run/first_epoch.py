@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers.trainer as stock
@@ -19,35 +20,22 @@ from hf_pipetransformer.run.saving import POSITION
 from hf_pipetransformer.run.taking_up import RandomNumbers
 
 
+@dataclass
 class FirstEpoch:
-    """Leads Trainer's loop to the place where the run that was saved had come to.
+    """Leads Trainer's loop to the place that the run that was saved had come to.
 
     Args:
-        trainer: whose loop it is.
-        topology: the ranks.
-        pipeline: has the generator that ranks share.
         loader: of the training samples; None for one of the user's own.
-        resumption: where the run goes on.
-        numbers: what it goes on with.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        topology: Topology,
-        pipeline: Pipeline,
-        loader: PipelineLoader | None,
-        resumption: Resumption,
-        numbers: RandomNumbers,
-    ) -> None:
-        self.trainer = trainer
-        self.topology = topology
-        self.pipeline = pipeline
-        self.loader = loader
-        self.resumption = resumption
-        self.numbers = numbers
-        self._are_set = False
-        self._corrected_epoch: float | None = None
+    trainer: Trainer
+    topology: Topology
+    pipeline: Pipeline
+    loader: PipelineLoader | None
+    resumption: Resumption
+    numbers: RandomNumbers
+    _are_set: bool = field(default=False, init=False)
+    _corrected_epoch: float | None = field(default=None, init=False)
 
     def set_random_numbers(self) -> None:
         """Restore this rank's random number generators, once: Trainer asks for it at two places."""

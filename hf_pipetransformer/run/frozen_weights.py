@@ -23,12 +23,8 @@ NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version
 class FrozenWeights:
     """The weights below the cached entry of a layout, named together by a pipeline's ranks.
 
-    It holds those of this rank's stages: let go of it before they move.
-
-    Args:
-        stage: this rank's stage, under a layout that caches layers.
-        args: the options.
-        known: digests of units that have not changed since they were found.
+    It holds those of this rank's stages: let go of it before they move. `known` are digests of units that have not
+    changed since they were found.
     """
 
     def __init__(self, stage: Stage, args: PipeTransformerArguments, known: Mapping[int, str]) -> None:
@@ -51,11 +47,7 @@ class FrozenWeights:
         self._watch = PrefixWatch(watched)
 
     def have_changed(self, at_once: bool) -> bool:
-        """Whether they are other ones than were named, on any rank of the pipeline. A collective call of its ranks.
-
-        Args:
-            at_once: see `PrefixWatch.has_changed`.
-        """
+        """Whether they are not those that were named, on any rank of the pipeline; see `PrefixWatch.has_changed`."""
         return any(self._from_all(int(self._watch.has_changed(at_once))))
 
     def _from_all(self, own: Any) -> list[Any]:

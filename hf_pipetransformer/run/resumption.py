@@ -20,7 +20,9 @@ from hf_pipetransformer.run.remainder import Remainder, find_remainder
 from hf_pipetransformer.startup import RunPlanner, StartUp
 
 
-_LAYOUT_ARGUMENTS = ("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule")
+_LAYOUT_ARGUMENTS = (
+    *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks"),
+)
 
 
 class Resumption:
@@ -63,12 +65,8 @@ class Resumption:
     def choose_layout(self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int) -> Layout:
         """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew.
 
-        Unless it does not fit the processes or the settings of this run: then as many layers stay frozen.
-
-        Args:
-            start_up: what was found out about the model.
-            plan: the layouts by step, if they are replayed.
-            world_size: processes of this run.
+        Unless it does not fit the processes or the settings of this run: then as many layers stay frozen. `plan` are
+        the layouts by step, if they are replayed.
         """
         batch_size = self.args.per_device_train_batch_size
         if self.is_plain:
@@ -99,7 +97,7 @@ class Resumption:
         return (
             layout.pipeline_size * layout.num_replicas == world_size
             and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
-            and all(before[name] == now[name] for name in _LAYOUT_ARGUMENTS)
+            and all(before.get(name) == now[name] for name in _LAYOUT_ARGUMENTS)
             and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.pipeline_size)
         )
 
@@ -117,12 +115,7 @@ class Resumption:
         return {int(size): int(count) for size, count in known.items()}
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
-        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size.
-
-        Args:
-            values: what `Trainer.set_initial_training_values` gives.
-            loader: of the training samples.
-        """
+        """What `Trainer.set_initial_training_values` gives, for a run that goes on with batches of another size."""
         args, place = self.args, self.place
         if place is None or not isinstance(loader, PipelineLoader):
             return values
@@ -156,12 +149,7 @@ class Resumption:
 
 
 def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:
-    """What to go on from, before anything is loaded. A collective call.
-
-    Args:
-        where: a checkpoint; True looks for the newest sound one.
-        topology: the ranks.
-        description: what this run says of itself.
+    """What to go on from: the checkpoint `where`, the newest sound one if that is True. A collective call.
 
     Raises:
         ValueError: on every rank alike: there is no such checkpoint, it is not complete, or of another run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Trainer
@@ -14,6 +15,7 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
+from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.manifest import Entry
@@ -35,47 +37,33 @@ SHARED = "shared generator"
 """Key of the state of the generator that stands for the global one of one process."""
 
 
+@dataclass
 class Checkpoints:
-    """Saves a training in checkpoints, each rank its part.
+    """Saves a training, of which it knows all parts with a state, in checkpoints; each rank writes its part.
 
     Args:
-        trainer: how far it is, its schedule and losses.
-        pipeline: whose parameters are trained.
-        journal: writes an event for each.
-        seeds: of this rank.
         loader: of the training samples; None for one of the user's own.
-        optimizer_state: of this rank.
-        controller: what was decided so far.
-        description: what the run says of itself.
         first_layout: under which the run began.
+        epoch: the one that is under way.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        pipeline: Pipeline,
-        journal: Journal,
-        seeds: Seeds,
-        loader: PipelineLoader | None,
-        optimizer_state: OptimizerState,
-        controller: LayoutController,
-        description: RunDescription,
-        first_layout: Layout,
-    ) -> None:
-        self.trainer = trainer
-        self.pipeline = pipeline
-        self.journal = journal
-        self.seeds = seeds
-        self.topology = seeds.topology
-        self.loader = loader
-        self.optimizer_state = optimizer_state
-        self.controller = controller
-        self.description = description
-        self.first_layout = first_layout
-        self.epoch = 0
-        """The one that is under way."""
-        self._written: dict[str, Entry] = {}
-        self._unlogged_loss = 0.0
+    trainer: Trainer
+    pipeline: Pipeline
+    journal: Journal
+    seeds: Seeds
+    loader: PipelineLoader | None
+    optimizer_state: OptimizerState
+    controller: LayoutController
+    description: RunDescription
+    first_layout: Layout
+    epoch: int = 0
+    _written: dict[str, Entry] = field(default_factory=dict, init=False)
+    _unlogged_loss: float = field(default=0.0, init=False)
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks."""
+        return self.seeds.topology
 
     @contextmanager
     def saving(self, folder: str) -> Iterator[None]:

@@ -25,12 +25,7 @@ from hf_pipetransformer.run.saving import ORDER, POSITION, SHARED, Checkpoints
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """What a rank has to set its random numbers and losses to, before the first batch.
-
-    Args:
-        tensors: states of generators, and of the order of the samples.
-        values: the rest, and what has been lost since the last log entry.
-    """
+    """States of a rank's generators, and what it had lost since the last log entry."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
@@ -41,12 +36,7 @@ class RandomNumbers:
         return self.tensors.get(ORDER)
 
     def set(self, shared: torch.Generator | None, device: torch.device) -> None:
-        """Draw from them from now on.
-
-        Args:
-            shared: the generator that stands for the only one of one process.
-            device: where this rank computes.
-        """
+        """Draw from them from now on; `shared` stands for the only generator of one process."""
         checkpoint.set_random_state(self.tensors, self.values, device)
         if shared is not None:
             shared.set_state(self.tensors[SHARED])
@@ -55,9 +45,7 @@ class RandomNumbers:
 def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already.
 
-    Args:
-        resumption: what is taken up.
-        into: the parts of this training, which it saves too. A collective call.
+    A collective call, `into` the parts of this training that it saves too.
 
     Raises:
         ValueError: on every rank: something of this run is of another kind.
