@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import cache
 from typing import Any
 
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
@@ -72,7 +73,7 @@ class WholeModelCallbacks(CallbackHandler):
         for callback in self.callbacks:
             one = copy.copy(self)
             one.callbacks = [callback]
-            if _own_kinds(callback, event):
+            if _users_methods(callback, event):
                 one.model = SpreadModel(self.model, f"{type(callback).__name__}.{event}")
             control = CallbackHandler.call_event(one, event, args, state, control, **kwargs)
         return control
@@ -87,7 +88,7 @@ class SpreadModel:
     """
 
     def __init__(self, model: Any, reader: str) -> None:
-        self.config = model.config
+        self.config = getattr(model, "config", None)
         self._reader = reader
 
     def __getattr__(self, name: str) -> Any:
@@ -104,10 +105,15 @@ def takes_model(callback: TrainerCallback, event: str) -> bool:
 
     Those of transformers read no weights.
     """
-    return any("model" in inspect.signature(vars(kind)[event]).parameters for kind in _own_kinds(callback, event))
+    return any("model" in _argument_names(method) for method in _users_methods(callback, event))
 
 
-def _own_kinds(callback: TrainerCallback, event: str) -> list[type]:
-    """The classes of a callback, those of transformers left out, that have a method for an event."""
+def _users_methods(callback: TrainerCallback, event: str) -> list[Any]:
+    """The methods for an event of a callback's classes, those of transformers left out."""
     own = [kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] != "transformers"]
-    return [kind for kind in own if event in vars(kind)]
+    return [vars(kind)[event] for kind in own if event in vars(kind)]
+
+
+@cache
+def _argument_names(method: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(method).parameters)
