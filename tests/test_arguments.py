@@ -187,3 +187,35 @@ def test_arguments_are_read_when_they_are_made(tmp_path: pathlib.Path):
 def test_a_table_that_names_a_step_twice_is_refused_with_the_arguments(tmp_path: pathlib.Path):
     with pytest.raises(ValueError, match="names step 0 twice"):
         PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, freeze_policy="fixed", freeze_at="0:1,0:2")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "expected"),
+    [
+        ("1f1b", None, 1),
+        ("1f1b", 1, 1),
+        ("zb_h1", None, 1),
+        ("interleaved_1f1b", None, 2),
+        ("interleaved_1f1b", "3", 3),
+        ("zb_v", None, 2),
+        ("zb_v", 2, 2),
+    ],
+)
+def test_ranks_have_the_stages_that_the_schedule_says_or_the_user(tmp_path, schedule, chunks, expected):
+    found = PipeTransformerArguments(output_dir=tmp_path, pipeline_schedule=schedule, pipeline_chunks=chunks)
+    assert found.num_chunks == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "text"),
+    [
+        ("1f1b", 2, "pipeline_chunks=2 with pipeline_schedule='1f1b': expected 1 stages"),
+        ("gpipe", 4, "expected 1 stages"),
+        ("zb_h1", 2, "expected 1 stages"),
+        ("interleaved_1f1b", 1, "expected 2 to"),
+        ("zb_v", 3, "expected 2 stages"),
+    ],
+)
+def test_stages_that_a_schedule_cannot_lay_are_refused(tmp_path, schedule, chunks, text):
+    with pytest.raises(ValueError, match=text):
+        PipeTransformerArguments(output_dir=tmp_path, pipeline_schedule=schedule, pipeline_chunks=chunks)

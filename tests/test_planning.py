@@ -15,6 +15,7 @@ from hf_pipetransformer.autopipe.planner import (
     MEMORY_RESERVE,
     Plan,
     PlanRules,
+    choose_num_chunks,
     choose_num_microbatches,
     choose_pipeline_size,
     largest_rank_size,
@@ -23,6 +24,7 @@ from hf_pipetransformer.autopipe.planner import (
     stage_boundaries,
 )
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.schedules import find_schedule
 
 
 # One layer; units are embeddings, attention, MLP, head.
@@ -416,3 +418,99 @@ def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_
 def test_an_unknown_compression_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 'memory' or 'throughput'"):
         PlanRules("size", (0, 1), 1.0)
+
+
+# ---- several stages a rank ----
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted", "pipeline_size", "most_stages", "expected"),
+    [
+        ("interleaved_1f1b", 2, 4, 12, 2),
+        ("interleaved_1f1b", 4, 4, 12, 3),
+        ("interleaved_1f1b", 4, 4, 8, 2),
+        # Not two stages for each of four ranks.
+        ("interleaved_1f1b", 2, 4, 7, 0),
+        ("zb_v", 2, 4, 7, 0),
+        # One rank has one stage.
+        ("zb_v", 2, 1, 7, 1),
+        ("1f1b", 1, 4, 4, 1),
+        ("1f1b", 1, 4, 3, 0),
+    ],
+)
+def test_ranks_have_fewer_stages_where_there_cannot_be_so_many(
+    schedule: str, wanted: int, pipeline_size: int, most_stages: int, expected: int
+) -> None:
+    assert choose_num_chunks(schedule, wanted, pipeline_size, most_stages) == expected
+
+
+IN_A_V = replace(SMALL_LAYOUT, num_stages=4, boundaries=(0, 1, 2, 3, 4), schedule="zb_v", num_chunks=2, placement="v")
+
+
+def test_a_rank_needs_what_its_stages_need() -> None:
+    # Rank 0 holds embeddings and head, rank 1 attention and MLP. Two samples a micro-batch.
+    held = find_schedule("zb_v").in_flight(2, 2, 2)
+    first = 50 * 20 + 2 * (held[0] * 1 + held[3] * 4)
+    second = 50 * 20 + 2 * (held[1] * 2 + held[2] * 3)
+    assert rank_bytes(IN_A_V, SMALL, samples_per_pipeline=4) == [first, second]
+    tied = replace(SMALL, shared=(((0, 3), 8),))
+    assert rank_bytes(IN_A_V, tied, 4) == rank_bytes(IN_A_V, SMALL, 4), "two stages of one rank share it"
+
+
+def test_parts_of_a_split_backward_take_as_long_as_the_whole() -> None:
+    overheads = Overheads(reduction_per_byte=0.5)
+    found, plain = (
+        predict_step(replace(SMALL_LAYOUT, schedule=name), SMALL, overheads, 4) for name in ("zb_h1", "1f1b")
+    )
+    assert found.rank_seconds == pytest.approx(plain.rank_seconds)
+    assert found.pipeline < plain.pipeline
+    assert found.reduction == plain.reduction == (30 + 40) * 4 * 0.5
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
+def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str, num_chunks: int) -> None:
+    costs, loads, cuts = costs_of(24), unit_loads(costs_of(24), 0), range(51)
+    plain, found = (
+        predict_step(plan_layout(loads, cuts, 24, 4, 1, 8, name, num_chunks=v), costs, Overheads(), 32).pipeline
+        for name, v in (("1f1b", 1), (schedule, num_chunks))
+    )
+    assert found < 0.93 * plain
+
+
+def chunked(schedule: str, num_layers: int, pipeline_size: int, num_chunks: int, world_size: int) -> Layout:
+    cuts, replicas = range(2 * num_layers + 3), world_size // pipeline_size
+    loads = unit_loads(costs_of(num_layers), 0)
+    return plan_layout(loads, cuts, num_layers, pipeline_size, replicas, 4, schedule, num_chunks=num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted", "num_frozen_layers", "unfit", "expected"),
+    [
+        ("interleaved_1f1b", 2, 0, (), {1: 1, 2: 2, 4: 2}),
+        ("interleaved_1f1b", 3, 0, (1,), {2: 3, 4: 3}),
+        # 9 units are active, then 7: four ranks have two stages each, then they are not considered.
+        ("interleaved_1f1b", 3, 2, (), {1: 1, 2: 3, 4: 2}),
+        ("interleaved_1f1b", 3, 3, (), {1: 1, 2: 3}),
+        ("zb_v", 2, 3, (1,), {2: 2}),
+        # 3 units are left.
+        ("zb_v", 2, 5, (), {1: 1}),
+        # Only what runs is known to fit.
+        ("zb_v", 2, 5, (1,), {4: 2}),
+    ],
+)
+def test_lengths_are_planned_with_the_stages_that_the_active_units_allow(
+    schedule: str, wanted: int, num_frozen_layers: int, unfit: tuple[int, ...], expected: dict[int, int]
+) -> None:
+    current = chunked(schedule, 6, 4, 2, 8)
+    rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
+    found = plan_transition(current, num_frozen_layers, costs_of(6), Overheads(), rules, 8, 8)
+    assert sorted(found.alternatives) == sorted(expected)
+    layout = found.layout
+    assert layout.num_chunks == expected[layout.pipeline_size]
+    assert (layout.schedule, layout.placement) == (schedule, find_schedule(schedule).placement)
+    assert layout.pipeline_size * layout.num_replicas == 8
+
+
+def test_more_stages_than_the_model_can_be_cut_into_are_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size=4 under zb_v needs 8 stages.*6 stages at most"):
+        chunked("zb_v", 2, 4, 2, 4)

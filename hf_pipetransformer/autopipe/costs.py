@@ -14,6 +14,9 @@ from hf_pipetransformer.units import first_above
 GRADIENT_BYTES = 4
 """Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
 
+WEIGHT_SHARE = 0.5
+"""Share of a unit's backward that the gradients of its weights take: the two products of a linear layer are alike."""
+
 Shared = tuple[tuple[tuple[int, ...], int], ...]
 """Parameters that several units use: the units, in increasing order, and the number of elements."""
 
@@ -135,16 +138,19 @@ def predict_step(
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
-    forward = [samples * seconds for seconds in _by_stage(layout, unit_forwards(costs, layout.cache_level))]
-    backward = [samples * seconds for seconds in _by_stage(layout, unit_backwards(costs, layout.num_frozen_layers))]
-    durations = Durations(
-        forward=tuple(seconds + overheads.per_microbatch for seconds in forward),
-        backward=tuple(seconds + overheads.per_microbatch for seconds in backward),
-        hop=overheads.hop,
-    )
+    backwards = unit_backwards(costs, layout.num_frozen_layers)
+    # The gradients of the first active unit's weights take no less for being all that its backward computes.
+    weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
+    inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
+
+    def seconds(of_units: Sequence[float]) -> tuple[float, ...]:
+        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_units))
+
+    forwards = seconds(unit_forwards(costs, layout.cache_level))
+    durations = Durations(forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
     schedule = find_schedule(layout.schedule)
     table = schedule.table(layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage)
-    timeline = simulate(table, durations)
+    timeline = simulate(table, durations, layout.places)
     trained = max(_by_rank(layout, _by_stage(layout, _active(layout, costs.parameters))))
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
     pipeline = accumulation * timeline.end

@@ -597,6 +597,11 @@ WATCHED = Case(
     watches_weights=True,
 )
 MOVED_TO = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
+# Then, on four processes, two stages a rank, and from there on longer pipelines with the stages in a V.
+CHUNKED: dict[str, Case] = {
+    "interleaved": replace(MOVED, layout=(2, 2), options=MOVED.options | {"pipeline_schedule": "interleaved_1f1b"}),
+    "in-a-v": replace(MOVED, layout=(4, 1), options=MOVED.options | {"pipeline_schedule": "zb_v"}),
+}
 # To the end of the second epoch, in batches of half the size.
 SMALLER: dict[str, Any] = {
     "max_steps": -1,
@@ -606,7 +611,7 @@ SMALLER: dict[str, Any] = {
 
 
 def elsewhere(folder: Path) -> None:
-    """The run on one process from its beginning; on two from its step 4; on four from step 8 of those two."""
+    """The run on one process from its beginning; on two from its step 4; on four from step 8 of those two, twice."""
     case, record = replace(MOVED, layout=MOVED_TO[WORLD_SIZE]), Record(MOVED.resume_at)
     came_from = {1: None, 2: folder / "moved-1" / "checkpoint-4", 4: folder / "moved-2" / "checkpoint-8"}[WORLD_SIZE]
     found = {"end": go_elsewhere(case, folder / f"moved-{WORLD_SIZE}", record, came_from)}
@@ -618,6 +623,9 @@ def elsewhere(folder: Path) -> None:
         smaller = replace(case, options=case.options | SMALLER | {"freeze_policy": "none", "freeze_at": None})
         found["smaller"] = go_elsewhere(smaller, folder / "smaller", Record((9,)), came_from)
         found["again"] = go_elsewhere(smaller, folder / "again", Record(), folder / "smaller" / "checkpoint-9")
+    for name, chunked in CHUNKED.items() if WORLD_SIZE == 4 else ():
+        found[name] = go_elsewhere(chunked, folder / name, Record((10,)), came_from)
+        came_from = folder / name / "checkpoint-10"
     if WORLD_SIZE == 2:
         trainer = make_trainer(replace(PLAIN, layout=(2, 1)), folder / "plain-on-two", Record((4,)), seed=3)
         trainer.train(resume_from_checkpoint=str(folder / "plain" / "checkpoint-3"))

@@ -28,7 +28,7 @@ def test_two_nodes_train_as_one_process(tmp_path: Path):
     alone = launch(WORKER, [references, tmp_path, "--trainer", "references"], timeout=100)
     ours = read_outcome(tmp_path, NODES, WORLD_SIZE, there.output)
     # A pipeline never spans nodes, so it begins with a node's two stages.
-    lengths = [entry["num_stages"] for entry in ours.ranks[0]["steps"]]
+    lengths = [entry["places"][0] for entry in ours.ranks[0]["steps"]]
     assert lengths[0] == 2 and lengths[-1] == 1
     assert all([entry["layout"] for entry in rank["steps"]] == layouts_of(ours) for rank in ours.ranks)
     for kind in ("single", "plain"):

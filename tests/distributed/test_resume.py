@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hf_pipetransformer.checkpoint import latest_sound
+from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.plain_checkpoint import export_checkpoint
 from tests.distributed.launcher import LaunchResult, launch
 from tests.distributed.resume_worker import (
@@ -24,7 +25,6 @@ from tests.distributed.resume_worker import (
     CASES,
     GLOBAL_BATCH,
     MOVED,
-    MOVED_TO,
     NUM_SAMPLES,
     PLAIN,
     PRODUCT,
@@ -300,20 +300,31 @@ def _moved(folder: Path, world_size: int, key: str = "end") -> list[dict[str, An
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_run_goes_on_with_other_numbers_of_processes_and_stages(folder: Path, outcomes: Outcomes, world_size: int):
+@pytest.mark.parametrize(
+    ("world_size", "key", "step", "pipeline"),
+    [
+        (2, "end", 4, (2, 1, 1)),
+        (4, "end", 8, (2, 2, 1)),
+        (4, "interleaved", 8, (2, 2, 2)),
+        (4, "in-a-v", 10, (4, 1, 2)),
+    ],
+)
+def test_a_run_goes_on_with_other_numbers_of_processes_and_stages(
+    folder: Path, outcomes: Outcomes, world_size: int, key: str, step: int, pipeline: tuple[int, int, int]
+):
     whole = _moved(folder, 1)[0]
     weights = load_file(folder / "moved-1" / "weights.rank0.safetensors")
     logged = {entry["step"]: entry for entry in whole["history"]}
-    step = {2: 4, 4: 8}[world_size]
-    for rank, end in enumerate(_moved(folder, world_size)):
+    output = folder / (f"moved-{world_size}" if key == "end" else key)
+    for rank, end in enumerate(_moved(folder, world_size, key)):
         assert end["steps"] == 12 - step and end["step"] == 12
-        assert (end["layout"]["num_stages"], end["layout"]["num_replicas"]) == MOVED_TO[world_size]
+        layout = Layout.from_event(end["layout"])
+        assert (layout.pipeline_size, layout.num_replicas, layout.num_chunks) == pipeline
         assert end["layout"]["num_frozen_layers"] == whole["layout"]["num_frozen_layers"] == 2
         for entry in end["history"]:
-            for key in ("loss", "grad_norm", "learning_rate"):
-                assert entry[key] == pytest.approx(logged[entry["step"]][key], rel=1e-5), (rank, entry)
-        found = load_file(folder / f"moved-{world_size}" / f"weights.rank{rank}.safetensors")
+            for what in ("loss", "grad_norm", "learning_rate"):
+                assert entry[what] == pytest.approx(logged[entry["step"]][what], rel=1e-5), (rank, entry)
+        found = load_file(output / f"weights.rank{rank}.safetensors")
         for name, weight in weights.items():
             if not has_zero_gradient(MOVED.model, name):
                 assert tensor_difference(found[name], weight) <= 1e-5, (rank, name)

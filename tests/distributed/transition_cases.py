@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hf_pipetransformer.pipeline.schedules import find_schedule
 from tests.models import NUM_LAYERS
 
 
@@ -73,6 +74,31 @@ LAGGING: list[Phase] = [
     (26, 4, [0, 10], 2, 2),
     (30, 4, [0, 10], 2, 4),
 ]
+# The same with two stages a rank; at the end one rank has a stage of frozen units and the head.
+CHUNKED_MOVES: list[Phase] = [
+    (0, 0, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
+    (3, 0, [0, 2, 5, 7, 10], 3),
+    (5, 0, [0, 10], 2),
+    (9, 0, [0, 1, 2, 4, 5, 6, 7, 9, 10], 4),
+    (12, 0, [0, 3, 5, 8, 10], 2),
+]
+CHUNKED_AT_ONCE: list[Phase] = [
+    (0, 0, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
+    (2, 0, [0, 3, 5, 8, 10], 4),
+    (4, 4, [0, 3, 6, 9, 10], 2),
+    (6, 4, [0, 10], 2),
+]
+# As `CHAIN`, its stages halved.
+CHUNKED_CHAIN: list[Phase] = [
+    (0, 0, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
+    (5, 1, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
+    (10, 2, [0, 3, 6, 8, 10], 3),
+    (14, 2, [0, 5, 7, 8, 10], 3),
+    (17, 3, [0, 10], 2),
+    (24, 3, [0, 4, 7, 8, 10], 3),
+    (28, 3, [0, 10], 1),
+    (32, 4, [0, 10], 2),
+]
 # Freezing of wholes of the model at once, the head left.
 AT_ONCE: list[Phase] = [(0, 0, [0, 3, 10], 2), (4, 4, [0, 10], 2)]
 
@@ -86,7 +112,8 @@ class TransitionCase:
         model: a key of `tests.models.MODELS`.
         plan: the layouts, replayed; empty leaves them to the library's own decisions.
         freeze_at: option of the references, and of the run itself if there is no plan; None freezes nothing.
-        schedule: `gpipe` or `1f1b`.
+        schedule: its name.
+        num_chunks: stages of each rank where a pipeline has several ranks.
         accumulation: gradient accumulation steps.
         num_samples: samples of the training set.
         epochs: of training.
@@ -105,6 +132,7 @@ class TransitionCase:
     plan: list[Phase] = field(default_factory=list)
     freeze_at: str | None = None
     schedule: str = "1f1b"
+    num_chunks: int = 1
     accumulation: int = 1
     num_samples: int = 53
     epochs: int = 5
@@ -125,6 +153,7 @@ class TransitionCase:
             name="",
             plan=[],
             schedule="1f1b",
+            num_chunks=1,
             pipeline_options={},
             cached=False,
             policy=None,
@@ -146,15 +175,18 @@ class TransitionCase:
         for phase in self.plan:
             step, num_frozen, boundaries, num_microbatches, *_ = phase
             num_stages = len(boundaries) - 1
+            num_chunks = self.num_chunks if num_stages > 1 else 1
             layout = {
                 "num_layers": NUM_LAYERS,
                 "num_frozen_layers": num_frozen,
                 "num_stages": num_stages,
-                "num_replicas": world_size // num_stages,
+                "num_replicas": world_size // (num_stages // num_chunks),
                 "boundaries": boundaries,
                 "num_microbatches": num_microbatches,
                 "schedule": self.schedule,
                 "cache_level": self.cache_level(phase),
+                "num_chunks": num_chunks,
+                "placement": find_schedule(self.schedule).placement,
             }
             key = "to" if events else "layout"
             events.append({"event": "transition" if events else "run", "step": step, key: layout})
@@ -216,6 +248,9 @@ CASES = [
     planned("tied-embedding-moves-only", "bert_masked", MOVES_ONLY, epochs=2),
     planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
     planned("all-at-once", "vit", AT_ONCE, epochs=1),
+    planned("interleaved", "vit", CHUNKED_AT_ONCE, epochs=1, schedule="interleaved_1f1b", num_chunks=2),
+    # In a V the embedding and the head that is tied to it lie on one rank.
+    planned("tied-embedding-in-a-v", "bert_masked", CHUNKED_MOVES, epochs=2, schedule="zb_v", num_chunks=2),
     planned("best-model", "bert_masked", options=BEST),
     planned("loader-workers", "bert_sequence", options=WORKERS, epochs=4),
     planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
@@ -338,6 +373,22 @@ SLOW_CASES = [
         "sgd-tied-embedding", "bert_masked", COARSE_CHAIN, options=SGD, schedule="gpipe", accumulation=2, epochs=9
     ),
     planned("answers", "bert_question"),
+    planned("interleaved-chain", "bert_sequence", CHUNKED_CHAIN, schedule="interleaved_1f1b", num_chunks=2),
+    planned("interleaved-tied", "bert_masked", CHUNKED_MOVES, epochs=2, schedule="interleaved_1f1b", num_chunks=2),
+    planned("v-chain", "bert_sequence", CHUNKED_CHAIN, schedule="zb_v", num_chunks=2),
+    planned("v-frozen", "vit", CHUNKED_AT_ONCE, epochs=1, schedule="zb_v", num_chunks=2),
+    planned("split-backward-chain", "bert_sequence", schedule="zb_h1"),
+    planned(
+        "v-recomputed",
+        "bert_sequence",
+        CHUNKED_CHAIN,
+        schedule="zb_v",
+        num_chunks=2,
+        pipeline_options={"pipeline_checkpoint": "always"},
+    ),
+    planned(
+        "cached-interleaved", "bert_sequence", CHUNKED_CHAIN, schedule="interleaved_1f1b", num_chunks=2, cached=True
+    ),
     planned("roberta", "roberta_sequence", COARSE_CHAIN),
     planned("deit", "deit", schedule="gpipe"),
     planned("lonely-sample-accumulation", "bert_token", num_samples=49, accumulation=2, epochs=9),

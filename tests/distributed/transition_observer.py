@@ -131,7 +131,7 @@ class Observer(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         trainer = self.trainer
-        layout, stage = trainer.layout, trainer.run.pipeline.stage.groups.position
+        layout = trainer.layout
         frozen = frozen_names(trainer.model, layout.num_frozen_layers)
         named = dict(trainer.model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
@@ -142,8 +142,8 @@ class Observer(TrainerCallback):
             {
                 "step": state.global_step - 1,
                 "num_frozen": layout.num_frozen_layers,
-                "num_stages": layout.num_stages,
-                "stage": stage,
+                "places": list(layout.places),
+                "position": trainer.run.pipeline.stage.groups.position,
                 "cache_level": layout.cache_level,
                 "boundaries": list(layout.boundaries),
                 "num_microbatches": layout.num_microbatches,
@@ -179,7 +179,7 @@ class Observer(TrainerCallback):
         """The bits of all that this rank trains."""
         trainer = self.trainer
         stage, model = trainer.run.pipeline.stage, trainer.model
-        units = set(stage.layout.units_of(stage.groups.position))
+        units = {unit for part in stage.layout.units_of_rank(stage.groups.position) for unit in part}
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
         users = stage.view.structure.units_of_buffer
