@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hf_pipetransformer.autocache.parts import LENGTH_FIELD, Indices, Parts, SampleSource, merged, positions_of
+from hf_pipetransformer.autocache.parts import LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
 from hf_pipetransformer.autocache.rows import Rows, field_column
 from hf_pipetransformer.autocache.samples import real_lengths
 from hf_pipetransformer.autocache.store import ActivationStore
@@ -171,7 +170,10 @@ class ActivationCache:
                 hit &= ~lost
         self.counts.hits += int(hit.sum())
         self.counts.misses += len(samples) - int(hit.sum())
-        return self._assembled(index, hit, rows, parts, length)
+        levels = np.zeros(len(index), dtype=np.int64)
+        if rows is not None:
+            levels[hit] = self._levels_of(rows.weights_ids)
+        return parts.joined(index, levels, rows, self.stamp, length)
 
     def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
         """A batch that was read whole, as without a cache."""
@@ -230,33 +232,14 @@ class ActivationCache:
         if self._hits_unchecked < CHECKED_HITS:
             return
         self._hits_unchecked -= CHECKED_HITS
-        sample = index[:1]
-        _, found = self.source.digests(self.source.read(sample.tolist()))
+        _, found = self.source.digests(self.source.read(index[:1].tolist()))
         self.counts.checked += 1
-        (entry,) = self.store.entries(sample)
+        (entry,) = self.store.entries(index[:1])
         if entry["weights_id"] and found[0] != entry["input_digest"]:
             raise StoreDamagedError(
-                f"sample {sample[0]} of the data set is not what it was when its activation was stored. The data set "
+                f"sample {index[0]} of the data set is not what it was when its activation was stored. The data set "
                 "or its transform changes: set activation_cache='off', or make it give the same sample each time."
             )
-
-    def _assembled(
-        self, index: Indices, hit: npt.NDArray[np.bool_], rows: Rows | None, parts: Parts, length: int
-    ) -> dict[str, Any]:
-        levels = np.zeros(len(index), dtype=np.int64)
-        hidden = stored = None
-        if rows is not None and hit.any():
-            levels[hit] = self._levels_of(rows.weights_ids)
-            hidden = rows.activation
-            if not hit.all():
-                hidden = hidden.new_zeros(len(index), *hidden.shape[1:])
-                hidden[torch.from_numpy(np.flatnonzero(hit))] = rows.activation
-        if rows is not None:
-            stored = self.source.stored_inputs(rows.fields, rows.lengths, length)
-        found = parts.digests(len(index)).view(np.int64)
-        samples, num_layers, digests = (torch.from_numpy(values) for values in (index, levels, found))
-        tags = CacheTags(samples, num_layers, digests, self.stamp, hidden)
-        return tags.attach(merged(len(index), hit, stored, parts, length))
 
     # ---- writing: the engine's side ----
 

@@ -8,7 +8,7 @@ import xxhash
 from hf_pipetransformer.autocache.files import PrivateFolder
 from hf_pipetransformer.autocache.header import Header
 from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.autocache.table import Array, ArrowTable, Column, Columns, StoreDamagedError
+from hf_pipetransformer.autocache.table import Array, ArrowTable, Columns, StoreDamagedError
 
 
 INDEX_FILE = "index.arrow"
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 def index_columns(row_format: RowFormat) -> Columns:
     """Of the index's table: the bytes of an entry."""
-    return {"entry": Column(np.dtype(np.uint8), row_format.entry_dtype().itemsize)}
+    return {"entry": np.dtype((np.uint8, (row_format.entry_dtype().itemsize,)))}
 
 
 class Index:

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import torch
 
 from hf_pipetransformer.autocache.inputs import InputReport
+from hf_pipetransformer.autocache.rows import Rows
 from hf_pipetransformer.autocache.samples import real_lengths, row_digests
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import fill_value, pad_batch
 from hf_pipetransformer.batches import take_rows
+from hf_pipetransformer.cache_tags import CacheTags
 
 
 Indices = npt.NDArray[np.int64]
@@ -94,20 +96,12 @@ class Parts:
         self._longest.append(int(real_lengths(batch, self.source.main_input).max()))
         if where.sum() < holds.sum():
             batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
-        _, digests = self.source.digests(batch)
-        self.found.append((where, batch, digests))
+        self.found.append((where, batch, self.source.digests(batch)[1]))
 
     def read(self, where: Any, samples: list[int]) -> None:
         """Read the samples at the positions `where` now."""
         if where.any():
             self.add(where, self.source.read([samples[i] for i in np.flatnonzero(where)]), where)
-
-    def digests(self, count: int) -> npt.NDArray[np.uint64]:
-        """`(count,)` digests of the inputs of the whole batch; 0 where the input was not read."""
-        digests = np.zeros(count, dtype=np.uint64)
-        for where, _, found in self.found:
-            digests[where] = found
-        return digests
 
     def padded_length(self, known: Any, is_checked: bool) -> int:
         """Length that the collator would have padded the whole batch to.
@@ -131,12 +125,37 @@ class Parts:
             )
         return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
-    def padded(self, length: int) -> list[tuple[npt.NDArray[np.bool_], Mapping[str, Any]]]:
-        """Positions and inputs of each part."""
-        if not self.source.is_text:
-            return [(where, batch) for where, batch, _ in self.found]
-        main_input, pad, fills = self.source.main_input, self.source.pad_token_id, self.source.report.fill_values
-        return [(where, pad_batch(batch, main_input, length, pad, fills)) for where, batch, _ in self.found]
+    def joined(self, samples: Indices, levels: Indices, rows: Rows | None, stamp: int, length: int) -> dict[str, Any]:
+        """The whole batch, padded and tagged: what was read, and `rows` where the level is not 0."""
+        source, pieces, digests = self.source, [], np.zeros(len(samples), dtype=np.uint64)
+        for where, batch, found in self.found:
+            digests[where] = found
+            if source.is_text:
+                fills = source.report.fill_values
+                batch = pad_batch(batch, source.main_input, length, source.pad_token_id, fills)
+            pieces.append((where, batch))
+        hidden = None
+        if rows is not None:
+            hit = levels > 0
+            pieces.append((hit, source.stored_inputs(rows.fields, rows.lengths, length)))
+            if hit.any():
+                hidden = _spread([(hit, rows.activation)], len(samples))
+        inputs = {
+            name: _spread([(where, piece[name]) for where, piece in pieces], len(samples)) for name in pieces[0][1]
+        }
+        index, num_layers, known = (torch.from_numpy(values) for values in (samples, levels, digests.view(np.int64)))
+        return CacheTags(index, num_layers, known, stamp, hidden).attach(inputs)
+
+
+def _spread(pieces: list[tuple[Any, torch.Tensor]], count: int) -> torch.Tensor:
+    """The rows of a batch from pieces of it, each with its positions."""
+    where, first = pieces[0]
+    if where.all():
+        return first
+    whole = first.new_zeros(count, *first.shape[1:])
+    for where, piece in pieces:
+        whole[torch.from_numpy(np.flatnonzero(where))] = piece
+    return whole
 
 
 def positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
@@ -148,21 +167,3 @@ def positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
             where[i] = True
             position += 1
     return where
-
-
-def merged(
-    count: int, hit: Any, stored: Mapping[str, torch.Tensor] | None, parts: Parts, length: int
-) -> dict[str, Any]:
-    """One batch from the stored samples and from those that were read."""
-    pieces = parts.padded(length)
-    if stored is not None:
-        pieces.append((hit, stored))
-    if len(pieces) == 1:
-        return dict(pieces[0][1])
-    whole_batch = {}
-    for name, first in pieces[0][1].items():
-        whole = first.new_zeros(count, *first.shape[1:])
-        for where, piece in pieces:
-            whole[torch.from_numpy(np.flatnonzero(where))] = piece[name]
-        whole_batch[name] = whole
-    return whole_batch

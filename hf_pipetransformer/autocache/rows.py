@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_pipetransformer.autocache.table import Array, Column
+from hf_pipetransformer.autocache.table import Array, Columns
 
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,12 +58,12 @@ class RowFormat:
             if dtype not in _STORED:
                 raise ValueError(f"Side field {name!r} has dtype {dtype}: expected one of {tuple(_STORED)}.")
 
-    def shard_columns(self) -> dict[str, Column]:
+    def shard_columns(self) -> Columns:
         """Columns of a shard, whose rows are tokens."""
-        columns = {"activation": Column(np.dtype(_STORED[self.dtype]), self.hidden_size)}
+        columns: dict[str, np.dtype[Any]] = {"activation": np.dtype((_STORED[self.dtype], (self.hidden_size,)))}
         for name, dtype in self.token_fields.items():
             # Token ids, positions and masks fit in half of int64.
-            columns[field_column(name)] = Column(np.dtype(np.int32 if dtype == torch.int64 else _STORED[dtype]))
+            columns[field_column(name)] = np.dtype(np.int32 if dtype == torch.int64 else _STORED[dtype])
         return columns
 
     def entry_dtype(self) -> np.dtype[Any]:
@@ -107,24 +108,17 @@ class RowFormat:
         return tokens, {field_column(name): as_numpy(fields[name]) for name in self.sample_fields}
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "hidden_size": self.hidden_size,
-            "dtype": _name(self.dtype),
-            "token_fields": {name: _name(dtype) for name, dtype in self.token_fields.items()},
-            "sample_fields": {
-                name: [_name(dtype), list(shape)] for name, (dtype, shape) in self.sample_fields.items()
-            },
-        }
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RowFormat:
+        """The inverse of `to_json`."""
         return cls(
-            hidden_size=int(values["hidden_size"]),
-            dtype=getattr(torch, values["dtype"]),
-            token_fields={name: getattr(torch, dtype) for name, dtype in values["token_fields"].items()},
-            sample_fields={
-                name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in values["sample_fields"].items()
-            },
+            values["hidden_size"],
+            _dtype(values["dtype"]),
+            {name: _dtype(dtype) for name, dtype in values["token_fields"].items()},
+            {name: (_dtype(dtype), tuple(shape)) for name, (dtype, shape) in values["sample_fields"].items()},
         )
 
 
@@ -184,5 +178,6 @@ def _as_int32(name: str, values: torch.Tensor) -> Array:
     return array.astype(np.int32)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found

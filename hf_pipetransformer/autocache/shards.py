@@ -56,7 +56,7 @@ class Shards(dict[int, ArrowTable]):
         self.folder = folder
         self.store_id = header.store_id
         self.columns = header.row_format.shard_columns()
-        self.token_bytes = sum(column.row_bytes for column in self.columns.values())
+        self.token_bytes = sum(dtype.itemsize for dtype in self.columns.values())
 
     def __missing__(self, shard: int) -> ArrowTable:
         if shard < 0:

@@ -181,7 +181,7 @@ class ActivationStore:
         activation = torch.empty(len(samples), length, self.row_format.hidden_size, dtype=self.row_format.dtype)
         columns = {"activation": as_numpy(activation)}
         for name in map(field_column, self.row_format.token_fields):
-            columns[name] = np.empty((len(samples), length), self._shards.columns[name].dtype)
+            columns[name] = np.empty((len(samples), length), self._shards.columns[name])
         entries = self.entries(samples)
         places = entries[_PLACE].tolist()
         for shard in {place[1] for place in places if place[0]}:

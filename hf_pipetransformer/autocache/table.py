@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,29 +31,8 @@ class StoreDamagedError(RuntimeError):
     """A file of the activation store is not what was written; the text names the file and what was found."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """`width` numbers of `dtype` in each row; a width above 1 becomes an Arrow list of fixed size."""
-
-    dtype: np.dtype[Any]
-    width: int = 1
-
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * self.width
-
-    def zeros(self, num_rows: int) -> Any:
-        """An Arrow array of zeros; its memory is never touched, so it costs none."""
-        single = pa.from_numpy_dtype(self.dtype)
-        buffer = pa.py_buffer(np.zeros(num_rows * self.width, self.dtype))
-        array = pa.Array.from_buffers(single, num_rows * self.width, [None, buffer])
-        if self.width == 1:
-            return array
-        rows = pa.list_(pa.field("item", single, nullable=False), self.width)
-        return pa.Array.from_buffers(rows, num_rows, [None], children=[array])
-
-
-Columns = Mapping[str, Column]
+Columns = Mapping[str, np.dtype[Any]]
+"""What a row holds in each column; an array of numbers, `np.dtype((np.float32, (192,)))`, becomes an Arrow list."""
 
 
 def table_bytes(columns: Columns, num_rows: int) -> int:
@@ -74,7 +52,7 @@ class ArrowTable:
         self.path = path
         self.num_rows = num_rows
         self.num_bytes = table_bytes(columns, num_rows)
-        self._row_bytes = {name: column.row_bytes for name, column in columns.items()}
+        self._row_bytes = {name: dtype.itemsize for name, dtype in columns.items()}
         self._places: dict[str, int] = {}
         place = _head_bytes(columns)
         for name, row_bytes in self._row_bytes.items():
@@ -93,7 +71,7 @@ class ArrowTable:
         Raises:
             OSError: the disk is full (nothing is left behind), or the folder cannot be written.
         """
-        assert all(num_rows * column.row_bytes % ROWS_TOGETHER == 0 for column in columns.values()), num_rows
+        assert all(num_rows * dtype.itemsize % ROWS_TOGETHER == 0 for dtype in columns.values()), num_rows
         unfinished = name + ".tmp"
         try:
             descriptor = folder.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -179,11 +157,11 @@ _CHANGED = (
 
 
 def _row_bytes(columns: Columns) -> int:
-    return sum(column.row_bytes for column in columns.values())
+    return sum(dtype.itemsize for dtype in columns.values())
 
 
 @lru_cache
-def _bare_head_bytes(columns: tuple[tuple[str, Column], ...]) -> int:
+def _bare_head_bytes(columns: tuple[tuple[str, np.dtype[Any]], ...]) -> int:
     """Without blanks. It hangs on the columns alone, if there are any rows: Arrow's numbers have a fixed width."""
     return len(_head(dict(columns), ROWS_TOGETHER, "0" * 32, 0))
 
@@ -195,13 +173,25 @@ def _head_bytes(columns: Columns) -> int:
 
 def _head(columns: Columns, num_rows: int, store_id: str, num_blanks: int) -> bytes:
     """What Arrow writes before the columns."""
-    fields = [pa.field(name, column.zeros(0).type, nullable=False) for name, column in columns.items()]
+    arrays = {name: _zeros(dtype, num_rows) for name, dtype in columns.items()}
+    fields = [pa.field(name, array.type, nullable=False) for name, array in arrays.items()]
     schema = pa.schema(fields, metadata={b"activation_store": store_id.encode(), b"padding": b" " * num_blanks})
-    batch = pa.RecordBatch.from_arrays([column.zeros(num_rows) for column in columns.values()], schema=schema)
+    batch = pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema)
     sink = _Beginning()
     with pa.ipc.new_stream(pa.PythonFile(sink, "w"), schema) as writer:
         writer.write_batch(batch)
     return bytes(sink.content[: sink.size - num_rows * _row_bytes(columns) - len(_END)])
+
+
+def _zeros(dtype: np.dtype[Any], num_rows: int) -> Any:
+    """An Arrow array whose memory is never touched, so it costs none."""
+    single, (width,) = pa.from_numpy_dtype(dtype.base), dtype.shape or (1,)
+    buffer = pa.py_buffer(np.zeros(num_rows, dtype))
+    array = pa.Array.from_buffers(single, num_rows * width, [None, buffer])
+    if not dtype.shape:
+        return array
+    rows = pa.list_(pa.field("item", single, nullable=False), width)
+    return pa.Array.from_buffers(rows, num_rows, [None], children=[array])
 
 
 class _Beginning:
