@@ -18,6 +18,7 @@ from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.refusals import check_dataset, comparable
 from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
 from hf_pipetransformer.run.callbacks import WholeModelCallbacks
 from hf_pipetransformer.run.description import RunDescription, check_shared_folder
@@ -199,6 +200,19 @@ class Run:
     def counts_inputs(self) -> bool:
         """Whether this rank counts the inputs of its pipeline."""
         return self.in_force is None or self.in_force.stage.groups.is_first
+
+    @contextmanager
+    def counting_tokens(self) -> Iterator[bool]:
+        """Trainer counts tokens inside, if that gives True: once per pipeline, and not over all ranks itself."""
+        trainer = self.trainer
+        if trainer.args.include_num_input_tokens_seen == "no":
+            yield False
+            return
+        before = trainer.state.num_input_tokens_seen
+        with host.gathering_nothing(trainer.accelerator):
+            yield self.counts_inputs
+        own = trainer.state.num_input_tokens_seen - before
+        trainer.state.num_input_tokens_seen = before + sum(self.topology.gather(own))
 
     def add_scalars(self, logs: dict[str, float]) -> None:
         """To an entry of Trainer's log, which may take long."""

@@ -14,7 +14,8 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.refusals import check_dataset, check_model
+from hf_pipetransformer.refusals import check_arguments, check_dataset, check_model, warn_about_options
+from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples, read_batch
@@ -118,6 +119,16 @@ class Starter:
         )
         shifts_labels = host.shifts_labels(self.trainer)
         return Pipeline(found.start_up, found.shell, settings, shifts_labels, found.has_labels, stage)
+
+
+def check_given(model: Any, args: Any, train_dataset: Any = None, optimizers: Any = (None, None), **_: Any) -> None:
+    """Refuse what a trainer is given and cannot work, before Trainer takes it, and say what is taken differently."""
+    check_arguments(args)
+    if model is not None:
+        check_trained_model(model, args, optimizers[0])
+    check_dataset(train_dataset, "training")
+    for text in warn_about_options(args) if args.process_index == 0 else ():
+        logger.warning(text)
 
 
 def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.shell import PipelineShell
-from hf_pipetransformer.refusals import check_arguments, check_dataset, warn_about_options
 from hf_pipetransformer.report.events import EventLog, logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.run import Run
-from hf_pipetransformer.run.starting import check_trained_model
+from hf_pipetransformer.run.starting import check_given
 from hf_pipetransformer.splitters import Splitter
 from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
@@ -64,13 +62,8 @@ class PipeTransformerMixin(_Trainer):
         **named: Any,
     ) -> None:
         args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else args
-        check_arguments(args)
-        given = {**named, **inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments}
-        if model is not None:
-            check_trained_model(model, args, given.get("optimizers", (None, None))[0])
-        check_dataset(given.get("train_dataset"), "training")
-        for text in warn_about_options(args) if args.process_index == 0 else ():
-            logger.warning(text)
+        given = inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments
+        check_given(**{**named, **given, "model": model, "args": args})
         super().__init__(model, args, *positional, **named)
         self.run = Run(self, policy, splitter)
 
@@ -89,8 +82,7 @@ class PipeTransformerMixin(_Trainer):
         """The events file."""
         return self.run.journal.log
 
-    @contextmanager
-    def whole_model(self) -> Iterator[None]:
+    def whole_model(self) -> AbstractContextManager[None]:
         """Inside, `trainer.model` is whole and has its own forward, on every rank; what is changed in it stays.
 
         A collective call: every rank enters and leaves it, between two steps of a training or outside.
@@ -98,8 +90,7 @@ class PipeTransformerMixin(_Trainer):
         Raises:
             ValueError: it is called amid a step, where other stages do not come by.
         """
-        with self.run.whole_model():
-            yield
+        return self.run.whole_model()
 
     def end(self) -> None:
         """Leave the process group: the last line of a script."""
@@ -199,14 +190,9 @@ class PipeTransformerMixin(_Trainer):
         return int(super().floating_point_ops(inputs)) if self.run.counts_inputs else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if self.args.include_num_input_tokens_seen == "no":
-            return
-        before = self.state.num_input_tokens_seen
-        if inputs and self.run.counts_inputs:
-            with host.gathering_nothing(self.accelerator):
+        with self.run.counting_tokens() as counts_here:
+            if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
-        own = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + sum(self.topology.gather(own))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
