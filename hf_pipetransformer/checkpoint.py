@@ -62,9 +62,9 @@ def optimizer_file(stage: int) -> str:
     return f"optimizer-stage-{stage}.safetensors"
 
 
-def weights_file(stage: int) -> str:
-    """The file with a stage's weights as they were at the last freeze decision; only policies that ask have one."""
-    return f"weights-at-decision-stage-{stage}.safetensors"
+def decisions_file(stage: int) -> str:
+    """Name of the file with what a stage was at the last freeze decision; it is there if the policy asks for that."""
+    return f"decisions-stage-{stage}.safetensors"
 
 
 def has_part(folder: str, name: str) -> bool:

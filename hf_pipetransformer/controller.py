@@ -16,13 +16,19 @@ from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, fitting_ca
 from hf_pipetransformer.checkpoint import plain
 from hf_pipetransformer.decisions import Decisions, Write
 from hf_pipetransformer.freeze.monitor import GradientNormMonitor
-from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, WEIGHT_CHANGES
+from hf_pipetransformer.freeze.policies import ACTIVATION_SIMILARITY, GRADIENT_NORMS, WEIGHT_CHANGES
+from hf_pipetransformer.freeze.similarity import SimilarityMonitor
 from hf_pipetransformer.freeze.weights import WeightMonitor, relative_changes
+from hf_pipetransformer.layer_probe import LayerProbe
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.report.events import announce
 from hf_pipetransformer.transition import Stage
 from hf_pipetransformer.units import block_of
+
+
+WEIGHTS, ACTIVATIONS = "weights", "activations"
+"""What `LayoutController.tensors` holds: a key begins with either."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class LayoutController:
         stage: this rank's stage at the start.
         write: writes an event.
         meter: measures the steps.
+        probe: says what the layers give, for policies that ask.
         replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
     """
 
@@ -65,18 +72,21 @@ class LayoutController:
         stage: Stage,
         write: Write,
         meter: StepMeter,
+        probe: LayerProbe,
         replay: Mapping[int, Layout] | None,
     ) -> None:
         self.decisions = decisions
         self.topology = topology
         self.write = write
         self.meter = meter
+        self.probe = probe
         self.replay = replay
         num_layers, needs = stage.layout.num_layers, decisions.policy.needs
         self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
         units = stage.view.structure.units_of_parameter
         places = {name: block_of(used_by[0]) - 1 for name, used_by in units.items() if used_by[0]}
         self._weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
+        self._similarity = SimilarityMonitor() if ACTIVATION_SIMILARITY in needs else None
         self._predicted: float | None = None
         self._known_microbatches = dict(decisions.inputs.rules.known_microbatches)
         self._trial: MicrobatchTrial | None = None
@@ -109,9 +119,12 @@ class LayoutController:
         return self._try_microbatches(layout)
 
     def begin_step(self, stage: Stage) -> None:
-        """An optimizer step begins."""
-        if self._weights is not None and not self._weights.has_begun and self.replay is None:
-            self._weights.begin(stage.trained_here())
+        """An optimizer step begins. At first a collective call."""
+        if self.replay is None:
+            if self._weights is not None and not self._weights.has_begun:
+                self._weights.begin(stage.trained_here())
+            if self._similarity is not None and not self._similarity.has_begun:
+                self._similarity.compare(self.probe.outputs(stage))
         self.meter.begin_step()
 
     def watch_gradients(self, squares: torch.Tensor) -> None:
@@ -154,6 +167,8 @@ class LayoutController:
             own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
             found[WEIGHT_CHANGES] = relative_changes(own) if own else ()
             self._weights.forget()
+        if self._similarity is not None:
+            found[ACTIVATION_SIMILARITY] = self._similarity.compare(self.probe.outputs(stage))
         return found
 
     def _begin_with_cache(self, step: int, layout: Layout) -> Change | None:
@@ -264,17 +279,35 @@ class LayoutController:
         }
         return dict(plain(state, "What decides on layouts"))
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What this rank's weights were at the last decision, by name, for a checkpoint; empty if no policy asks."""
-        return {} if self._weights is None else self._weights.state()
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank's weights, and on rank 0 the activations, were at the last decision; for a checkpoint.
 
-    def load_state(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor], is_elsewhere: bool) -> None:
-        """Go on from `state` and `weights`, under the same layout or elsewhere, where measured times say nothing."""
+        Empty unless the policy asks for them.
+        """
+        found = {}
+        if self._weights is not None:
+            found = {f"{WEIGHTS}|{name}": value for name, value in self._weights.state().items()}
+        if self._similarity is not None and self.topology.rank == 0:
+            found |= {f"{ACTIVATIONS}|{layer}": value for layer, value in self._similarity.state().items()}
+        return found
+
+    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], is_elsewhere: bool) -> None:
+        """Go on from `state` and `tensors`, under the same layout or elsewhere, where measured times say nothing.
+
+        Args:
+            tensors: of all ranks, as far as this one needs them.
+        """
+        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}}
+        for key, value in tensors.items():
+            kind, _, name = key.partition("|")
+            parts[kind][name] = value
         self.decisions.load_state(state)
         if self._norms is not None and state["gradient_norms"] is not None:
             self._norms.load_state(state["gradient_norms"])
-        if self._weights is not None and weights:
-            self._weights.load_state(weights)
+        if self._weights is not None and parts[WEIGHTS]:
+            self._weights.load_state(parts[WEIGHTS])
+        if self._similarity is not None:
+            self._similarity.load_state(parts[ACTIVATIONS])
         if is_elsewhere:
             return
         self._is_first = False  # The run that was saved decided on its cache.

@@ -16,7 +16,7 @@ class Settled(FreezePolicy):
     """
 
     name = "settled"
-    needs = frozenset({"weight_changes"})
+    needs = frozenset({"weight_changes", "activation_similarity"})
 
     def __init__(self, share: float = 1.0) -> None:
         self.share = share

@@ -100,7 +100,8 @@ def run(folder: Path, rank: int, told: list[Any], device_bytes: float, steps: in
     structure = SimpleNamespace(units_of_parameter={})
     stage = SimpleNamespace(layout=layout, view=SimpleNamespace(structure=structure))
     meter: Any = Meter(1.0 + rank)
-    watcher = LayoutController(decided, Heard(rank, told), stage, lambda *_, **__: None, meter, None)
+    no_probe: Any = None  # No policy asks for it.
+    watcher = LayoutController(decided, Heard(rank, told), stage, lambda *_, **__: None, meter, no_probe, None)
     changes = []
     for step in range(steps):
         change = watcher.change_before(step, stage)

@@ -21,6 +21,7 @@ from hf_pipetransformer.freeze.policies import (
     make_clock,
     make_policy,
 )
+from hf_pipetransformer.freeze.similarity import SimilarityMonitor, linear_cka
 from hf_pipetransformer.freeze.weights import WeightMonitor, relative_changes
 from hf_pipetransformer.option_values import parse_freeze_at
 from tests.settled_policy import Settled
@@ -344,3 +345,38 @@ def test_what_is_frozen_has_changed_by_nothing() -> None:
     assert other.report(moved, 2) == monitor.report(moved, 2)
     monitor.forget()
     assert not monitor.has_begun
+
+
+# ---- similarity of activations
+
+
+def test_the_similarity_is_that_of_kornblith_worked_by_hand() -> None:
+    """Centered, the first features are (1, -1) and the second ones (1, -1, 0) and (0, 1, -1), by columns."""
+    first = torch.tensor([[2.0], [0.0], [1.0]])
+    second = torch.tensor([[3.0, 1.0], [1.0, 2.0], [2.0, 0.0]])
+    # |Y^T X|^2 = 2^2 + (-1)^2; |X^T X| = 2; Y^T Y = [[2, -1], [-1, 2]].
+    assert linear_cka(first, second) == pytest.approx(5 / (2 * math.sqrt(10)))
+    assert linear_cka(second, first) == linear_cka(first, second)
+
+
+@given(st.integers(0, 10**6), st.floats(0.1, 50.0))
+def test_the_similarity_knows_no_rotation_scale_or_shift(seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    rotation, _ = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))
+    assert linear_cka(found, scale * found @ rotation + 3.0) == pytest.approx(1.0)
+    other = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    assert -1e-9 < linear_cka(found, other) < 1.0
+
+
+def test_layers_are_compared_with_what_they_gave_the_last_time() -> None:
+    monitor, other = SimilarityMonitor(), SimilarityMonitor()
+    first = {str(layer): torch.randn(6, 4, generator=torch.Generator().manual_seed(layer)) for layer in range(11)}
+    assert monitor.compare(first) == ()
+    second = {**first, "10": first["2"]}
+    other.load_state(monitor.state())
+    found = monitor.compare(second)
+    assert found == other.compare(second)
+    assert found[:10] == pytest.approx((1.0,) * 10)
+    assert found[10] == pytest.approx(linear_cka(first["10"], first["2"]))
+    assert monitor.compare(second) == pytest.approx((1.0,) * 11)

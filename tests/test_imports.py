@@ -20,7 +20,7 @@ FLOORS = [
     {"trainer"},
     {"run"},
     {"controller"},
-    {"execution", "startup", "decisions"},
+    {"execution", "startup", "decisions", "layer_probe"},
     {"transition", "cli", "samples"},
     {"wiring"},
     {"autopipe"},

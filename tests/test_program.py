@@ -396,7 +396,7 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
 
 
 def _runs(view: StageView, index: int) -> bool:
-    return bool({2 * index + 1, 2 * index + 2} & set(view._units))
+    return bool({2 * index + 1, 2 * index + 2} & set(view.units))
 
 
 # ---- the last gradients of a step ----

@@ -15,8 +15,10 @@ _ROUNDING = 1e-9
 """An answer that is a whole number but for floating-point noise is that number, not the next one."""
 
 
-GRADIENT_NORMS, WEIGHT_CHANGES = "gradient_norms", "weight_changes"
-MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES)
+GRADIENT_NORMS = "gradient_norms"
+WEIGHT_CHANGES = "weight_changes"
+ACTIVATION_SIMILARITY = "activation_similarity"
+MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES, ACTIVATION_SIMILARITY)
 """What a policy may ask for: fields of `FreezeSignal` that cost something."""
 
 
@@ -35,6 +37,9 @@ class FreezeSignal:
             that are frozen. Empty if no step counted.
         weight_changes: `num_layers + 1` L2 norms of what the weights of a layer, or of the head, have changed by since
             the last decision (the first step of the run), over the L2 norm of the weights then. 0 for what is frozen.
+        activation_similarity: `num_layers` linear CKA (Kornblith et al., 2019) of what a layer gives, averaged over
+            positions, for a few samples of the training set, and what it gave for them at the last decision (the
+            first step of the run): 1 where nothing has changed.
     """
 
     step: int
@@ -44,6 +49,7 @@ class FreezeSignal:
     num_wanted: float
     gradient_norms: tuple[float, ...] = ()
     weight_changes: tuple[float, ...] = ()
+    activation_similarity: tuple[float, ...] = ()
 
 
 class FreezePolicy(ABC):
@@ -76,7 +82,7 @@ class FreezePolicy(ABC):
     name: str = "custom"
     needs: frozenset[str] = frozenset({GRADIENT_NORMS})
     """Which of `MEASUREMENTS` are made for it. Gradient norms cost nothing; for weight changes every process keeps a
-    copy of the weights that it trains."""
+    copy of the weights that it trains, for similarities of activations a tiny batch is evaluated at each decision."""
     keeps_minimum = True
     """Whether `freeze_min_active_layers` limits it."""
     freezes = True

@@ -16,6 +16,7 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.decisions import Decisions
 from hf_pipetransformer.freeze.policies import FreezePolicy, check_policy, make_clock
+from hf_pipetransformer.layer_probe import LayerProbe
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
@@ -113,7 +114,9 @@ class Beginning:
             cache=None if cache is None else cache.planner,
         )
         meter = pipeline.settings.meter
-        controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, replay)
+        samples, device = pipeline.start_up.samples, self.trainer.args.device
+        probe = LayerProbe(pipeline.shell, samples, self.topology, device)
+        controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, probe, replay)
         optimizer = self._optimizer(cache)
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         return Training(

@@ -107,9 +107,9 @@ class Checkpoints:
         }
         position = stage.groups.position
         self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
-        weights = self.controller.weights()
-        if weights:
-            self._written |= checkpoint.write_part(folder, checkpoint.weights_file(position), weights, {})
+        then = self.controller.tensors()
+        if then:
+            self._written |= checkpoint.write_part(folder, checkpoint.decisions_file(position), then, {})
 
     def save_random_numbers(self, folder: str) -> None:
         """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""

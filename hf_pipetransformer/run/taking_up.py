@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.controller import ACTIVATIONS, WEIGHTS
 from hf_pipetransformer.plain_checkpoint import (
     read_plain_optimizer,
     read_plain_scheduler,
@@ -62,8 +63,8 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(state["scaler"])
-    weights = together(lambda: _read_weights(resumption, into))
-    into.controller.load_state(state["decisions"], weights, resumption.is_elsewhere)
+    then = together(lambda: _read_last_decision(resumption, into))
+    into.controller.load_state(state["decisions"], then, resumption.is_elsewhere)
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers
@@ -112,15 +113,18 @@ def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
     checkpoint.set_group_options(own.optimizer, header["groups"])
 
 
-def _read_weights(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
-    """Those at the last decision of what this rank trains, as far as the policy of the run that was saved asked."""
+def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
+    """The weights then of what this rank trains, and all activations, if the policy asked for them."""
     found: dict[str, torch.Tensor] = {}
-    trained = into.pipeline.stage.trained_here()
+    weights = {f"{WEIGHTS}|{name}" for name in into.pipeline.stage.trained_here()}
     for position in range(resumption.layout.pipeline_size):
-        name = checkpoint.weights_file(position)
+        name = checkpoint.decisions_file(position)
         if checkpoint.has_part(resumption.folder, name):
-            found |= checkpoint.read_part(resumption.folder, name, trained.__contains__)[0]
-    return {name: value.to(into.trainer.args.device) for name, value in found.items()}
+            tensors, _ = checkpoint.read_part(
+                resumption.folder, name, lambda key: key in weights or key.startswith(ACTIVATIONS)
+            )
+            found |= tensors
+    return {key: value.to(into.trainer.args.device) if key in weights else value for key, value in found.items()}
 
 
 def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:

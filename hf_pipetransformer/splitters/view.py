@@ -54,7 +54,7 @@ class StageView:
         """Whether the model runs a part of its units now (`run`)."""
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
-        self._units = range(0)
+        self.units = range(0)
         self._installed: tuple[range, ...] = ()
 
     @property
@@ -101,10 +101,10 @@ class StageView:
 
     def narrow(self, units: range) -> None:
         """Run `units` alone until `widen`."""
-        if units == self._units:
+        if units == self.units:
             return
         self._restore()
-        self._units = units
+        self.units = units
         if units not in self._forwards:
             # Ranks with several stages come back to each of them many times in a step.
             self._forwards[units] = self._forwards_of(units)
@@ -129,7 +129,7 @@ class StageView:
             if own is not None:
                 module.forward = own
         self._overridden.clear()
-        self._units = range(0)
+        self.units = range(0)
         self.received = None
 
     def _forwards_of(self, units: range) -> list[tuple[nn.Module, Callable[..., Any]]]:

@@ -34,6 +34,7 @@ class StartUp:
         sees_padding: whether what stands at masked positions changes the loss.
         pad_token_id: what text is padded with.
         main_dtype: of the main input.
+        samples: the tiny batch that was looked at.
         plans: plans the layouts.
     """
 
@@ -43,6 +44,7 @@ class StartUp:
     sees_padding: bool
     pad_token_id: int
     main_dtype: torch.dtype
+    samples: dict[str, Any]
     plans: RunPlanner
 
 
@@ -96,6 +98,7 @@ def look_at(
         sees_padding=keeps_padding,
         pad_token_id=subject.pad_token_id,
         main_dtype=subject.inputs[subject.main_input].dtype,
+        samples=given.inputs,
         plans=RunPlanner(
             args,
             topology,

@@ -111,6 +111,7 @@ EVENT_FIELDS = (
     "num_wanted_before",
     "gradient_norms",
     "weight_changes",
+    "activation_similarity",
     "content",
 )
 
@@ -337,6 +338,8 @@ def test_a_policy_that_remembers_decides_the_same_elsewhere(folder: Path, dying:
     assert [(event["step"], event["num_frozen"]) for event in (first, expected, found)] == [(4, 0), (8, 1), (8, 1)]
     assert found["weight_changes"] == pytest.approx(expected["weight_changes"], rel=1e-4)
     assert all(change > 0 for change in expected["weight_changes"])
+    assert found["activation_similarity"] == pytest.approx(expected["activation_similarity"], rel=1e-4)
+    assert all(0 < similarity < 1 - 1e-4 for similarity in expected["activation_similarity"])
 
 
 def test_what_is_left_of_an_epoch_is_dealt_anew(folder: Path, dying: LaunchResult):
