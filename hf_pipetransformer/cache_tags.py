@@ -40,11 +40,6 @@ class CacheTags:
         return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
 
 
-def has_tags(batch: Mapping[str, Any]) -> bool:
-    """Whether `CacheTags` travel with a batch."""
-    return _SAMPLES in batch
-
-
 def detach_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], CacheTags | None]:
     """A batch's inputs of the model, and its tags."""
     inputs = dict(batch)
