@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hf_pipetransformer.autocache.folder import default_base
 from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, verify_stores
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.plain_checkpoint import export_checkpoint
 from hf_pipetransformer.simulator import Durations, draw, simulate
 
@@ -18,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("simulate", help="draw the timeline of a schedule with equal stages")
     drawing.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b")
-    drawing.add_argument("--stages", type=int, required=True, help="pipeline length K")
+    drawing.add_argument("--stages", type=int, required=True, help="ranks of the pipeline K, with equal stages")
+    drawing.add_argument("--chunks", type=int, help="stages on each rank V; the schedule's own number by default")
     drawing.add_argument("--microbatches", type=int, required=True, help="micro-batches M")
     drawing.add_argument("--backward", type=float, default=2.0, help="time of a backward; a forward takes 1")
     drawing.add_argument("--hop", type=float, default=0.0, help="time of a message between neighbours")
@@ -38,10 +40,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    stages = options.stages
-    schedule, frozen = find_schedule(options.schedule), options.frozen_stages
-    table = schedule.table(stages, options.microbatches, first_active_stage=frozen)
-    timeline = simulate(table, Durations((1.0,) * stages, (options.backward,) * stages, options.hop))
+    schedule, size = find_schedule(options.schedule), options.stages
+    num_chunks = options.chunks or (schedule.default_chunks if size > 1 else 1)
+    table = schedule.table(size, options.microbatches, num_chunks, options.frozen_stages)
+    forward, backward, half = (
+        (each / num_chunks,) * size * num_chunks for each in (1, options.backward, options.backward / 2)
+    )
+    durations = Durations(forward, backward, options.hop, half, half)
+    timeline = simulate(table, durations, Placement(size, num_chunks, schedule.placement))
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
-from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Op, Schedule, Table, find_schedule
+from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Schedule, Table, find_schedule
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.simulator import Durations, simulate
 from tests.test_schedules import parse, text
@@ -109,25 +109,13 @@ def test_chunks_that_a_schedule_does_not_know_are_refused(schedule: Schedule, nu
         schedule.table(2, 4, num_chunks)
 
 
-def held(schedule: Schedule, pipeline_size: int, num_microbatches: int, num_chunks: int) -> list[int]:
-    """The most activations of a stage that each rank holds at a time."""
-    most = []
-    for row in schedule.table(pipeline_size, num_microbatches, num_chunks):
-        counts = [0]
-        for action in row:
-            step = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}.get(action.op, 0)
-            counts.append(counts[-1] + step)
-        most.append(max(counts))
-    return most
-
-
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 8, 13, 16])
 @pytest.mark.parametrize("pipeline_size", [2, 3, 4, 8])
 def test_zero_bubble_holds_no_more_than_1f1b_does_at_most(pipeline_size: int, num_microbatches: int) -> None:
     most = max(find_schedule("1f1b").in_flight(pipeline_size, num_microbatches))
     assert max(ZB_H1.in_flight(pipeline_size, num_microbatches)) <= most
-    # Two stages of half the size on each rank.
-    assert max(held(ZB_V, pipeline_size, num_microbatches, 2)) <= 2 * most
+    halves = [0.5] * 2 * pipeline_size
+    assert max(ZB_V.peaks(halves, pipeline_size, num_microbatches, 2)) <= most
 
 
 def test_in_flight_counts_each_stage_until_its_weights_have_their_gradients() -> None:
@@ -135,7 +123,9 @@ def test_in_flight_counts_each_stage_until_its_weights_have_their_gradients() ->
     assert ZB_H1.in_flight(3, 6, first_active_stage=1) == (0, 2, 2)
     assert find_schedule("1f1b").in_flight(3, 6) == (3, 2, 1)
     assert find_schedule("gpipe").in_flight(3, 6) == (6, 6, 6)
-    assert len(INTERLEAVED.in_flight(3, 6, 2)) == 6
+    assert INTERLEAVED.in_flight(2, 4, 2) == (4, 3, 2, 1)
+    assert INTERLEAVED.peaks([1, 1, 1, 1], 2, 4, 2) == (5, 3)
+    assert INTERLEAVED.peaks([9, 9, 1, 1], 2, 4, 2, first_active_stage=2) == (2, 1)
 
 
 @pytest.mark.parametrize("pipeline_size", [2, 4, 8])

@@ -186,13 +186,10 @@ def rank_bytes(
         weight_bytes: bytes of a frozen parameter.
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
-    held = find_schedule(layout.schedule).in_flight(
-        layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    )
-    kept = _by_stage(layout, _active(layout, costs.activation_bytes))
     samples = samples_per_pipeline / microbatches
-    activations = [count * samples * size for count, size in zip(held, kept, strict=True)]
-    loads = _by_rank(layout, activations)
+    kept = [samples * size for size in _by_stage(layout, _active(layout, costs.activation_bytes))]
+    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    loads = list(find_schedule(layout.schedule).peaks(kept, *shape))
     trained = _by_rank(layout, _by_stage(layout, _active(layout, costs.parameters)))
     reduced = trained.copy()
     for rank, parameters in enumerate(_by_rank(layout, _by_stage(layout, costs.parameters))):

@@ -42,8 +42,8 @@ __all__ = [
 
 _SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V)}
 
-SCHEDULE_NAMES = ("gpipe", "1f1b")
-"""What `pipeline_schedule` may be: those that the engine runs."""
+SCHEDULE_NAMES = tuple(_SCHEDULES)
+"""What `pipeline_schedule` may be."""
 
 
 def find_schedule(name: str) -> Schedule:

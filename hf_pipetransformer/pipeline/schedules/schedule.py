@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -84,22 +84,38 @@ class Schedule:
         rows = self.lay(placement, num_microbatches, first_active_stage)
         return add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
 
+    def peaks(
+        self,
+        sizes: Sequence[float],
+        pipeline_size: int,
+        num_microbatches: int,
+        num_chunks: int = 1,
+        first_active_stage: int = 0,
+    ) -> tuple[float, ...]:
+        """The most that each rank holds at a time between forwards and the ends of their backwards.
+
+        Args:
+            sizes: of what a micro-batch's forward keeps, by stage; frozen stages keep nothing.
+            pipeline_size: as of `table`, like the others.
+        """
+        placement, found = Placement(pipeline_size, num_chunks, self.placement), []
+        for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
+            stages = placement.stages_of(rank)
+            held = most = 0.0
+            for op, _, chunk in row:
+                if op is Op.FORWARD and stages[chunk] >= first_active_stage:
+                    held += sizes[stages[chunk]]
+                    most = max(most, held)
+                elif op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                    held -= sizes[stages[chunk]]
+            found.append(most)
+        return tuple(found)
+
     def in_flight(
         self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
     ) -> tuple[int, ...]:
-        """Of how many micro-batches each stage holds the activations at most: forward run, backward not done yet.
-
-        One entry a stage, for the arguments of `table`; 0 for frozen stages.
-        """
-        placement = Placement(pipeline_size, num_chunks, self.placement)
-        held, most = [0] * placement.num_stages, [0] * placement.num_stages
-        for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
-            stages = placement.stages_of(rank)
-            for action in row:
-                stage = stages[action.chunk]
-                if action.op is Op.FORWARD and stage >= first_active_stage:
-                    held[stage] += 1
-                    most[stage] = max(most[stage], held[stage])
-                elif action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                    held[stage] -= 1
-        return tuple(most)
+        """Of how many micro-batches each stage holds the activations at most, for the arguments of `table`."""
+        stages = range(pipeline_size * num_chunks)
+        counted = ([float(stage == other) for other in stages] for stage in stages)
+        where = pipeline_size, num_microbatches, num_chunks, first_active_stage
+        return tuple(int(max(self.peaks(sizes, *where))) for sizes in counted)
