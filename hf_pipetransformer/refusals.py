@@ -13,6 +13,7 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.fingerprint import are_other_data
+from hf_pipetransformer.pipeline.schedules import find_schedule
 
 
 LAUNCH_HINT = (
@@ -133,6 +134,12 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
             "CUDA graphs use the memory of a layer's output again, while micro-batches in flight need it. Use another "
             "mode, or pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages and args.torch_compile and find_schedule(args.pipeline_schedule).splits_backward,
+            f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
+            "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
+            "or do without torch_compile.",
         ),
         (
             may_have_stages and args.save_on_each_node,

@@ -50,7 +50,8 @@ def make_engine(view: StageView, probe: Probe, layout: Layout, groups: PipelineG
 def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: Settings) -> StageProgram:
     units, entry_unit, dtypes = layout.units_of(stage), layout.entry_unit, probe.boundary_dtypes
     dtype_out = dtypes[min(units[-1], len(dtypes) - 1)]
-    linears = linear_layers(view.model) if find_schedule(layout.schedule).splits_backward else []
+    splits = find_schedule(layout.schedule).splits_backward and layout.pipeline_size > 1
+    linears = linear_layers(view.model) if splits else []
 
     def program(own: range) -> StageProgram:
         is_above_active = stage > layout.first_active_stage

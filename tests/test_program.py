@@ -61,10 +61,15 @@ def pipeline_of(name: str, model: nn.Module, schedule_name: str, pipeline_size: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("pipeline_size", "num_chunks"), [(1, 1), (2, 1), (3, 1)])
-def test_stages_give_the_gradients_of_the_whole_model(name: str, pipeline_size: int, num_chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "pipeline_size", "num_chunks"),
+    [("1f1b", 1, 1), ("1f1b", 3, 1), ("interleaved_1f1b", 2, 2), ("zb_h1", 1, 1), ("zb_h1", 3, 1), ("zb_v", 2, 2)],
+)
+def test_stages_give_the_gradients_of_the_whole_model(
+    name: str, schedule: str, pipeline_size: int, num_chunks: int
+) -> None:
     model = build_model(name)
-    pipeline, table = pipeline_of(name, model, "1f1b", pipeline_size, num_chunks)
+    pipeline, table = pipeline_of(name, model, schedule, pipeline_size, num_chunks)
     loss, gradients = whole_gradients(model, batch_of(name))
     torch.testing.assert_close(pipeline.run(table), loss)
     assert_same_gradients(name, pipeline.gradients(), gradients)

@@ -32,7 +32,7 @@ class Case:
     Args:
         name: names the case in test ids and files.
         model: a key of `tests.models.MODELS`.
-        schedule: `gpipe` or `1f1b`.
+        schedule: what `pipeline_schedule` takes.
         num_microbatches: M, or "auto".
         accumulation: gradient accumulation steps.
         num_samples: samples of the training set.
@@ -105,6 +105,32 @@ FROZEN = {
     model: Case(f"{model}-frozen", model, num_frozen_layers=2, pipeline_options=FIXED_STAGES)
     for model in FAMILY_MODELS
 }
+
+
+# Several stages on a rank, and backwards in two halves. `masked` ties the head to the embeddings: of other ranks, and
+# of the same one under `zb_v`.
+CHUNKED = {
+    (model, schedule): Case(f"{model}-{schedule}", model, schedule, 4, epochs=2)
+    for model in ("bert_sequence", "bert_masked", "vit")
+    for schedule in ("interleaved_1f1b", "zb_h1", "zb_v")
+}
+_THREE = {"pipeline_chunks": 3}
+CHUNKED_CHANGES = [
+    Case("interleaved-V-of-3", "bert_masked", "interleaved_1f1b", 3, 2, epochs=2, pipeline_options=_THREE),
+    *(Case(f"{name}-M-of-1", "bert_masked", name, 1, epochs=2) for name in ("interleaved_1f1b", "zb_h1", "zb_v")),
+    *(Case(f"{name}-M-of-5", "bert_sequence", name, 5, 2, epochs=2) for name in ("interleaved_1f1b", "zb_h1", "zb_v")),
+    *(
+        Case(f"{name}-frozen", "bert_masked", name, num_frozen_layers=2, pipeline_options=FIXED_STAGES)
+        for name in ("interleaved_1f1b", "zb_h1", "zb_v")
+    ),
+    *(
+        Case(f"{name}-recomputed", "vit", name, epochs=2, pipeline_options={"pipeline_checkpoint": "always"})
+        for name in ("interleaved_1f1b", "zb_h1", "zb_v")
+    ),
+    Case("zb_v-last-batch-of-one-sample", "vit", "zb_v", 2, num_samples=49),
+    Case("zb_h1-bf16", "bert_sequence", "zb_h1", 2, options={"bf16": True}, tolerance=2e-2),
+    Case("zb_v-loss-not-a-number", "vit", "zb_v", 2, change="nan"),
+]
 
 
 def _product(model: str, schedule: str, accumulation: int) -> Case:
@@ -229,6 +255,8 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         NAN_LOGGED,
         BF16,
         BF16_IMAGES,
+        CHUNKED["vit", "zb_h1"],
+        CHUNKED["bert_masked", "zb_v"],
     ],
     (2, 2): [
         _product("bert_masked", "1f1b", 2),
@@ -240,6 +268,8 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         TOKEN_LOSS_FUNCTION,
         METRICS,
         BEST_MODEL,
+        CHUNKED["bert_masked", "interleaved_1f1b"],
+        CHUNKED["vit", "zb_v"],
     ],
     (4, 1): [
         _product("bert_masked", "1f1b", 1),
@@ -247,6 +277,7 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         _product("deberta_sequence", "gpipe", 2),
         FEW_MICROBATCHES,
         RECOMPUTED,
+        CHUNKED["bert_masked", "zb_v"],
     ],
 }
 
@@ -260,7 +291,11 @@ BY_ITSELF = [
 SLOW_CASES: dict[tuple[int, int], list[Case]] = {
     layout: [
         case
-        for case in [*PRODUCT, *([*EAGER.values(), *FROZEN.values(), *BY_ITSELF] if layout == (2, 1) else [])]
+        for case in [
+            *PRODUCT,
+            *([*EAGER.values(), *FROZEN.values(), *BY_ITSELF, *CHUNKED_CHANGES] if layout == (2, 1) else []),
+            *(CHUNKED.values() if layout[0] > 1 else []),
+        ]
         if case not in CI_CASES[layout]
     ]
     for layout in LAYOUTS

@@ -228,7 +228,7 @@ def run(case: Case, num_stages: int | None, output: Path) -> tuple[dict[str, Any
     }
     if num_stages is not None:
         layout = trainer.layout
-        values["layout"] = [layout.num_stages, layout.num_replicas, layout.num_frozen_layers]
+        values["layout"] = [layout.pipeline_size, layout.num_replicas, layout.num_frozen_layers]
         values["num_microbatches"] = layout.num_microbatches
     return values, tensors | weights
 

@@ -204,6 +204,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "parallelism_config": {"options": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)}},
     "auto_find_batch_size": {"options": {"auto_find_batch_size": True}},
     "compiled_graphs": {"options": {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}},
+    "compiled_split_backward": {"options": {"torch_compile": True, "pipeline_schedule": "zb_h1"}},
     "lomo": {"options": {"optim": "lomo"}},
     "adalomo": {"options": {"optim": "adalomo"}},
     "galore": {"options": {"optim": "galore_adamw", "optim_target_modules": ["attention"]}},

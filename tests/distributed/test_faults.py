@@ -228,6 +228,7 @@ NAMED = {
     "empty_stream": "empty",
     "stream_without_beginning": "OnlyOnce can be iterated once only",
     "compiled_graphs": "torch_compile_mode='reduce-overhead'",
+    "compiled_split_backward": "pipeline_schedule='zb_h1'",
     "packed_samples": "pack",
     "empty_dataset": "empty|at least one sample|num_samples",
     "undivided_optimizer": "LBFGS",
