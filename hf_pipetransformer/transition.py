@@ -39,7 +39,7 @@ from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.units import block_of
-from hf_pipetransformer.wiring import Settings, make_engine
+from hf_pipetransformer.wiring import StageSettings, make_engine
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Stage:
 
     layout: Layout
     groups: PipelineGroups
-    settings: Settings
+    settings: StageSettings
     view: StageView
     store: ParameterStore
     engine: Engine
@@ -136,7 +136,7 @@ def apply_layout(
     probe: Probe,
     topology: Topology,
     layout: Layout,
-    settings: Settings,
+    settings: StageSettings,
     is_training: bool,
 ) -> Stage:
     """Bring this rank into `layout`, from a model that is whole on every rank. A collective call.
@@ -157,7 +157,7 @@ def apply_layout(
 
 
 def change_layout(
-    stage: Stage, layout: Layout, probe: Probe, topology: Topology, settings: Settings, optimizer: OptimizerState
+    stage: Stage, layout: Layout, probe: Probe, topology: Topology, settings: StageSettings, optimizer: OptimizerState
 ) -> tuple[Stage, int]:
     """Bring a run in training from one layout to another, between two optimizer steps. A collective call.
 
@@ -188,7 +188,7 @@ def change_layout(
 
 
 def _make_stage(
-    view: StageView, store: ParameterStore, probe: Probe, topology: Topology, layout: Layout, settings: Settings
+    view: StageView, store: ParameterStore, probe: Probe, topology: Topology, layout: Layout, settings: StageSettings
 ) -> Stage:
     groups = topology.groups(layout.places)
     engine = make_engine(view, probe, layout, groups, settings)
@@ -196,7 +196,7 @@ def _make_stage(
     return Stage(layout, groups, settings, view, store, engine, owners, shared=[], reducer=None)
 
 
-def _prepare_training(stage: Stage, topology: Topology, settings: Settings) -> None:
+def _prepare_training(stage: Stage, topology: Topology, settings: StageSettings) -> None:
     """What only training needs: who is frozen, and who sums which gradient with whom."""
     groups, store = stage.groups, stage.store
     store.freeze(frozen_names(stage.view.structure, stage.layout))

@@ -21,8 +21,8 @@ from hf_pipetransformer.splitters.view import Compile, StageView
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What stays the same through a run.
+class StageSettings:
+    """How the stages of a rank run, whatever the layout.
 
     Args:
         device: where this rank computes.
@@ -39,7 +39,9 @@ class Settings:
     compiled: Compile | None = None
 
 
-def make_engine(view: StageView, probe: Probe, layout: Layout, groups: PipelineGroups, settings: Settings) -> Engine:
+def make_engine(
+    view: StageView, probe: Probe, layout: Layout, groups: PipelineGroups, settings: StageSettings
+) -> Engine:
     """The engine of this rank's stages under `layout`."""
     stages = layout.stages_of(groups.position)
     programs = [_program(view, probe, layout, stage, settings) for stage in stages]
@@ -47,7 +49,7 @@ def make_engine(view: StageView, probe: Probe, layout: Layout, groups: PipelineG
     return Engine(programs, links, settings.meter)
 
 
-def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: Settings) -> StageProgram:
+def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
     units, entry_unit, dtypes = layout.units_of(stage), layout.entry_unit, probe.boundary_dtypes
     dtype_out = dtypes[min(units[-1], len(dtypes) - 1)]
     splits = find_schedule(layout.schedule).splits_backward and layout.pipeline_size > 1
@@ -76,7 +78,7 @@ def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings
     )
 
 
-def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, settings: Settings) -> StageLinks:
+def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, settings: StageSettings) -> StageLinks:
     def link(lower: int, direction: str, what: str) -> Link | Local | None:
         """Across the boundary between `lower` and the stage above it, which is this stage or the next."""
         if not 0 <= lower < layout.num_stages - 1:

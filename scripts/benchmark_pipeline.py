@@ -56,7 +56,7 @@ from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model
 from hf_pipetransformer.splitters.view import StageExit
 from hf_pipetransformer.transition import Stage, apply_layout
-from hf_pipetransformer.wiring import Settings
+from hf_pipetransformer.wiring import StageSettings
 
 
 def bert_like(
@@ -274,7 +274,7 @@ def benchmark_schedules(rounds: int, repeats: int, num_microbatches: tuple[int, 
         layout = plan_layout(
             found.unit_flops, found.structure.cut_positions(), found.structure.num_layers, world, 1, 1, "1f1b"
         )
-        settings = Settings(torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
+        settings = StageSettings(torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
         stage = apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
         results[model_name] = {"boundaries": layout.boundaries}
         for m in num_microbatches:

@@ -13,7 +13,7 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.startup import StartUp
 from hf_pipetransformer.transition import Stage, whole_on_every_rank
-from hf_pipetransformer.wiring import Settings
+from hf_pipetransformer.wiring import StageSettings
 
 
 class Pipeline:
@@ -35,7 +35,7 @@ class Pipeline:
         self,
         start_up: StartUp,
         shell: PipelineShell,
-        settings: Settings,
+        settings: StageSettings,
         shifts_labels: bool,
         has_labels: bool,
         stage: Stage,

@@ -23,7 +23,7 @@ from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.startup import StartUp, Subject, check_agreement, look_at, main_input_of
 from hf_pipetransformer.transition import apply_layout
-from hf_pipetransformer.wiring import Settings
+from hf_pipetransformer.wiring import StageSettings
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Starter:
         if args.torch_compile:
             compiled = partial(torch.compile, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         meter = StepMeter(args.device)
-        settings = Settings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, meter, compiled)
+        settings = StageSettings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, meter, compiled)
         probe = found.start_up.probe
         stage = apply_layout(
             self.trainer.model, found.splitter, probe, self.topology, layout, settings, found.is_training
