@@ -67,8 +67,7 @@ class ActivationCache:
         self._copies = CopyStream(device)
         self.counts = CacheCounts()
         self.level = 0
-        self.stamp = 0
-        """How often the weights that rows count for were named."""
+        self.stamp = 0  # How often the weights that rows count for were named.
         self._weights_id = 0
         self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
@@ -81,11 +80,7 @@ class ActivationCache:
         self._writing: deque[Future[int]] = deque()
 
     def use_weights(self, keys: Sequence[str]) -> None:
-        """From now on the weights below layer `len(keys) - 1` are those of `keys`; other rows are not served.
-
-        Args:
-            keys: by number of layers, from 0 on, what identifies everything that their output hangs on.
-        """
+        """From now on the weights are those of `keys`, see `chain_keys`; rows of others are not served."""
         self.stamp += 1
         self._ahead = None
         self._pending.clear()
@@ -178,11 +173,8 @@ class ActivationCache:
     def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
         """A batch that was read whole, as without a cache."""
         source = self.source
-        if not source.is_text:
-            agree(0)
-            return dict(batch)
-        length = agree(batch[source.main_input].shape[1])
-        return pad_batch(batch, source.main_input, length, source.pad_token_id)
+        length = agree(batch[source.main_input].shape[1] if source.is_text else 0)
+        return pad_batch(batch, source.main_input, length, source.pad_token_id) if source.is_text else dict(batch)
 
     def _entries(self, index: Indices) -> Any:
         """What the index says of samples; zeros once the cache is off."""

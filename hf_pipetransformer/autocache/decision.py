@@ -119,13 +119,11 @@ def _costs(
 
 
 def _choose(found: dict[str, float], num_frozen: int, epochs_left: float, mode: str) -> tuple[str, str]:
-    if num_frozen == 0:
-        return "compute", "no layer is frozen"
-    if mode == "off":
-        return "compute", "the cache is switched off"
+    if num_frozen == 0 or mode == "off":
+        return "compute", "the cache is switched off" if num_frozen else "no layer is frozen"
+    if mode == "on" and "write" in found:
+        return "write", "the cache is switched on"
     if mode == "on":
-        if "write" in found:
-            return "write", "the cache is switched on"
         chosen = "keep" if "keep" in found else "compute"
         return chosen, f"nothing is written with {epochs_left:.3g} epochs left: no row would be read again"
     # min takes the first of equals.

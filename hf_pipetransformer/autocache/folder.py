@@ -184,11 +184,7 @@ def check_base(base: str | os.PathLike[str]) -> None:
 
 
 def find_stores(root: PrivateFolder, with_kept: bool = True) -> list[StoreFolder]:
-    """The stores in a folder; those that no live run holds are held now by this process.
-
-    Args:
-        root: see `open_root`.
-        with_kept: also those that are meant to be kept.
+    """The stores under a root, also the kept ones if asked; those that no live run holds are held now by this process.
 
     Raises:
         OSError: the folder cannot be read.
@@ -197,14 +193,10 @@ def find_stores(root: PrivateFolder, with_kept: bool = True) -> list[StoreFolder
     with _locked(root):
         for name in root.names():
             with suppress(OSError, ValueError):
-                folder = root.child(name)
-                lock = _try_lock(folder)
-                if lock is None:
-                    continue
-                store = StoreFolder(root, folder, lock)
-                if with_kept or not store.is_kept:
+                store = _opened(root, root.child(name))
+                if store is not None and (with_kept or not store.is_kept):
                     found.append(store)
-                else:
+                elif store is not None:
                     # Before another run may look for it.
                     store.release()
     return found
@@ -255,21 +247,16 @@ def _take(root: PrivateFolder, key: str) -> StoreFolder:
             folder = root.child(name, create=True)
             # A kill may have come before its lock was marked.
             is_new = not folder.names() or (folder.names() == [_LOCK_FILE] and folder.holds(_LOCK_FILE))
-            lock = _try_lock(folder, is_new)
-            if lock is not None and lock >= 0:
-                found = StoreFolder(root, folder, lock)
+            found = _opened(root, folder, is_new)
+            if found is not None and found.is_held:
                 if found.is_kept or found.clear():
                     return found
                 found.release()
         attempt += 1
 
 
-def _try_lock(folder: PrivateFolder, is_new: bool = False) -> int | None:
-    """Lock a store's folder; the kernel frees the lock when the process ends, however it ends.
-
-    Returns:
-        None if it is not marked as a store's, -1 if another process has it; a new one is marked now.
-    """
+def _opened(root: PrivateFolder, folder: PrivateFolder, is_new: bool = False) -> StoreFolder | None:
+    """A store's folder, held if nobody else holds it; None if it is not marked as one. A new one is marked now."""
     try:
         lock = folder.open(_LOCK_FILE, os.O_RDWR | (os.O_CREAT if is_new else 0))
     except OSError:
@@ -279,13 +266,14 @@ def _try_lock(folder: PrivateFolder, is_new: bool = False) -> int | None:
     found = os.pread(lock, len(MARKER) + 1, 0)
     if found == MARKER or (is_new and not found):
         try:
+            # The kernel frees the lock when the process ends, however it ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(lock, MARKER, 0)
-            return lock
+            return StoreFolder(root, folder, lock)
         except BlockingIOError:
             found = MARKER
     os.close(lock)
-    return -1 if found == MARKER else None
+    return StoreFolder(root, folder, -1) if found == MARKER else None
 
 
 @contextmanager

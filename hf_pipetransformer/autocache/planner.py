@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from timeit import repeat, timeit
 
 import numpy as np
 import torch
@@ -25,12 +25,7 @@ MEASURED_ROWS = 32
 
 @dataclass(frozen=True)
 class StorageSpeed:
-    """Seconds that one row takes.
-
-    Args:
-        read: to read it.
-        write: to write it the first time.
-    """
+    """Seconds that one row takes to read, and to write the first time."""
 
     read: float
     write: float
@@ -63,19 +58,13 @@ class CachePlanner:
         self.steps_per_epoch = steps_per_epoch
         self.write = write
         self._store: ActivationStore | None = None
-        self._num_samples = 0
         self._measure = measure
         self._speed: StorageSpeed | None = None
         self._costs: CacheCosts | None = None
 
-    def follow(self, store: ActivationStore, num_samples: int) -> None:
-        """From now on decisions are about a store of `num_samples` samples."""
-        self._store, self._num_samples = store, num_samples
-
-    def _stored_share(self) -> float:
-        if self._store is None:
-            return 0.0
-        return float((self._store.weights_ids(np.arange(self._num_samples)) > 0).mean())
+    def follow(self, store: ActivationStore) -> None:
+        """From now on decisions are about this store."""
+        self._store = store
 
     def decide(
         self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
@@ -89,13 +78,15 @@ class CachePlanner:
             step: optimizer steps done.
             max_steps: of the run.
         """
-        if self._store is not None and self._store.dropped is not None:
+        store, share = self._store, 0.0
+        if store is not None and store.dropped is not None:
             self.mode = "off"
         try:
             self._speed = self._speed or self._measure()
-            share = self._stored_share() if stored_level and self.mode != "off" else 0.0
+            if store is not None and stored_level and self.mode != "off":
+                share = float((store.weights_ids(np.arange(store.num_samples)) > 0).mean())
         except (OSError, ValueError, StoreDamagedError) as error:
-            self.mode, self._speed, share = "off", self._speed or StorageSpeed(0.0, 0.0), 0.0
+            self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
         costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
         self._costs = costs
@@ -133,34 +124,20 @@ class CachePlanner:
 def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
     """Write and read some rows of `length` tokens where the store will lie; raises as `StoreFolder.take`."""
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
-    samples = np.arange(MEASURED_ROWS)
-    lengths = np.full(MEASURED_ROWS, length)
+    num_rows, samples = MEASURED_ROWS, np.arange(MEASURED_ROWS)
     # Nothing is drawn: the run's own random numbers stay where they are.
-    activation = torch.zeros(MEASURED_ROWS, length, row_format.hidden_size)
+    activation = torch.zeros(num_rows, length, row_format.hidden_size)
     fields = {
-        **{name: torch.zeros(MEASURED_ROWS, length, dtype=d) for name, d in row_format.token_fields.items()},
-        **{name: torch.zeros(MEASURED_ROWS, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},
+        **{name: torch.zeros(num_rows, length, dtype=d) for name, d in row_format.token_fields.items()},
+        **{name: torch.zeros(num_rows, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},
     }
-    digests = np.zeros(MEASURED_ROWS, dtype=np.uint64)
+    rows = activation, np.full(num_rows, length), fields, np.zeros(num_rows, dtype=np.uint64)
     try:
-        store = ActivationStore.create(
-            folder.folder, MEASURED_ROWS, row_format, 2**40, num_writers=1, row_length=length
-        )
-        weights_id = store.weights_id("measured")
-
-        def write() -> None:
-            store.write(samples, weights_id, activation, lengths, fields, digests)
-
-        seconds = [_seconds(write), _seconds(write)]
-        read = min(_seconds(lambda: store.read(samples[::-1].copy(), length)) for _ in range(3))
+        store = ActivationStore.create(folder.folder, num_rows, row_format, 2**40, num_writers=1, row_length=length)
+        # The first write also makes the shards, which a run does now and then.
+        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *rows), number=2) / 2
+        read = min(repeat(lambda: store.read(samples[::-1], length), number=1, repeat=3))
         store.close()
     finally:
         folder.remove()
-    # The first write also made the shards, which a run does now and then.
-    return StorageSpeed(read / MEASURED_ROWS, sum(seconds) / 2 / MEASURED_ROWS)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return StorageSpeed(read / num_rows, write / num_rows)

@@ -25,14 +25,12 @@ _PLACE = ["weights_id", "shard", "start", "length", "tokens"]
 
 
 class ActivationStore:
-    """Rows of `length` tokens x `hidden_size` numbers and their side fields, by sample.
+    """Rows of tokens x `hidden_size` numbers and their side fields, by sample; `create` makes it, `open` opens it.
 
     Any process may read any row; one thread of one process writes under each number of a writer, and no two processes
     write the same sample at the same time. A row has the id of the weights that it was computed with. It is cleared
     before a row is written and set again when the row is whole, and a row counts only if its hashes hold: one that was
     being written, by a process that lives or that was killed, reads as id 0.
-
-    Made by `create` in one process, opened by `open` in the others.
     """
 
     def __init__(self, folder: PrivateFolder, header: Header, writer: int | None) -> None:
@@ -122,20 +120,19 @@ class ActivationStore:
     @property
     def bytes_stored(self) -> int:
         """Size of the index and of the shards of all writers; of the index alone if the folder is gone."""
-        total = self._index.table.num_bytes
         with suppress(OSError):
-            total += sum(self._held.size(name) for name in list_shards(self._held).values())
-        return total
+            shards = [self._held.size(name) for name in list_shards(self._held).values()]
+            return self._index.table.num_bytes + sum(shards)
+        return self._index.table.num_bytes
 
     @property
     def dropped(self) -> str | None:
         """Why the store was given up, or None."""
         if not self._is_dropped and not self._held.holds(DROPPED_FILE):
             return None
-        try:
+        with suppress(OSError):
             return self._held.read(DROPPED_FILE).decode(errors="replace")
-        except OSError:
-            return "unknown reason"
+        return "unknown reason"
 
     def drop(self, reason: str) -> None:
         """Give the store up, for all processes at once: from now on it holds nothing and takes nothing."""
@@ -201,16 +198,11 @@ class ActivationStore:
                     "faulty, or something outside the run wrote to the file. Delete the folder to compute the rows "
                     "anew."
                 )
-        fields = {
-            **{
-                name: as_torch(columns[field_column(name)], dtype)
-                for name, dtype in self.row_format.token_fields.items()
-            },
-            **{
-                name: as_torch(entries[field_column(name)], dtype)
-                for name, (dtype, _) in self.row_format.sample_fields.items()
-            },
-        }
+        fields = {}
+        for name, dtype in self.row_format.token_fields.items():
+            fields[name] = as_torch(columns[field_column(name)], dtype)
+        for name, (dtype, _) in self.row_format.sample_fields.items():
+            fields[name] = as_torch(entries[field_column(name)], dtype)
         return Rows(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
 
     def _has_copied(self, place: tuple[int, ...], targets: Mapping[str, Array]) -> bool:
@@ -248,8 +240,7 @@ class ActivationStore:
             How many rows were stored; 0 if the store was dropped.
 
         Raises:
-            ValueError: other fields, shapes, lengths or dtypes than the row format's, or integers per token beyond
-                int32.
+            ValueError: other fields, shapes, lengths or dtypes than the row format's, or integers beyond int32.
             StoreDamagedError: a file of the store has vanished or was cut.
         """
         assert weights_id > 0 and len(samples) == len(lengths) == len(input_digests) == len(activation)

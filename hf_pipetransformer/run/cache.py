@@ -82,7 +82,7 @@ class TrainingCache:
             if self._opened is None:
                 self.planner.mode = "off"
             else:
-                self.planner.follow(self._opened.store, len(self.loader.dataset))
+                self.planner.follow(self._opened.store)
         if self._opened is None:
             return
         self._say_who_is_in_evaluation_mode()
