@@ -29,10 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
-from platform import machine as processor
-from platform import python_version
 from typing import Any
 
 
@@ -42,9 +39,8 @@ import accelerate
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from benchmark_freezing import MODELS, NUM_MEASURED, NUM_WARM, Watching
-from benchmark_pipeline import summary
+from benchmark_pipeline import machine, summary
 from transformers import PrinterCallback
 
 from hf_pipetransformer import PipeTransformerArguments
@@ -65,21 +61,10 @@ Samples = list[dict[str, torch.Tensor]]
 Events = list[dict[str, Any]]
 
 
-def described(num_processes: int) -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
-        "date": date.today().isoformat(), "cores": os.cpu_count(), "processor": processor(),
-        "python": python_version(), "numpy": np.__version__, "torch": torch.__version__,
-        "transformers": transformers.__version__, "accelerate": accelerate.__version__, "processes": num_processes,
-        "threads a process": 1,
-        "malloc": {key: value for key, value in os.environ.items() if key.startswith("MALLOC_")},
-    }  # fmt: skip
-
-
 def merge(output: Path, name: str, section: dict[str, Any], num_processes: int) -> None:
     """Write one piece into the result file; the others stay."""
     results = json.loads(output.read_text()) if output.exists() else {}
-    results[name] = {**section, "machine": described(num_processes)}
+    results[name] = {**section, "machine": machine(num_processes)}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=2) + "\n")
 

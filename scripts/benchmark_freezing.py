@@ -35,7 +35,7 @@ import accelerate
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark_pipeline import bert_like, machine, summary, vit
+from benchmark_pipeline import bert_like, finish, machine, summary, vit
 from torch.nn.utils import get_total_norm
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -287,11 +287,7 @@ def main() -> None:
             results[name] = {**measure(), "machine": machine()}
             if dist.get_rank() == 0:
                 print(json.dumps({name: results[name]}, indent=2), flush=True)
-    if dist.get_rank() == 0:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(options.output, results)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import accelerate
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -342,15 +343,24 @@ def report(title: str, values: dict[str, Any]) -> None:
         print(f"{title}: {json.dumps(values)}", flush=True)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+def machine(num_processes: int | None = None) -> dict[str, Any]:
+    """What the figures were measured on; the processes are those of the group if their number is not given."""
     return {
         "date": date.today().isoformat(), "cores": os.cpu_count(), "processor": platform.machine(),
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__, "processes": dist.get_world_size(),
-        "threads a process": torch.get_num_threads(),
+        "accelerate": accelerate.__version__, "numpy": np.__version__,
+        "processes": num_processes or dist.get_world_size(), "threads a process": 1,
         "malloc": {key: value for key, value in os.environ.items() if key.startswith("MALLOC_")},
     }  # fmt: skip
+
+
+def finish(output: Path, results: dict[str, Any]) -> None:
+    """Rank 0 writes the results; all processes end together."""
+    if dist.get_rank() == 0:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -369,11 +379,7 @@ def main() -> None:
     if options.only != "schedules":
         folder = str(options.output.parent / "_runs")
         results["data_parallel"] = benchmark_data_parallel(max(5, options.rounds // 2), options.steps, folder)
-    if dist.get_rank() == 0:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(options.output, results)
 
 
 if __name__ == "__main__":
