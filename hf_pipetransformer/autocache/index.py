@@ -52,32 +52,21 @@ class Index:
             StoreDamagedError: the file has vanished or was cut, or an entry is not what was written.
         """
         self.table.check()
-        entries = self._read(samples)
+        entries = self.read(samples)
         for _ in range(_NUM_TRIES):
             stored = np.flatnonzero(entries["weights_id"])
             unsound = stored[self._hashes(entries[stored], samples[stored]) != entries["hash"][stored]]
             if not len(unsound):
                 entries[entries["weights_id"] == 0] = np.zeros((), self.dtype)
                 return entries
-            entries[unsound] = self._read(samples[unsound])
+            entries[unsound] = self.read(samples[unsound])
         raise StoreDamagedError(
             f"The entry of sample {samples[unsound][0]} in {self.table.path} is not what was written: it has another "
             "hash. The disk or the memory is faulty, or something outside the run wrote to the file."
         )
 
-    def clear(self, samples: Array) -> None:
-        """From now on nothing is stored of these samples."""
-        nothing = np.zeros(_WORD_BYTES, np.uint8)
-        for sample in samples.tolist():
-            self.table.write("entry", sample, nothing, self.dtype.itemsize - _WORD_BYTES)
-
-    def put(self, samples: Array, entries: Array) -> None:
-        """Set entries that were cleared; their hashes are set here."""
-        entries["hash"] = self._hashes(entries, samples)
-        for sample, entry in zip(samples.tolist(), entries[:, None].view(np.uint8), strict=True):
-            self.table.write("entry", sample, entry)
-
-    def _read(self, samples: Array) -> Array:
+    def read(self, samples: Array) -> Array:
+        """`(n,)` entries as they lie in the file, unchecked."""
         num_rows = self.table.num_rows
         assert not len(samples) or (samples.min() >= 0 and samples.max() < num_rows), samples
         if len(samples) * 8 < num_rows:
@@ -90,6 +79,18 @@ class Index:
         for first in range(0, num_rows, part):
             self.table.read("entry", first, whole[first : first + part])
         return whole[samples]
+
+    def clear(self, samples: Array) -> None:
+        """From now on nothing is stored of these samples."""
+        nothing = np.zeros(_WORD_BYTES, np.uint8)
+        for sample in samples.tolist():
+            self.table.write("entry", sample, nothing, self.dtype.itemsize - _WORD_BYTES)
+
+    def put(self, samples: Array, entries: Array) -> None:
+        """Set entries that were cleared; their hashes are set here."""
+        entries["hash"] = self._hashes(entries, samples)
+        for sample, entry in zip(samples.tolist(), entries[:, None].view(np.uint8), strict=True):
+            self.table.write("entry", sample, entry)
 
     def _hashes(self, entries: Array, samples: Array) -> Array:
         """`(n,)` uint64, of all but the stored hashes."""

@@ -103,8 +103,9 @@ class ActivationStore:
         for name in self._held.names():
             if name.startswith(f"shard-{writer}-") and name.endswith(".tmp"):
                 self._held.unlink(name)
-        entries = self._index.entries(np.arange(header.num_samples))
-        entries = entries[(entries["weights_id"] != 0) & (entries["shard"] // WRITER_FACTOR == writer)]
+        # A row that another process is writing now has a place too.
+        entries = self._index.read(np.arange(header.num_samples))
+        entries = entries[(entries["capacity"] > 0) & (entries["shard"] // WRITER_FACTOR == writer)]
         own = {number for number in list_shards(self._held) if number // WRITER_FACTOR == writer}
         used = dict.fromkeys(sorted(own.union(entries["shard"].tolist())), 0)
         ends = (entries["start"] + entries["capacity"]).tolist()
@@ -121,8 +122,7 @@ class ActivationStore:
     def bytes_stored(self) -> int:
         """Size of the index and of the shards of all writers; of the index alone if the folder is gone."""
         with suppress(OSError):
-            shards = [self._held.size(name) for name in list_shards(self._held).values()]
-            return self._index.table.num_bytes + sum(shards)
+            return self._index.table.num_bytes + sum(map(self._held.size, list_shards(self._held).values()))
         return self._index.table.num_bytes
 
     @property
