@@ -110,21 +110,21 @@ FROZEN = {
 # Several stages on a rank, and backwards in two halves. `masked` ties the head to the embeddings: of other ranks, and
 # of the same one under `zb_v`.
 CHUNKED = {
-    (model, schedule): Case(f"{model}-{schedule}", model, schedule, 4, epochs=2)
+    (model, schedule): Case(f"{model}-{schedule}", model, schedule, 4)
     for model in ("bert_sequence", "bert_masked", "vit")
     for schedule in ("interleaved_1f1b", "zb_h1", "zb_v")
 }
 _THREE = {"pipeline_chunks": 3}
 CHUNKED_CHANGES = [
-    Case("interleaved-V-of-3", "bert_masked", "interleaved_1f1b", 3, 2, epochs=2, pipeline_options=_THREE),
-    *(Case(f"{name}-M-of-1", "bert_masked", name, 1, epochs=2) for name in ("interleaved_1f1b", "zb_h1", "zb_v")),
-    *(Case(f"{name}-M-of-5", "bert_sequence", name, 5, 2, epochs=2) for name in ("interleaved_1f1b", "zb_h1", "zb_v")),
+    Case("interleaved-V-of-3", "bert_masked", "interleaved_1f1b", 3, 2, epochs=5, pipeline_options=_THREE),
+    *(Case(f"{name}-M-of-1", "bert_masked", name, 1) for name in ("interleaved_1f1b", "zb_h1", "zb_v")),
+    *(Case(f"{name}-M-of-5", "bert_sequence", name, 5, 2, epochs=5) for name in ("interleaved_1f1b", "zb_h1", "zb_v")),
     *(
         Case(f"{name}-frozen", "bert_masked", name, num_frozen_layers=2, pipeline_options=FIXED_STAGES)
         for name in ("interleaved_1f1b", "zb_h1", "zb_v")
     ),
     *(
-        Case(f"{name}-recomputed", "vit", name, epochs=2, pipeline_options={"pipeline_checkpoint": "always"})
+        Case(f"{name}-recomputed", "vit", name, pipeline_options={"pipeline_checkpoint": "always"})
         for name in ("interleaved_1f1b", "zb_h1", "zb_v")
     ),
     Case("zb_v-last-batch-of-one-sample", "vit", "zb_v", 2, num_samples=49),
