@@ -1,0 +1,302 @@
+"""How much of the ideal each schedule gives, beside the schedules of `torch.distributed.pipelining`.
+
+    python scripts/benchmark_schedules.py --output benchmarks/schedules.json
+    torchrun --standalone --nproc_per_node 4 scripts/benchmark_schedules.py --output benchmarks/schedules.json
+
+Alone it simulates: the tables of both libraries under the same durations. What a rank holds takes 1 for a forward, 1
+for the gradients of inputs and 1 for those of weights; a message takes nothing, or a tenth of that. The share of the
+ideal is what a rank computes over how long the batch takes.
+
+With several processes it measures: K processes, our engine and torch's taking turns in one run, on the same modules,
+whose computation is emulated: a layer sleeps instead of multiplying matrices, so that four ranks need no four devices.
+What is measured is thus the order of the tables, the engines' own time and that of the transfers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as peers
+
+from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
+from hf_pipetransformer.pipeline.engine import Engine
+from hf_pipetransformer.pipeline.links import Link, Local, StageLinks, Wire
+from hf_pipetransformer.pipeline.program import MicroBatch
+from hf_pipetransformer.pipeline.schedules import Action, Op, Row, find_schedule
+from hf_pipetransformer.pipeline.schedules.transfers import add_transfers
+from hf_pipetransformer.pipeline.timing import StepMeter
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.simulator import Durations, simulate
+
+
+SHAPE = (8, 64)
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    """A schedule of ours and what it is set beside."""
+
+    ours: str
+    peer: type
+    num_chunks: int
+
+    @property
+    def placement(self) -> str:
+        return "v" if self.peer is peers.ScheduleZBVZeroBubble else "loop"
+
+
+PAIRS = {
+    "1f1b": Pair("1f1b", peers.Schedule1F1B, 1),
+    "interleaved_1f1b": Pair("interleaved_1f1b", peers.ScheduleInterleaved1F1B, 2),
+    "zb_h1": Pair("zb_h1", peers.ScheduleInterleavedZeroBubble, 1),
+    "zb_v": Pair("zb_v", peers.ScheduleZBVZeroBubble, 2),
+    "zb_v over the interleaved one": Pair("zb_v", peers.ScheduleInterleavedZeroBubble, 2),
+}
+
+
+# ---- simulated ----
+
+
+class _StandIn:
+    """All that torch asks of a stage to lay its table."""
+
+    def __init__(self, stage: int, rank: int, size: int, num_stages: int) -> None:
+        self.stage_index, self.group_rank, self.group_size, self.num_stages = stage, rank, size, num_stages
+        self.is_first, self.is_last, self.has_backward, self.submod = stage == 0, stage == num_stages - 1, True, None
+
+
+def torch_rows(pair: Pair, size: int, m: int) -> list[list[Action]]:
+    """The computations of a table of torch's."""
+    kinds = {
+        "FORWARD": Op.FORWARD, "FULL_BACKWARD": Op.BACKWARD,
+        "BACKWARD_INPUT": Op.BACKWARD_INPUT, "BACKWARD_WEIGHT": Op.BACKWARD_WEIGHT,
+    }  # fmt: skip
+    laid = type("Laid", (pair.peer,), {"_prepare_schedule_with_comms": lambda self, actions, **kwargs: None})
+    stages = [_StandIn(chunk, 0, size, size * pair.num_chunks) for chunk in range(pair.num_chunks)]
+    order = laid(stages, m, loss_fn=lambda output, target: output).pipeline_order
+    return [
+        [
+            Action(kinds[each.computation_type.name], each.microbatch_index, each.stage_index // size)
+            for each in order[rank]
+            if each is not None
+        ]
+        for rank in range(size)
+    ]
+
+
+def simulated(pair: Pair, size: int, m: int) -> dict[str, dict[str, float]]:
+    """Share of the ideal by library, without and with time for messages."""
+    schedule, v = find_schedule(pair.ours), pair.num_chunks
+    tables = {"ours": (schedule.table(size, m, v), Placement(size, v, schedule.placement))}
+    if pair.peer is not peers.Schedule1F1B:  # Its table exists only as the loop that runs it.
+        where = Placement(size, v, pair.placement)
+        tables["torch"] = (add_transfers(torch_rows(pair, size, m), where), where)
+    one, two = (1 / v,) * (size * v), (2 / v,) * (size * v)
+    found: dict[str, dict[str, float]] = {}
+    for hop in (0.0, 0.1):
+        ends = {
+            name: simulate(table, Durations(one, two, hop, one, one), where).end
+            for name, (table, where) in tables.items()
+        }
+        shares = {name: round(3 * m / end, 4) for name, end in ends.items()}
+        if "torch" in ends:
+            shares["ours over torch"] = round(ends["torch"] / ends["ours"], 4)
+        found[f"hop {hop}"] = shares
+    return found
+
+
+# ---- measured ----
+
+
+class _Slow(torch.autograd.Function):
+    """Passes on what it gets, after a sleep in its forward and one in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, forward: float, backward: float) -> torch.Tensor:  # type: ignore[override]
+        ctx.seconds = backward
+        time.sleep(forward)
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None, None
+
+
+class Emulated(nn.Module):
+    """A layer `input + weight` that takes `seconds` for its forward and for either gradient, of input and weight."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SHAPE[-1]))
+        self.seconds = seconds
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return _Slow.apply(given, self.seconds, self.seconds) + _Slow.apply(self.weight, 0.0, self.seconds)
+
+
+def loss_of(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.Tensor:
+    """Its gradient is the same everywhere."""
+    return output.mean()
+
+
+class EmulatedProgram:
+    """The stage program of an `Emulated` layer."""
+
+    def __init__(self, module: Emulated, is_first: bool, is_last: bool) -> None:
+        self.module, self.is_first, self.is_last = module, is_first, is_last
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+
+    def begin(self, row: Row) -> None:
+        self.held.clear()
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        given = micro_batch.inputs["x"].detach() if received is None else received
+        output = self.module(given.requires_grad_())
+        output = loss_of(output) if self.is_last else output
+        self.held[micro_batch.index] = given, output, None
+        return output
+
+    predict = forward
+
+    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        received = self.backward_input(micro_batch, gradient)
+        self.backward_weight(micro_batch)
+        return received
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        given, output, _ = self.held[micro_batch.index]
+        self.held[micro_batch.index] = given, output, gradient
+        (received,) = torch.autograd.grad(output, given, gradient, retain_graph=True)
+        return None if self.is_first else received
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        _, output, gradient = self.held.pop(micro_batch.index)
+        weight = self.module.weight
+        (found,) = torch.autograd.grad(output, weight, gradient)
+        weight.grad = found if weight.grad is None else weight.grad + found
+
+
+def stage_links(groups: PipelineGroups, placement: Placement, stage: int) -> StageLinks:
+    """Of one of this rank's stages."""
+
+    def link(lower: int, direction: str) -> Link | Local | None:
+        if not 0 <= lower < placement.num_stages - 1:
+            return None
+        peer = lower if lower < stage else lower + 1
+        if not placement.is_crossed(lower):
+            return Local(placement.chunk_of(peer))
+        rank = groups.pipeline_ranks[placement.rank_of(peer)]
+        return Wire(rank, groups.links[lower, direction], f"stage {peer}", torch.float32, CPU, 60.0)
+
+    return StageLinks(
+        link(stage - 1, "forward"), link(stage, "forward"), link(stage, "backward"), link(stage - 1, "backward")
+    )
+
+
+def our_step(topology: Topology, pair: Pair, m: int, seconds: float) -> Callable[[], Any]:
+    """One batch through our engine."""
+    schedule, size = find_schedule(pair.ours), dist.get_world_size()
+    placement = Placement(size, pair.num_chunks, schedule.placement)
+    groups, last = topology.groups(placement), placement.num_stages - 1
+    stages = placement.stages_of(groups.position)
+    programs = [EmulatedProgram(Emulated(seconds / pair.num_chunks), stage == 0, stage == last) for stage in stages]
+    engine = Engine(programs, [stage_links(groups, placement, stage) for stage in stages], StepMeter(CPU))
+    row = schedule.table(size, m, pair.num_chunks)[groups.position]
+    parts = [MicroBatch(i, {"x": torch.zeros(SHAPE)}, 1 / m, SHAPE, lambda inputs: inputs) for i in range(m)]
+    return lambda: engine.begin(row, parts).drain()
+
+
+def torch_step(pair: Pair, m: int, seconds: float) -> Callable[[], Any]:
+    """One batch through `torch.distributed.pipelining`."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    placement = Placement(size, pair.num_chunks, pair.placement)
+    stages = [
+        PipelineStage(Emulated(seconds / pair.num_chunks), stage, placement.num_stages, CPU)
+        for stage in placement.stages_of(rank)
+    ]
+    is_single = pair.peer is peers.Schedule1F1B
+    schedule = pair.peer(stages[0] if is_single else stages, m, loss_fn=loss_of)
+    batch = torch.zeros(m * SHAPE[0], SHAPE[1], requires_grad=True)
+    holds_last = placement.rank_of(placement.num_stages - 1) == rank
+    return lambda: schedule.step(*([batch] if rank == 0 else []), target=batch if holds_last else None)
+
+
+def measured(topology: Topology, pair: Pair, m: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Share of the ideal by library, the two taking turns."""
+    steps = {"ours": our_step(topology, pair, m, seconds), "torch": torch_step(pair, m, seconds)}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 1):
+        for name in steps if index % 2 else reversed(steps):
+            dist.barrier()
+            start = time.perf_counter()
+            steps[name]()
+            dist.barrier()
+            if index:  # The first round connects and learns shapes.
+                found[name].append(time.perf_counter() - start)
+    shares = {name: [3 * m * seconds / each for each in times] for name, times in found.items()}
+    ratios = [theirs / ours for ours, theirs in zip(found["ours"], found["torch"], strict=True)]
+    return {**{name: summary(values) for name, values in shares.items()}, "ours over torch": summary(ratios)}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median and spread."""
+    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures come from."""
+    return {
+        "date": date.today().isoformat(), "cores": os.cpu_count(), "processor": platform.machine(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file; the other part in it stays")
+    parser.add_argument("--rounds", type=int, default=15, help="measured: rounds of the two taking turns")
+    parser.add_argument("--forward_ms", type=float, default=20.0, help="measured: of what a rank holds")
+    options = parser.parse_args()
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    results: dict[str, Any] = {}
+    if world == 1:
+        for size in (2, 4, 8):
+            for m in (4, 8, 16, 32):
+                results[f"K={size}, M={m}"] = {name: simulated(pair, size, m) for name, pair in PAIRS.items()}
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        topology = Topology(timeout=60, local_world_size=world)
+        for m in (8, 16):
+            for name, pair in PAIRS.items():
+                found = measured(topology, pair, m, options.forward_ms / 1000, options.rounds)
+                results.setdefault(f"K={world}, M={m}", {})[name] = found
+                if rank == 0:
+                    print(f"K={world}, M={m}, {name}: {json.dumps(found)}", flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+    if rank == 0:
+        kept = json.loads(options.output.read_text()) if options.output.exists() else {}
+        kept["simulated" if world == 1 else "measured"] = {"machine": machine(), **results}
+        if world > 1:
+            kept["measured"]["machine"] |= {"processes": world, "emulated forward ms": options.forward_ms}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(kept, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
