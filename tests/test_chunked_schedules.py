@@ -8,6 +8,9 @@ from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
 from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Schedule, Table, find_schedule
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.simulator import Durations, simulate
+from tests.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
+from tests.one_process import make_engines, run_table
+from tests.test_engine import make_micro_batches, make_programs
 from tests.test_schedules import parse, text
 
 
@@ -87,6 +90,16 @@ def test_tables_end_with_any_number_of_microbatches_and_frozen_stages(schedule: 
 def test_every_table_ends(schedule: Schedule, num_chunks: int, pipeline_size: int) -> None:
     for num_microbatches in range(1, 49):
         prove(schedule, num_chunks, pipeline_size, num_microbatches)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [(GPIPE_IN_ORDER, 1), (BREADTH_FIRST, 2)], ids=named)
+def test_a_schedule_is_added_by_one_file(schedule: Schedule, num_chunks: int) -> None:
+    prove(schedule, num_chunks, 3, 4)
+    programs, batches = make_programs(3 * num_chunks), make_micro_batches(4)
+    engines = make_engines(Placement(3, num_chunks), lambda stage: programs[stage])
+    results = run_table(schedule.table(3, 4, num_chunks), engines, [batches] * 3)
+    assert sum(map(float, results)) == pytest.approx(programs[-1].factor * programs[-1].gradient)
+    assert schedule.in_flight(3, 4, num_chunks) == (4,) * 3 * num_chunks
 
 
 @pytest.mark.parametrize(("kind", "num_chunks"), [("loop", 2), ("loop", 4), ("v", 2)])
