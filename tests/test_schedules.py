@@ -188,7 +188,7 @@ def one_communicator_a_pair(link: LinkKey) -> int:
 def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int) -> None:
     for num_microbatches in range(1, 49):
         table = table_of(schedule, num_stages, num_microbatches)
-        with pytest.raises(ScheduleError, match=r"rank 0 is at RB\d+, the first use of its link, until stage 1"):
+        with pytest.raises(ScheduleError, match=r"rank 0 is at RB\d+, the first use of its link, until rank 1"):
             check_on_nccl(table, is_rehearsed=False)
 
 
