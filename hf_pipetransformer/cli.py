@@ -10,7 +10,7 @@ from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, v
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.plain_checkpoint import export_checkpoint
-from hf_pipetransformer.simulator import Durations, draw, simulate
+from hf_pipetransformer.simulator import draw, simulate_equal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,12 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     schedule, size = find_schedule(options.schedule), options.stages
     num_chunks = options.chunks or (schedule.default_chunks if size > 1 else 1)
-    table = schedule.table(size, options.microbatches, num_chunks, options.frozen_stages)
-    forward, backward, half = (
-        (each / num_chunks,) * size * num_chunks for each in (1, options.backward, options.backward / 2)
-    )
-    durations = Durations(forward, backward, options.hop, half, half)
-    timeline = simulate(table, durations, Placement(size, num_chunks, schedule.placement))
+    placement = Placement(size, num_chunks, schedule.placement)
+    shape = options.microbatches, options.frozen_stages, options.backward, options.hop
+    timeline = simulate_equal(schedule, placement, *shape)
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
-from hf_pipetransformer.pipeline.schedules import GIVES, NEEDS, SENDS, Action, Op, Table, source_of
+from hf_pipetransformer.pipeline.schedules import GIVES, NEEDS, SENDS, Action, Op, Schedule, Table, source_of
 from hf_pipetransformer.placement import Placement
 
 
@@ -94,6 +94,30 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
         raise ScheduleError(f"Computations that wait for a message that nobody sends: {waiting}.")
     spans = tuple(sorted(run.spans, key=lambda span: (span.start, span.rank, span.end)))
     return Timeline(spans, max(run.clock), tuple(run.busy))
+
+
+def simulate_equal(
+    schedule: Schedule,
+    placement: Placement,
+    num_microbatches: int,
+    first_active_stage: int = 0,
+    backward: float = 2.0,
+    hop: float = 0.0,
+) -> Timeline:
+    """The timeline of stages with equal loads, in units of time: a forward through all stages of a rank takes 1.
+
+    Args:
+        schedule: of which a table is run.
+        placement: where the stages lie.
+        num_microbatches: M.
+        first_active_stage: stages below it are frozen.
+        backward: of a backward through all stages of a rank; half of it is for the gradients of weights.
+        hop: of a message to another rank.
+    """
+    size, num_chunks, _ = placement
+    table = schedule.table(size, num_microbatches, num_chunks, first_active_stage)
+    forward, whole, half = ((each / num_chunks,) * placement.num_stages for each in (1.0, backward, backward / 2))
+    return simulate(table, Durations(forward, whole, hop, half, half), placement)
 
 
 def _check_durations(durations: Durations, num_stages: int, splits_backward: bool) -> None:

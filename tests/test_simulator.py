@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
-from hf_pipetransformer.pipeline.schedules import Action, Op
-from hf_pipetransformer.simulator import Durations, Span, Timeline, draw, simulate
+from hf_pipetransformer.pipeline.schedules import Action, Op, find_schedule
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.simulator import Durations, Span, Timeline, draw, simulate, simulate_equal
 from tests.test_schedules import ONE_STAGE_A_RANK, table_of
 
 
@@ -133,3 +134,19 @@ def test_nothing_gets_faster_when_something_takes_longer(
     assert simulate(table, Durations(slower(forward), backward, hop)).end >= before
     assert simulate(table, Durations(forward, slower(backward), hop)).end >= before
     assert simulate(table, Durations(forward, backward, hop + extra)).end >= before
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("size", "num_microbatches"), [(1, 3), (2, 1), (4, 3), (4, 16)])
+def test_equal_stages_wait_for_the_share_of_the_formula(name: str, size: int, num_microbatches: int) -> None:
+    found = simulate_equal(find_schedule(name), Placement(size), num_microbatches)
+    assert found.bubble == pytest.approx((size - 1) / (num_microbatches + size - 1))
+    assert found.busy == pytest.approx([3 * num_microbatches] * size)
+
+
+@pytest.mark.parametrize(("name", "num_chunks"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 2)])
+def test_ranks_of_several_stages_compute_as_much_and_wait_less(name: str, num_chunks: int) -> None:
+    schedule = find_schedule(name)
+    found = simulate_equal(schedule, Placement(4, num_chunks, schedule.placement), 8)
+    assert found.busy == pytest.approx([24] * 4)
+    assert found.bubble < 3 / 11

@@ -19,6 +19,8 @@ from hf_pipetransformer.autopipe.planner import (
     plan_layout,
 )
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.simulator import simulate_equal
 from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.startup.costs import MeasuredCosts
 
@@ -147,9 +149,10 @@ class RunPlanner:
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
         k, m = layout.pipeline_size, layout.num_microbatches
-        bubble = (
-            "" if k == 1 else f" Bubble: at most {m / (m + k - 1):.0%} of {k} devices a pipeline are busy at M={m}."
-        )
+        bubble = ""
+        if k > 1:
+            busy = 1 - simulate_equal(find_schedule(layout.schedule), layout.places, m).bubble
+            bubble = f" Bubble: at most {busy:.0%} of {k} devices a pipeline are busy at M={m}."
         rule = ""
         if k > 1 and self.args.num_microbatches is None and not self.measures_microbatches:
             cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"

@@ -377,6 +377,17 @@ SLOW_CASES = [
     planned("interleaved-tied", "bert_masked", CHUNKED_MOVES, epochs=2, schedule="interleaved_1f1b", num_chunks=2),
     planned("v-chain", "bert_sequence", CHUNKED_CHAIN, schedule="zb_v", num_chunks=2),
     planned("v-frozen", "vit", CHUNKED_AT_ONCE, epochs=1, schedule="zb_v", num_chunks=2),
+    *(
+        TransitionCase(
+            f"own-plans-{schedule}",
+            "vit",
+            freeze_at="0:1,10:2,17:3",
+            schedule=schedule,
+            epochs=3,
+            pipeline_options=OWN_PLANS,
+        )
+        for schedule in ("interleaved_1f1b", "zb_v")
+    ),
     planned("split-backward-chain", "bert_sequence", schedule="zb_h1"),
     planned(
         "v-recomputed",
