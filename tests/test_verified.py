@@ -43,16 +43,16 @@ def arguments(**options: Any) -> Any:
         "ddp_backend": None,
     }
     values |= {"accelerator_config": SimpleNamespace(even_batches=True), "device": torch.device("cuda", 0)}
-    return SimpleNamespace(**{**values, "world_size": 2, "num_stages": 2, **options})
+    return SimpleNamespace(**{**values, "world_size": 2, "pipeline_size": 2, **options})
 
 
 @pytest.mark.parametrize(
     ("options", "verified_precisions", "is_said"),
     [
         ({}, set(), True),
-        ({"num_stages": None}, set(), True),
+        ({"pipeline_size": None}, set(), True),
         ({"bf16": True}, {"fp32"}, True),
-        ({"num_stages": 1}, set(), False),
+        ({"pipeline_size": 1}, set(), False),
         ({"world_size": 1}, set(), False),
         ({"device": torch.device("cpu")}, set(), False),
         ({"ddp_backend": "gloo"}, set(), False),
