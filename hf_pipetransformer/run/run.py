@@ -143,14 +143,12 @@ class Run:
             layout = resumption.choose_layout(start_up, replay, topology.world_size)
         else:
             layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
-        pipeline, seeds = self.start(found, layout), self.seeds
-        own = (trainer, topology, self.journal, self.patience, seeds, self.policy, pipeline)
+        pipeline = self.start(found, layout)
+        own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
         beginning = Beginning(*own, replay, names, description, resumption, self.has_users_optimizer)
         beginning.announce()
         pipeline.shared_generator = share_generator(topology)
-        seeds.num_transitions = 0
-        seeds.part(pipeline.stage)
-        seeds.num_starts += 1
+        self.seeds.begin(pipeline.stage)
         self._beginning = beginning
         return pipeline
 
@@ -191,10 +189,6 @@ class Run:
             held = pipeline.stage.store.held()
             training.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
         pipeline.stage.view.remove()
-
-    def mean(self, value: float) -> float:
-        """Of all ranks."""
-        return sum(self.topology.gather(value)) / self.topology.world_size
 
     @property
     def counts_inputs(self) -> bool:

@@ -24,6 +24,12 @@ class Seeds:
         self.num_starts = 0
         self.num_transitions = 0
 
+    def begin(self, stage: Stage) -> None:
+        """A training begins on `stage`."""
+        self.num_transitions = 0
+        self.part(stage)
+        self.num_starts += 1
+
     def part(self, stage: Stage) -> None:
         """From now on this rank draws what no other does."""
         if self.topology.world_size > 1:

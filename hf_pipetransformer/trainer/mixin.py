@@ -205,7 +205,8 @@ class PipeTransformerMixin(_Trainer):
         super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        self._tr_loss = self._tr_loss * 0 + self.run.mean(self._tr_loss.item())
+        losses = self.topology.gather(self._tr_loss.item())
+        self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.run.finish_training()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         self.run.journal.write("end", train_loss=output.training_loss)
