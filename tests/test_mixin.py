@@ -74,6 +74,21 @@ def test_a_generated_evaluation_is_refused(tmp_path: Path) -> None:
         Seq2SeqPipelineTrainer(build_model("bert_sequence"), args)
 
 
+class OwnSteps(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class OwnStepsBelow(PipeTransformerMixin, OwnSteps):
+    """Its steps would be the pipeline's, and not its own."""
+
+
+def test_a_trainer_whose_own_steps_would_not_run_is_refused(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=r"OwnSteps\.training_step would not run.*compute_loss"):
+        OwnStepsBelow(build_model("bert_sequence"), args)
+
+
 def private_reads(tree: ast.AST) -> set[str]:
     """Private names that are read or set of something else than `self`, `cls` or `super()`."""
     found = set()

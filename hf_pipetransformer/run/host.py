@@ -62,6 +62,21 @@ def is_overridden(trainer: Trainer, name: str) -> bool:
     return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
 
 
+def check_taken_over(below: Any) -> None:
+    """Refuse a trainer whose own steps would silently not run: the pipeline runs them.
+
+    Args:
+        below: the trainer as the classes after the mixin know it, its `super()`.
+    """
+    for name in ("training_step", "get_batch_samples"):
+        if getattr(below, name).__func__ is not getattr(Trainer, name):
+            raise ValueError(
+                f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "
+                f"the steps through the pipeline. Override compute_loss, or override {name} in a class that stands "
+                "before the mixin and calls super()."
+            )
+
+
 def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     """The optimizer without accelerate's wrapping."""
     optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

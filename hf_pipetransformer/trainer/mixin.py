@@ -61,6 +61,7 @@ class PipeTransformerMixin(_Trainer):
         splitter: Splitter | None = None,
         **named: Any,
     ) -> None:
+        host.check_taken_over(super())
         args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else args
         given = inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments
         check_given(**{**named, **given, "model": model, "args": args})
