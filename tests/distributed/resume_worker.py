@@ -110,7 +110,7 @@ CASES: dict[str, Case] = {
         (2, 1),
         "bert_sequence",
         (6,),
-        ADAMW | {"freeze_interval": "4", "pipeline_compression": "memory"},
+        ADAMW | {"freeze_interval": "4", "elastic": False},
         watches_weights=True,
     ),
     "1x2-adamw-cosine-accumulation": Case((1, 2), "vit", (4,), ADAMW | COSINE | _TWO, draws=True),
