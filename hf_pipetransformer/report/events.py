@@ -150,23 +150,19 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
 
 def read_unfit(path: str | None, conditions: dict[str, Any]) -> int:
     """The longest pipeline that ran out of memory in this folder under `conditions`, said in a line; 0 if none did."""
-    if path is None or not os.path.isfile(path):
-        return 0
+    unfit = 0
     try:
-        unfit = [
-            Layout.from_event(event["layout"]).pipeline_size
-            for event in read_events(path)
-            if event["event"] == "fault" and event.get("out_of_memory") and event.get("conditions") == conditions
-        ]
+        for event in read_events(path) if path is not None and os.path.isfile(path) else ():
+            if event["event"] == "fault" and event.get("out_of_memory") and event.get("conditions") == conditions:
+                unfit = max(unfit, Layout.from_event(event["layout"]).pipeline_size)
     except (KeyError, TypeError, ValueError) as error:
         logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): what did not fit is not known.")
-        return 0
     if unfit:
         announce(
-            f"K={max(unfit)} ran out of memory in an earlier run in this folder ({path}): no pipeline as short is "
-            "planned. Remove that file, or set pipeline_parallel_size, to choose otherwise."
+            f"K={unfit} ran out of memory in an earlier run in this folder ({path}): no pipeline as short is planned. "
+            "Remove that file, or set pipeline_parallel_size, to choose otherwise."
         )
-    return max(unfit, default=0)
+    return unfit
 
 
 class _AboveProgressBar(logging.Handler):

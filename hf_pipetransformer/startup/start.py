@@ -16,7 +16,6 @@ from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.samples import with_two_labels
 from hf_pipetransformer.splitters.check import Probe, gradient_norms, gradients_discarded, probe_model, undisturbed
 from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
-from hf_pipetransformer.startup.agreement import check_agreement
 from hf_pipetransformer.startup.costs import ReadBatch, measure_costs, moved, smallest_device_bytes
 from hf_pipetransformer.startup.model import Subject, has_dropout, num_frozen_by_user
 from hf_pipetransformer.startup.padding import hangs_on_length, hangs_on_padding
@@ -110,6 +109,23 @@ def look_at(
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
         ),
     )
+
+
+def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> None:
+    """Compare `values` over all ranks before anything depends on them.
+
+    Raises:
+        ValueError: on every rank, names the rank that differs from rank 0, and both values.
+    """
+    answers = topology.gather(values)
+    for rank, answer in enumerate(answers):
+        for key in sorted({*answer, *answers[0]}):
+            found, expected = answer.get(key), answers[0].get(key)
+            if found != expected:
+                raise ValueError(
+                    f"The {what} differ between ranks: {key} is {found} on rank {rank} and {expected} on rank 0. "
+                    "Every process must run the same script with the same arguments and data."
+                )
 
 
 def _move_to_probe(model: nn.Module, device: torch.device, topology: Topology) -> None:
