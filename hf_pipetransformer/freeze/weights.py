@@ -39,7 +39,8 @@ class WeightMonitor:
     def report(self, weights: Mapping[str, torch.Tensor], num_layers: int) -> Report:
         """What has changed of the weights here; they are those of `begin`."""
         sums = torch.zeros(2, num_layers + 1, dtype=torch.float64)
-        for name, before in (self._before or {}).items():
+        # In one order: a file gives the names in another one, and sums would differ in the last bit.
+        for name, before in sorted((self._before or {}).items()):
             changed = (weights[name].detach() - before).double().square().sum()
             found = torch.stack([changed, before.double().square().sum()])
             sums[:, self._place_of[name]] += found.cpu()
