@@ -78,6 +78,8 @@ style: $(INSTALLED)
 benchmark: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
 		--only schedules --output benchmarks/pipeline_core.json
+	$(BIN)/python scripts/benchmark_schedules.py --output benchmarks/schedules.json
+	$(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_schedules.py --output benchmarks/schedules.json
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
 		--only data_parallel --output benchmarks/data_parallel.json
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_freezing.py \
