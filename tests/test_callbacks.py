@@ -38,6 +38,7 @@ class Got(TrainerCallback):
 class Configured(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.seen = kwargs["model"].config.hidden_size
+        assert not hasattr(kwargs["model"], "peft_config")
 
 
 class Inherited(Named):

@@ -89,11 +89,11 @@ class SpreadModel:
 
     def __init__(self, model: Any, reader: str) -> None:
         self.config = getattr(model, "config", None)
-        self._reader = reader
+        self._model, self._reader = model, reader
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # Python looks for such names, to copy an object for example.
+        if name.startswith("_") or not hasattr(self._model, name):
+            raise AttributeError(name)  # Whoever asks whether there is such a thing gets the model's answer.
         raise ValueError(
             f"{self._reader} reads {name!r} of kwargs['model'], which lies on several stages. Give the method an "
             "argument `model`, then it gets the whole model; or read `trainer.model` within `trainer.whole_model()`."
