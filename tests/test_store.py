@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -25,7 +26,7 @@ from hf_pipetransformer.autocache import folder as folder_module
 from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes
 from hf_pipetransformer.autocache.rows import RowFormat, Rows
 from hf_pipetransformer.autocache.shards import Shards
-from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.autocache.store import ActivationStore, fitting_share
 from hf_pipetransformer.autocache.table import StoreDamagedError
 
 
@@ -240,16 +241,54 @@ def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureF
     assert torch.equal(store.read(everyone[: counts[0]], length).activation, activation[: counts[0]])
 
 
-def test_each_writer_has_its_share_of_the_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    row_format = RowFormat(64, torch.float32, {}, {})
-    ActivationStore.create(tmp_path, 4000, row_format, 2_000_000, 2)
-    for writer in (0, 1):
-        store = ActivationStore.open(tmp_path, writer)
-        samples = np.arange(2000) + 2000 * writer
-        store.write(samples, 1, torch.zeros(2000, 4, 64), np.full(2000, 4), {}, np.zeros(2000, np.uint64))
-        assert "is reached" in caplog.text
-    own = sum(path.stat().st_size for path in tmp_path.glob("shard-1-*"))
-    assert 800_000 < own <= 1_000_000 and store.bytes_stored <= 2_000_000
+def fill(store: ActivationStore, samples: np.ndarray) -> int:
+    """Rows of 4 x 64 floats, in batches as a run writes them; how many were stored."""
+    batches = np.split(samples, range(16, len(samples), 16))
+    rows = [(batch, 1, torch.zeros(len(batch), 4, 64), np.full(len(batch), 4), {}) for batch in batches]
+    return sum(store.write(*row, np.zeros(len(row[0]), np.uint64)) for row in rows)
+
+
+@pytest.mark.parametrize("num_writing", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.4, 0.9, 1.25])
+def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
+    tmp_path: Path, num_writing: int, share: float
+) -> None:
+    """One rank of each pipeline writes, and which ones these are changes with the layout."""
+    row_format, num_samples = RowFormat(64, torch.float32, {}, {}), 8000
+    bound = int(share * num_samples * 4 * 64 * 4)
+    ActivationStore.create(tmp_path, num_samples, row_format, bound, 4)
+    first = ActivationStore.open(tmp_path, 3)
+    stored = fill(first, np.arange(0, num_samples, 10))
+    stores = [ActivationStore.open(tmp_path, writer) for writer in range(num_writing)]
+    rest = np.setdiff1d(np.arange(num_samples), np.arange(0, num_samples, 10))
+    for samples in np.split(rest, range(64, len(rest), 64)):
+        for writer, own in enumerate(np.array_split(samples, num_writing)):
+            stored += fill(stores[writer], own)
+    assert first.bytes_stored <= bound
+    fits = fitting_share(bound, num_samples, row_format, 4)
+    assert (fits == 1) == (share > 1)
+    assert 0.9 * fits <= stored / num_samples <= fits
+
+
+def test_writers_that_grow_at_the_same_time_stay_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row_format, others = RowFormat(64, torch.float32, {}, {}), []
+    ActivationStore.create(tmp_path, 4000, row_format, 600_000, 2)
+    stores = [ActivationStore.open(tmp_path, writer) for writer in (0, 1)]
+    reserve = os.posix_fallocate
+
+    def reserve_while_another_grows(*args: int) -> None:
+        if not others:
+            others.append(threading.Thread(target=fill, args=(stores[1], np.arange(1000, 2000))))
+            others[0].start()
+            others[0].join(0.5)
+        reserve(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_while_another_grows)
+    assert fill(stores[0], np.arange(1000)) > 0
+    others[0].join()
+    assert stores[0].bytes_stored <= 600_000
 
 
 def test_an_index_beyond_the_bound_is_refused(tmp_path: Path) -> None:

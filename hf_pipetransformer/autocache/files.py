@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -141,6 +144,31 @@ class PrivateFolder:
             OSError: it is not empty, or it is none.
         """
         os.rmdir(name, dir_fd=self._fd)
+
+
+@contextmanager
+def locked(descriptor: int, path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of the file `path`, which other processes opened too: one is inside at a time.
+
+    Raises:
+        TimeoutError: another process has held it for so long; it takes a moment only, so that one was stopped.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Another process holds {path} for {seconds:g} s: end it, or set activation_cache_dir to "
+                    "another folder."
+                ) from None
+            time.sleep(0.02)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _open_folder(path: Path, name: str, dir_fd: int | None) -> int:

@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hf_pipetransformer.autocache.files import PrivateFolder
+from hf_pipetransformer.autocache.files import PrivateFolder, locked
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
@@ -283,17 +282,8 @@ def _locked(root: PrivateFolder) -> Iterator[None]:
     Raises:
         TimeoutError: another process has held it for ten seconds; it takes a moment only, so that one was stopped.
     """
-    with os.fdopen(root.open(_LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"Another process holds {root.path / _LOCK_FILE} for {_LOCK_SECONDS:g} s: end it, or set "
-                        "activation_cache_dir to another folder."
-                    ) from None
-                time.sleep(0.02)
+    with (
+        os.fdopen(root.open(_LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+b") as file,
+        locked(file.fileno(), root.path / _LOCK_FILE, _LOCK_SECONDS),
+    ):
         yield

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import xxhash
@@ -95,24 +97,28 @@ class Arena:
     Args:
         shards: where new shards are entered.
         writer: number of the writer; no other process may allocate under it.
-        max_bytes: bound on the bytes of this writer's files.
-        own_bytes: what it has already.
         used: of each of its shards, the tokens in use, counted from the start.
-        expected_bytes: what it will probably store in all, if that is known: then it gets few large shards.
+        header: of the store.
+        growing: to hold while a shard is made; one writer at a time, with the bytes of the store that all have made.
     """
 
     def __init__(
-        self, shards: Shards, writer: int, max_bytes: int, own_bytes: int, used: Mapping[int, int], expected_bytes: int
+        self,
+        shards: Shards,
+        writer: int,
+        used: Mapping[int, int],
+        header: Header,
+        growing: Callable[[], AbstractContextManager[int]],
     ) -> None:
         self.reason = ""
         """Why a row has been turned away; empty if none has."""
         self._shards = shards
-        self._max_bytes = max_bytes
-        self._own_bytes = own_bytes
-        self._expected_bytes = expected_bytes
+        self._header = header
+        self._growing = growing
         self._used = dict(used)
+        self._own_bytes = sum(shards[shard].num_bytes for shard in used)
         self._next_shard = max(used, default=writer * WRITER_FACTOR - 1) + 1
-        self._is_disk_full = False
+        self._refused = math.inf  # Tokens of the shortest row that there was no room for: files never shrink.
 
     def allocate(self, length: int) -> tuple[int, int] | None:
         """Shard and start of `length` free tokens; None if the bound or the disk leaves no room."""
@@ -128,25 +134,37 @@ class Arena:
         return shard, start
 
     def _grow(self, length: int) -> bool:
-        token_bytes = self._shards.token_bytes
-        room = self._max_bytes - self._own_bytes - table_bytes(self._shards.columns, 0)
-        missing = self._expected_bytes - self._own_bytes
-        wanted = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, max(missing, self._own_bytes // GROWTH)))
-        # Whole rows, if all have this length.
-        tokens = max(length, (wanted // token_bytes - ROWS_TOGETHER) // length * length)
-        tokens = min(-(-tokens // ROWS_TOGETHER), room // token_bytes // ROWS_TOGETHER) * ROWS_TOGETHER
-        if self._is_disk_full or tokens < length:
-            self.reason = self.reason or f"the bound of {self._max_bytes} bytes for this process is reached"
+        """Make a shard with room for a row, if the bound and the disk allow one."""
+        if length >= self._refused:
             return False
-        try:
-            table = self._shards.create(self._next_shard, tokens)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # Not tried again: a disk that is full belongs to others too, and each try takes what little is left.
-            self._is_disk_full = True
-            self.reason = f"the disk of {self._shards.folder.path} is full"
-            return False
+        with self._growing() as num_bytes:
+            tokens = self._tokens_to_add(length, num_bytes)
+            if tokens < length:
+                return self._refuse(length, f"the bound of {self._header.max_bytes} bytes is reached")
+            try:
+                table = self._shards.create(self._next_shard, tokens)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                # Not tried again: a disk that is full belongs to others too, each try takes what little is left.
+                return self._refuse(0, f"the disk of {self._shards.folder.path} is full")
         self._next_shard += 1
         self._own_bytes += table.num_bytes
         return True
+
+    def _tokens_to_add(self, length: int, num_bytes: int) -> int:
+        """Tokens of the next shard of a store of `num_bytes`; fewer than `length` if no row fits the bound."""
+        header, token_bytes = self._header, self._shards.token_bytes
+        # Any writer may be the one that stores what is missing, so each takes a part of it at a time.
+        missing = header.num_samples * header.row_length * token_bytes - num_bytes
+        wanted = max(missing // header.num_writers, self._own_bytes // GROWTH)
+        wanted = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, wanted))
+        # Whole rows, if all have this length.
+        tokens = max(length, (wanted // token_bytes - ROWS_TOGETHER) // length * length)
+        room = header.max_bytes - num_bytes - table_bytes(self._shards.columns, 0)
+        return min(-(-tokens // ROWS_TOGETHER), room // token_bytes // ROWS_TOGETHER) * ROWS_TOGETHER
+
+    def _refuse(self, length: int, reason: str) -> bool:
+        self._refused = length
+        self.reason = self.reason or reason
+        return False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from hf_pipetransformer.report.events import logger
 
 _NUM_TRIES = 3
 _PLACE = ["weights_id", "shard", "start", "length", "tokens"]
+
+
+def fitting_share(max_bytes: float, num_samples: int, row_format: RowFormat, row_length: int) -> float:
+    """Share of the samples, with rows of `row_length` tokens, that a store of `max_bytes` has room for: 0 to 1."""
+    rows = table_bytes(row_format.shard_columns(), num_samples * row_length)
+    return min(1.0, max(0.0, max_bytes - table_bytes(index_columns(row_format), num_samples)) / rows)
 
 
 class ActivationStore:
@@ -61,9 +67,8 @@ class ActivationStore:
             folder: on a disk of this node, see `folder.StoreFolder`.
             num_samples: samples of the data set; every one has its place in the index.
             row_format: what a row holds.
-            max_bytes: bound on the size of all files, split evenly over the writers; the index is in the share of
-                writer 0.
-            num_writers: processes that write.
+            max_bytes: bound on the size of all files, whoever writes them.
+            num_writers: processes that may write.
             row_length: tokens of every row, 0 if they differ; known, the shards are few and large.
 
         Raises:
@@ -111,19 +116,23 @@ class ActivationStore:
         ends = (entries["start"] + entries["capacity"]).tolist()
         for shard, end in zip(entries["shard"].tolist(), ends, strict=True):
             used[shard] = max(used[shard], end)
-        own_bytes = sum(self._shards[shard].num_bytes for shard in used)
-        if writer == 0:
-            own_bytes += self._index.table.num_bytes
-        expected_tokens = -(-header.num_samples // header.num_writers) * header.row_length
-        max_bytes = header.max_bytes // header.num_writers
-        return Arena(self._shards, writer, max_bytes, own_bytes, used, expected_tokens * self._shards.token_bytes)
+        return Arena(self._shards, writer, used, header, self._growing)
+
+    @contextmanager
+    def _growing(self) -> Iterator[int]:
+        """No other writer adds a file inside; the bytes of those that there are."""
+        with self._index.table.locked():
+            yield self._num_bytes()
 
     @property
     def bytes_stored(self) -> int:
         """Size of the index and of the shards of all writers; of the index alone if the folder is gone."""
         with suppress(OSError):
-            return self._index.table.num_bytes + sum(map(self._held.size, list_shards(self._held).values()))
+            return self._num_bytes()
         return self._index.table.num_bytes
+
+    def _num_bytes(self) -> int:
+        return self._index.table.num_bytes + sum(map(self._held.size, list_shards(self._held).values()))
 
     @property
     def dropped(self) -> str | None:

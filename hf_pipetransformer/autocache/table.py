@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 
-from hf_pipetransformer.autocache.files import PrivateFolder
+from hf_pipetransformer.autocache.files import PrivateFolder, locked
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -22,6 +23,9 @@ ROWS_TOGETHER = 8
 
 _ALIGNMENT = 64
 """The first column begins at a multiple of a cache line: copying out of it is then a fifth faster."""
+
+_LOCK_SECONDS = 60.0
+"""Disks that cannot reserve space are filled with zeros, by one process at a time."""
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of an Arrow stream."""
@@ -149,6 +153,10 @@ class ArrowTable:
         if not status.st_nlink or status.st_size != self.num_bytes:
             found = f"has {status.st_size} bytes" if status.st_nlink else "has vanished"
             raise StoreDamagedError(f"{self.path} {found}: expected {self.num_bytes} bytes. {_CHANGED}")
+
+    def locked(self) -> AbstractContextManager[None]:
+        """One process is inside at a time; raises as `files.locked`."""
+        return locked(self._fd, self.path, _LOCK_SECONDS)
 
 
 _CHANGED = (

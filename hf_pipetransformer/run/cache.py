@@ -12,6 +12,7 @@ from transformers import Trainer
 from hf_pipetransformer.autocache.cache import ActivationCache
 from hf_pipetransformer.autocache.parts import SampleSource
 from hf_pipetransformer.autocache.planner import CachePlanner, measure_storage
+from hf_pipetransformer.autocache.store import fitting_share
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.cache_tags import detach_tags
 from hf_pipetransformer.execution import WritingRunner
@@ -55,13 +56,12 @@ class TrainingCache:
         self.source = source
         self.stores = CacheStores(inputs)
         row_format = inputs.row_format(source)
-        wanted = len(loader.dataset) * source.row_length * row_format.hidden_size * row_format.dtype.itemsize
         self.planner = CachePlanner(
             mode=trainer.args.activation_cache,
             # Workers read while the others compute.
             input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
-            fits_share=min(1.0, self.stores.max_bytes() / wanted),
+            fits_share=fitting_share(self.stores.max_bytes(), len(loader.dataset), row_format, source.row_length),
             steps_per_epoch=steps_per_epoch,
             write=self.journal.write,
         )
