@@ -417,7 +417,7 @@ def a_byte_is_flipped(scenario: Scenario) -> None:
 
 
 def little_room(scenario: Scenario) -> None:
-    scenario.both(lambda: Setting({"activation_cache_max_gb": 60e-6}))
+    scenario.both(lambda: Setting({"activation_cache_max_gb": 40e-6}))
 
 
 # ---- folders that are not the run's own
