@@ -155,7 +155,8 @@ class ModelPipeline:
         size = len(inputs["labels"])
         with torch.no_grad():
             hidden = self.views[0].run(range(1), None, lambda: self.models[0](**inputs))
-        self.views[0].remove()
+        for rank, own in enumerate(self.views):
+            own.install(*[range(boundaries[s], boundaries[s + 1]) for s in placement.stages_of(rank)])
         self.micro_batches = [
             [
                 MicroBatch(

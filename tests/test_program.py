@@ -6,11 +6,14 @@ import copy
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import ElectraConfig, ElectraForTokenClassification
 
 from hf_pipetransformer.cache_tags import CacheTags
 from hf_pipetransformer.errors import PipelineError
@@ -23,11 +26,11 @@ from hf_pipetransformer.pipeline.weight_gradients import WeightGradients, linear
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.view import StageView
-from tests.models import build_model, collate, has_zero_gradient, make_rows
+from tests.models import NUM_TOKEN_LABELS, build_model, collate, has_zero_gradient, make_rows
 from tests.one_process import CPU, ModelPipeline, trace, whole_gradients
 
 
-MODELS = ["bert_sequence", "bert_masked", "vit"]
+MODELS = ["bert_sequence", "bert_masked", "vit", "electra_token"]
 NUM_SAMPLES = 5
 
 # Sums of other groups of numbers: a few last bits of float32.
@@ -38,7 +41,7 @@ def batch_of(name: str, num_samples: int = NUM_SAMPLES) -> dict[str, torch.Tenso
     batch = collate(make_rows(name, num_samples))
     if "labels" in batch and batch["labels"].dim() > 1:
         # As many labels in each sample, so that means over micro-batches add up with the samples' weights.
-        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"] = batch["input_ids"] % NUM_TOKEN_LABELS
     return batch
 
 
@@ -75,13 +78,25 @@ def test_stages_give_the_gradients_of_the_whole_model(
     assert_same_gradients(name, pipeline.gradients(), gradients)
 
 
+def test_a_linear_layer_of_the_embeddings_may_be_as_wide_as_the_others() -> None:
+    name = "electra_token"
+    config = ElectraConfig(**{**build_model(name).config.to_dict(), "embedding_size": 32})
+    model = ElectraForTokenClassification(config)
+    model.electra.embeddings_project = nn.Linear(32, 32)
+    pipeline, table = pipeline_of(name, model, "zb_v", 2, 2)
+    assert model.electra.embeddings_project in trace(model, batch_of(name)).entries
+    loss, gradients = whole_gradients(model, batch_of(name))
+    torch.testing.assert_close(pipeline.run(table), loss)
+    assert_same_gradients(name, pipeline.gradients(), gradients)
+
+
 # ---- split backward ----
 
 
 def one_stage(
-    name: str, units: range | None = None, autocast: bool = False, model: nn.Module | None = None
+    name: str, units: range | None = None, autocast: bool = False, splits: bool = True
 ) -> tuple[nn.Module, ModelProgram, MicroBatch]:
-    model = build_model(name) if model is None else model
+    model = build_model(name)
     inputs = batch_of(name)
     structure = trace(model, inputs)
     view = StageView(model, find_splitter(model), structure)
@@ -93,7 +108,7 @@ def one_stage(
     own = units or range(structure.num_units)
     with torch.no_grad():
         shape = tuple(view.run(range(1), None, lambda: model(**inputs)).shape)
-    program = ModelProgram(view, own, torch.float32, True, WeightGradients(linear_layers(model)))
+    program = ModelProgram(view, own, torch.float32, True, WeightGradients(linear_layers(model) if splits else []))
     return model, program, MicroBatch(0, inputs, 0.5, shape, forward, loss_scale=3.0)
 
 
@@ -136,13 +151,13 @@ def test_both_halves_of_a_backward_give_the_whole(name: str, autocast: bool) -> 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_a_middle_stage_sends_the_same_input_gradient_before_its_weights_have_any(autocast: bool) -> None:
     model, program, micro_batch = one_stage("vit", range(2, 5), autocast)
+    plain_model, plain, plain_batch = one_stage("vit", range(2, 5), autocast, splits=False)
     generator = torch.Generator().manual_seed(3)
     received = torch.randn(micro_batch.activation_shape, generator=generator)
     gradient = torch.randn(micro_batch.activation_shape, generator=generator)
-    program.forward(micro_batch, received.clone())
-    whole = program.backward(micro_batch, gradient)
-    expected = gradients_of(model)
-    model.zero_grad()
+    plain.forward(plain_batch, received.clone())
+    whole = plain.backward(plain_batch, gradient)
+    expected = gradients_of(plain_model)
     program.forward(micro_batch, received.clone())
     torch.testing.assert_close(program.backward_input(micro_batch, gradient), whole, rtol=0, atol=0)
     assert not any("weight" in name and "norm" not in name for name in gradients_of(model))
@@ -191,6 +206,7 @@ def test_a_layer_used_twice_gets_one_gradient_and_a_frozen_weight_none() -> None
     calls: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            parameter.register_hook(lambda gradient, name=name: calls.update([f"{name} {gradient.dim()}"]))
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
     later = WeightGradients(linear_layers(model))
     with later.split_linears():
@@ -198,9 +214,11 @@ def test_a_layer_used_twice_gets_one_gradient_and_a_frozen_weight_none() -> None
     with later.put_off(0):
         loss.backward()
     assert not gradients_of(model)
-    calls.clear()  # Torch tells of a gradient that is none, too.
+    assert not calls
     later.accumulate(0)
-    assert calls == dict.fromkeys(["shared.weight", "shared.bias", "frozen.bias", "own.weight"], 1)
+    expected_calls = ["shared.weight", "shared.bias", "frozen.bias", "own.weight"]
+    expected_calls += [f"{name} {model.get_parameter(name).dim()}" for name in expected_calls]
+    assert calls == dict.fromkeys(expected_calls, 1)
     for name, value in gradients_of(model).items():
         torch.testing.assert_close(value, expected[name])
     assert all("forward" not in vars(layer) for layer in linear_layers(model))
@@ -224,9 +242,76 @@ def test_what_was_put_off_is_freed() -> None:
     assert layer.weight.grad is not None
 
 
-def test_subclasses_of_linear_layers_keep_their_own_backward() -> None:
-    attention = nn.MultiheadAttention(4, 2)
-    assert not linear_layers(attention)
+def test_a_gradient_that_a_hook_changes_is_added_as_it_leaves_the_hook() -> None:
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    later = WeightGradients(linear_layers(layer))
+    layer.weight.register_hook(lambda gradient: gradient * 0.5)
+    layer(x).sum().backward()
+    expected = gradients_of(layer)
+    layer.zero_grad()
+    with later.split_linears():
+        loss = layer(input=x).sum()
+    with later.put_off(0):
+        loss.backward()
+    later.accumulate(0)
+    torch.testing.assert_close(gradients_of(layer), expected)
+
+
+def test_other_linear_layers_keep_their_own_backward() -> None:
+    """Subclasses, and layers whose weight is computed from others."""
+    assert not linear_layers(nn.MultiheadAttention(4, 2))
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        assert not linear_layers(nn.utils.weight_norm(nn.Linear(3, 3)))
+    assert not linear_layers(nn.utils.spectral_norm(nn.Linear(3, 3)))
+
+
+class _Recomputing(nn.Module):
+    """Recomputes its square layers by itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=self.use_reentrant).square().sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_model_may_recompute_activations_by_itself(use_reentrant: bool) -> None:
+    model, x = _Recomputing(use_reentrant), torch.randn(4, 3, requires_grad=True)
+    model(x).backward()
+    expected, entered = gradients_of(model), x.grad
+    model.zero_grad()
+    x.grad = None
+    later = WeightGradients(linear_layers(model))
+    with later.split_linears():
+        loss = model(x)
+    with later.put_off(0):
+        loss.backward()
+    assert not gradients_of(model)
+    later.accumulate(0)
+    torch.testing.assert_close(gradients_of(model), expected)
+    torch.testing.assert_close(x.grad, entered)
+
+
+def test_a_backward_of_the_models_own_is_refused() -> None:
+    layer = nn.Linear(3, 2)
+    later = WeightGradients(linear_layers(layer))
+    with later.split_linears(), pytest.raises(PipelineError, match="pipeline_schedule='1f1b'"):
+        layer(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
+def test_stages_may_recompute_layer_by_layer(schedule: str, num_chunks: int, use_reentrant: bool) -> None:
+    name = "bert_sequence"
+    model = build_model(name).train()
+    loss, gradients = whole_gradients(model, batch_of(name))
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    pipeline, table = pipeline_of(name, model, schedule, 2, num_chunks)
+    torch.testing.assert_close(pipeline.run(table), loss)
+    assert_same_gradients(name, pipeline.gradients(), gradients)
 
 
 # ---- recomputation ----
@@ -333,10 +418,11 @@ def test_a_model_that_skips_the_stages_last_layer_is_an_error() -> None:
 # ---- the cached entry ----
 
 
+@pytest.mark.parametrize("name", ["bert_sequence", "electra_token"])
 @pytest.mark.parametrize("stop", [4, 8, None], ids=["wholly-below", "entry-inside", "with-the-head"])
-def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover(stop: int | None) -> None:
+def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover(stop: int | None, name: str) -> None:
     """Five samples, of which none, one and two layers are stored; the entry lies above two layers."""
-    name, entry_unit = "bert_sequence", 5
+    entry_unit = 5
     model = build_model(name).eval()
     inputs = batch_of(name)
     structure = trace(model, inputs)
@@ -357,8 +443,9 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     shape = tuple(stored.shape)
 
     def program_of(own: range) -> ModelProgram:
-        return ModelProgram(view, own, torch.float32, False)
+        return ModelProgram(view, own, torch.float32, False, WeightGradients(linear_layers(model)))
 
+    view.install(units)
     whole = program_of(units)
     above = program_of(range(entry_unit, units.stop)) if entry_unit < units.stop else None
     below = range(min(entry_unit, units.stop))
@@ -396,8 +483,11 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     gradients = gradients_of(model)
     assert gradients
     assert all(structure.units_of_parameter[name][0] >= entry_unit for name in gradients)
-    # A batch of which nothing is stored runs whole.
+    # A batch of which nothing is stored runs whole, and one of which nothing is stored yet in two parts.
     torch.testing.assert_close(program.forward(plain, None).detach(), expected)
+    fresh = replace(micro_batch, tags=CacheTags(samples, torch.zeros_like(levels), torch.zeros_like(samples), 0, None))
+    for _ in range(2):
+        torch.testing.assert_close(program.forward(fresh, None).detach(), expected)
 
 
 def _runs(view: StageView, index: int) -> bool:

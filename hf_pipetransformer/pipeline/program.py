@@ -118,30 +118,36 @@ class ModelProgram:
         keeps = torch.is_grad_enabled()
         if received is not None:
             received.requires_grad_(keeps and self.sends_gradient)
-        with self.weight_gradients.split_linears():
-            output: torch.Tensor = self.predict(micro_batch, received)
+        output: torch.Tensor = self.predict(micro_batch, received)
         if keeps:
             self._held[micro_batch.index] = received, output
         return _weighted(output, micro_batch.weight) if self.has_head else output
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        result = self.view.run(self.units, received, lambda: micro_batch.forward(dict(micro_batch.inputs)))
+        result = self.view.run(self.units, received, lambda: self._run(micro_batch))
         return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
 
+    def _run(self, micro_batch: MicroBatch) -> Any:
+        # Inside the view, which overrides layers too: those stay as it has them.
+        with self.weight_gradients.split_linears():
+            return micro_batch.forward(dict(micro_batch.inputs))
+
     def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        entered = self.backward_input(micro_batch, gradient)
+        self.backward_weight(micro_batch)
+        return entered
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)
-        if not self.has_head:
-            if output.requires_grad:
-                torch.autograd.backward(output, gradient)
-        elif micro_batch.weight:
-            (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
+        with self.weight_gradients.put_off(micro_batch.index):
+            if not self.has_head:
+                if output.requires_grad:
+                    torch.autograd.backward(output, gradient)
+            elif micro_batch.weight:
+                (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         if received is None or not self.sends_gradient:
             return None
         return torch.zeros_like(received) if received.grad is None else received.grad
-
-    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        with self.weight_gradients.put_off(micro_batch.index):
-            return self.backward(micro_batch, gradient)
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
         self.weight_gradients.accumulate(micro_batch.index)

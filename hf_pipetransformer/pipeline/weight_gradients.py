@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from hf_pipetransformer.errors import PipelineError
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """The layers whose weight gradients can be put off: linear ones, no subclasses, whose forward may be their own."""
-    return [module for module in model.modules() if type(module) is nn.Linear]
+    """The layers whose weight gradients can be put off: linear ones, no subclasses, whose weight is a parameter.
+
+    Old-style `weight_norm` and `spectral_norm` compute the weight from others.
+    """
+    return [m for m in model.modules() if type(m) is nn.Linear and isinstance(m.weight, nn.Parameter)]
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class WeightGradients:
         self.layers = list(layers)
         self._put_off: dict[int, deque[_PutOff]] = {}
         self._current: deque[_PutOff] | None = None
+        self.anchor = torch.empty(0, requires_grad=True)
 
     def clear(self) -> None:
         """Forget what was put off."""
@@ -63,7 +70,7 @@ class WeightGradients:
 
     @contextmanager
     def split_linears(self) -> Iterator[None]:
-        """What the layers run inside has a backward whose weight gradients `put_off` can put off."""
+        """What the layers run inside has a backward whose weight gradients are put off: it must run in `put_off`."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -79,10 +86,14 @@ class WeightGradients:
 
     @contextmanager
     def put_off(self, index: int) -> Iterator[None]:
-        """Backwards inside, those of micro-batch `index`, leave the weight gradients to `accumulate`."""
+        """Backwards inside, those of micro-batch `index`, leave the weight gradients to `accumulate`.
+
+        What they run again (the model's own activation checkpointing) is split as it was in the forward.
+        """
         self._current = self._put_off.setdefault(index, deque())
         try:
-            yield
+            with self.split_linears():
+                yield
         finally:
             self._current = None
 
@@ -102,48 +113,59 @@ class WeightGradients:
                 else:
                     torch.autograd.backward(parameter, gradient)
 
-    def take(self, entry: _PutOff) -> Iterator[torch.Tensor | None]:
-        """The gradients of a layer's parameters for autograd; None for each if they are put off."""
+    def take(self, entry: _PutOff) -> None:
+        """Put the gradients of a layer's parameters off.
+
+        Raises:
+            PipelineError: the backward is none of the pipeline's.
+        """
         if self._current is None:
-            yield from entry.gradients()
-        else:
-            self._current.append(entry)
-            yield from [None] * len(entry.parameters)
+            raise PipelineError(
+                "A backward ran inside the model or compute_loss, while the schedule computes the weight gradients of "
+                "linear layers apart. Use pipeline_schedule='1f1b' or 'interleaved_1f1b'."
+            )
+        self._current.append(entry)
 
 
-def _split_linear(owner: WeightGradients, layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """`layer(hidden)`, under autocast too."""
-    device, dtype = hidden.device.type, layer.weight.dtype
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, dtype):
+def _split_linear(owner: WeightGradients, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """`layer(input)`, under autocast too."""
+    device, dtype = input.device.type, layer.weight.dtype
+    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, dtype):
         dtype = torch.get_autocast_dtype(device)
-        hidden = hidden.to(dtype)
-    output: torch.Tensor = _SplitLinear.apply(hidden, layer.weight, layer.bias, dtype, owner)  # type: ignore[no-untyped-call]
+        input = input.to(dtype)
+    trained = tuple(p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad)
+    anchor = owner.anchor if trained and not input.requires_grad else None
+    output: torch.Tensor = _SplitLinear.apply(input, anchor, layer, trained, dtype, owner)  # type: ignore[no-untyped-call]
     return output
 
 
 class _SplitLinear(torch.autograd.Function):
-    """A linear layer that hands its weight gradients to their owner."""
+    """A linear layer that hands its weight gradients to their owner.
+
+    To autograd the parameters are no inputs: their hooks would be told of a gradient that is None. An anchor stands
+    for them where nothing else has the output require a gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        _anchor: torch.Tensor | None,
+        layer: nn.Linear,
+        trained: tuple[nn.Parameter, ...],
         dtype: torch.dtype,
         owner: WeightGradients,
     ) -> torch.Tensor:
-        used = weight.to(dtype)
+        used = layer.weight.to(dtype)
         ctx.save_for_backward(hidden, used)
-        ctx.weight, ctx.bias, ctx.owner = weight, bias, owner
-        return functional.linear(hidden, used, None if bias is None else bias.to(dtype))
+        ctx.trained, ctx.owner = trained, owner
+        return functional.linear(hidden, used, None if layer.bias is None else layer.bias.to(dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         hidden, used = ctx.saved_tensors
-        needs_input, *needs, _, _ = ctx.needs_input_grad
-        trained = tuple(p for p, is_needed in zip((ctx.weight, ctx.bias), needs, strict=True) if is_needed)
-        found = ctx.owner.take(_PutOff(trained, hidden, gradient)) if trained else iter(())
-        own = [next(found) if is_needed else None for is_needed in needs]
-        return (gradient @ used if needs_input else None, *own, None, None)
+        if ctx.trained:
+            ctx.owner.take(_PutOff(ctx.trained, hidden, gradient))
+        return (gradient @ used if ctx.needs_input_grad[0] else None, None, None, None, None, None)
