@@ -511,6 +511,26 @@ def test_lengths_are_planned_with_the_stages_that_the_active_units_allow(
     assert layout.pipeline_size * layout.num_replicas == 8
 
 
+@pytest.mark.parametrize("compression", ["memory", "throughput"])
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
+    schedule: str, num_chunks: int, compression: str
+) -> None:
+    # Eight ranks hold all that fits, and soon there are fewer active units than stages.
+    current, costs = chunked(schedule, 7, 8, num_chunks, 8), costs_of(7)
+    budget = max(rank_bytes(current, costs, 64))
+    initial = largest_rank_size(costs.parameters, current)
+    device_bytes = budget / (1 - MEMORY_RESERVE) + 1
+    rules = rules_for(7, compression=compression, device_bytes=device_bytes, initial_largest_size=initial)
+    rules = replace(rules, num_chunks=num_chunks)
+    for num_frozen_layers in range(7):
+        found = plan_transition(current, num_frozen_layers, costs, Overheads(), rules, 8, 8)
+        assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
+        assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
+        if found.layout.num_stages > current.num_units - found.layout.first_active_unit:
+            assert found.layout == replace(current, num_frozen_layers=num_frozen_layers)
+
+
 def test_more_stages_than_the_model_can_be_cut_into_are_refused() -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size=4 under zb_v needs 8 stages.*6 stages at most"):
         chunked("zb_v", 2, 4, 2, 4)

@@ -205,8 +205,8 @@ def plan_transition(
     """The layout to move to when `num_frozen_layers` are frozen. Deterministic: equal inputs give an equal plan.
 
     Every divisor of the current K is considered, each with its most even cuts, frozen units at the cost of their
-    forward. Stages may hold frozen units only, but there are no more stages than active units (unless every shorter
-    pipeline is unfit): ranks have fewer stages then, or the pipeline is not considered.
+    forward. Stages may hold frozen units only, but there are no more stages than active units: ranks have fewer stages
+    then, or the pipeline is not considered. If no layout fits without them, the current cuts stay if they do.
 
     Args:
         current: the layout that runs now.
@@ -223,10 +223,10 @@ def plan_transition(
     def predict(layout: Layout) -> Prediction:
         return predict_step(layout, costs, overheads, samples_per_device * layout.pipeline_size, accumulation)
 
+    as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
     if not rules.elastic:
-        layout = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
-        prediction = predict(layout)
-        return Plan(layout, prediction, {layout.pipeline_size: prediction.seconds})
+        prediction = predict(as_it_is)
+        return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
     def judge(layout: Layout) -> Candidate:
         needed = max(rank_bytes(layout, costs, samples_per_device * layout.pipeline_size))
@@ -253,6 +253,8 @@ def plan_transition(
             unmoved = judge(replace(layout, boundaries=current.boundaries))
             candidate = candidate if _is_worth_moving(unmoved, candidate) else unmoved
         candidates.append(candidate)
+    if not any(candidate.fits for candidate in candidates) and judge(as_it_is).fits:
+        candidates.append(judge(as_it_is))
     chosen = _choose(candidates, costs, rules).layout
     alternatives = {candidate.layout.pipeline_size: candidate.predicted_seconds for candidate in candidates}
     return Plan(chosen, predict(chosen), alternatives)
