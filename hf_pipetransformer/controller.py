@@ -5,7 +5,7 @@ Rank 0 decides, the others hear of it and check that they stand where rank 0 sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,12 +81,14 @@ class LayoutController:
         self.meter = meter
         self.probe = probe
         self.replay = replay
-        num_layers, needs = stage.layout.num_layers, decisions.policy.needs
+        # Nobody asks what has been measured since the last decision of a run that takes none.
+        num_layers, needs = stage.layout.num_layers, decisions.policy.needs if replay is None else ()
         self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
         units = stage.view.structure.units_of_parameter
         places = {name: block_of(used_by[0]) - 1 for name, used_by in units.items() if used_by[0]}
         self._weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
         self._similarity = SimilarityMonitor() if ACTIVATION_SIMILARITY in needs else None
+        self._recall: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._predicted: float | None = None
         self._known_microbatches = dict(decisions.inputs.rules.known_microbatches)
         self._trial: MicrobatchTrial | None = None
@@ -108,7 +110,7 @@ class LayoutController:
         """What changes before optimizer step number `step`. A collective call whenever something may change."""
         layout = stage.layout
         if self.replay is not None:
-            return self._replayed(self.replay.get(step), layout)
+            return self._replayed(self.replay[max(start for start in self.replay if start <= step)], layout)
         is_first, self._is_first = self._is_first, False
         change = self._decide(step, stage) if self.decides_before(step) else None
         if change is None and is_first:
@@ -118,9 +120,20 @@ class LayoutController:
         self._report_measurement(layout)
         return self._try_microbatches(layout)
 
+    def change_without_cache(self, step: int, stage: Stage) -> Change | None:
+        """What changes before step number `step` if activations that the layout has stored cannot be; then collective.
+
+        Asked once the change before it is made: what the policy measures from has not begun, so it may move.
+        """
+        layout = stage.layout
+        if self.replay is not None or not layout.cache_level or self._has_cache:
+            return None
+        return self._adapt_to_cache(step, layout)
+
     def begin_step(self, stage: Stage) -> None:
         """An optimizer step begins. At first a collective call."""
         if self.replay is None:
+            self._take_up_measurements()
             if self._weights is not None and not self._weights.has_begun:
                 self._weights.begin(stage.trained_here())
             if self._similarity is not None and not self._similarity.has_begun:
@@ -157,6 +170,7 @@ class LayoutController:
     def _measured(self, stage: Stage) -> dict[str, tuple[float, ...]]:
         """What the policy asked for, since the last decision. A collective call."""
         found = {}
+        self._take_up_measurements()
         if self._norms is not None:
             found[GRADIENT_NORMS] = self._norms.means()
             self._norms.reset()
@@ -175,11 +189,21 @@ class LayoutController:
         """Layers may be frozen from the start, and their activations stored from the first step on."""
         if self.decisions.cache is None or not layout.num_frozen_layers or layout.cache_level:
             return None
+        return self._adapt_to_cache(step, layout)
+
+    def _adapt_to_cache(self, step: int, layout: Layout) -> Change | None:
         known = self._known_microbatches
-        change = self.topology.decide(lambda: self.decisions.begin_with_cache(step, layout, known))
+        change = self.topology.decide(lambda: self.decisions.adapt_to_cache(step, layout, known))
         return None if change is None else self._begun(change)
 
+    @property
+    def _has_cache(self) -> bool:
+        """Whether activations can be stored; every rank knows, unless rank 0 has said so by a layout without them."""
+        cache = self.decisions.cache
+        return cache is not None and cache.mode != "off"
+
     def _begun(self, change: dict[str, Any]) -> Change:
+        assert self._weights is None or not self._weights.has_begun, "weights leave that changes are measured from"
         return Change(**{**change, "layout": self._begin_layout(Layout.from_event(change["layout"]))}, moves=True)
 
     def _begin_layout(self, layout: Layout) -> Layout:
@@ -256,8 +280,10 @@ class LayoutController:
 
     # ---- replay ----
 
-    def _replayed(self, new: Layout | None, layout: Layout) -> Change | None:
-        if new is None or new == layout:
+    def _replayed(self, new: Layout, layout: Layout) -> Change | None:
+        if not self._has_cache:
+            new = replace(new, cache_level=0)
+        if new == layout:
             return None
         moves = replace(new, num_microbatches=layout.num_microbatches) != layout
         if moves:
@@ -291,24 +317,42 @@ class LayoutController:
             found |= {f"{ACTIVATIONS}|{layer}": value for layer, value in self._similarity.state().items()}
         return found
 
-    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], is_elsewhere: bool) -> None:
-        """Go on from `state` and `tensors`, under the same layout or elsewhere, where measured times say nothing.
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        recall: Callable[[], Mapping[str, torch.Tensor]],
+        is_elsewhere: bool,
+        is_same_policy: bool,
+    ) -> None:
+        """Go on from `state`, under the same layout or elsewhere, where measured times say nothing.
 
         Args:
-            tensors: of all ranks, as far as this one needs them.
+            recall: reads the `tensors` of all ranks, as far as this one needs them. It is called when the layout of
+                the first step is in force: a transition before it takes weights to other ranks.
+            is_same_policy: the policy's class is that of the run that was saved; another one begins anew.
         """
-        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}}
-        for key, value in tensors.items():
-            kind, _, name = key.partition("|")
-            parts[kind][name] = value
-        self.decisions.load_state(state)
+        self.decisions.load_state(state, is_same_policy)
         if self._norms is not None and state["gradient_norms"] is not None:
             self._norms.load_state(state["gradient_norms"])
+        if self._weights is not None or self._similarity is not None:
+            self._recall = recall
+        if is_elsewhere:
+            return
+        # The run that was saved decided on its cache; one that is switched on since then needs no decision on times.
+        cache = self.decisions.cache
+        self._is_first = cache is not None and cache.mode == "on"
+        self._known_microbatches.update({int(k): int(m) for k, m in state["known_microbatches"].items()})
+
+    def _take_up_measurements(self) -> None:
+        """What is measured from, of the run that is gone on with. A collective call, once."""
+        if self._recall is None:
+            return
+        recall, self._recall = self._recall, None
+        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}}
+        for key, value in self.topology.together(recall).items():
+            kind, _, name = key.partition("|")
+            parts[kind][name] = value
         if self._weights is not None and parts[WEIGHTS]:
             self._weights.load_state(parts[WEIGHTS])
         if self._similarity is not None:
             self._similarity.load_state(parts[ACTIVATIONS])
-        if is_elsewhere:
-            return
-        self._is_first = False  # The run that was saved decided on its cache.
-        self._known_microbatches.update({int(k): int(m) for k, m in state["known_microbatches"].items()})

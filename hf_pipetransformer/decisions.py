@@ -101,12 +101,15 @@ class Decisions:
             self._report(decision, [])
         return {"next_step": self.next_step(step + 1), "change": change}
 
-    def begin_with_cache(
+    def adapt_to_cache(
         self, step: int, layout: Layout, known_microbatches: Mapping[int, int]
     ) -> dict[str, Any] | None:
-        """The change to a layout that stores the activations of layers that are frozen from the start, if it pays."""
+        """The change to a layout that stores what the frozen layers give, if that pays, or no longer does."""
         plan = self._plan(layout.num_frozen_layers, layout, step, known_microbatches)
-        return _as_change(plan, "frozen from the start", None) if plan.layout.cache_level else None
+        if plan.layout.cache_level == layout.cache_level:
+            return None
+        reason = "frozen from the start" if plan.layout.cache_level else "nothing is stored any more"
+        return _as_change(plan, reason, None)
 
     def _plan(self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[int, int]) -> Plan:
         costs, overheads = self._calibrated
@@ -167,8 +170,10 @@ class Decisions:
             "policy": dict(self.policy.state()),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+    def load_state(self, state: Mapping[str, Any], is_same_policy: bool) -> None:
+        """Go on from `state`; what one policy answered and remembers is nothing to another."""
+        if not is_same_policy:
+            return
         self._num_wanted = float(state["num_wanted"])
         self._num_fruitless = int(state["num_fruitless"])
         self.policy.load_state(state["policy"])

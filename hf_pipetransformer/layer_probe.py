@@ -18,15 +18,21 @@ class LayerProbe:
     """Runs the samples through all stages in evaluation mode, and collects a mean over positions for each layer.
 
     Args:
-        model: what Trainer trains: called, it runs all stages.
+        compute: what training computes for a batch; it runs all stages.
         samples: a batch, the same on every rank.
         topology: the ranks.
         device: where this rank computes.
     """
 
-    def __init__(self, model: nn.Module, samples: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
-        self.model = model
-        self.samples = {name: value for name, value in samples.items() if name != "labels"}
+    def __init__(
+        self,
+        compute: Callable[[dict[str, Any]], Any],
+        samples: Mapping[str, Any],
+        topology: Topology,
+        device: torch.device,
+    ) -> None:
+        self.compute = compute
+        self.samples = samples
         self.topology = topology
         self.device = device
 
@@ -38,7 +44,7 @@ class LayerProbe:
         here = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in self.samples.items()}
         try:
             with torch.no_grad():
-                self.model(**here)
+                self.compute(here)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -371,6 +371,9 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
         if present["arguments"].get(name, value) != value
     }
     told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
+    kind, old_kind = present["policy_class"], saved.get("policy_class", present["policy_class"])
+    if kind != old_kind:
+        told.append(f"{kind} as class of the freeze policy, which begins anew (was {old_kind})")
     for key, what in (("world_size", "processes"), ("policy", "as freeze policy")):
         if present[key] != saved[key]:
             told.append(f"{present[key]} {what} (was {saved[key]})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,8 @@ from hf_pipetransformer.controller import Change, LayoutController
 from hf_pipetransformer.decisions import Decisions
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import DecisionClock, FreezePolicy, FreezeSignal
+from hf_pipetransformer.freeze.weights import relative_changes
+from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.pipeline.timing import PARTS
 from tests.test_planning import costs_of, layout_of, rules_for
@@ -44,6 +48,9 @@ class Heard(Topology):
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * WORLD_SIZE
+
+    def together(self, call: Callable[[], Any]) -> Any:
+        return call()
 
 
 class Meter:
@@ -142,3 +149,130 @@ def test_what_rank_0_refuses_is_refused_everywhere() -> None:
     for rank in (0, 1):
         with pytest.raises(ValueError, match="no such plan"):
             Heard(rank, told).decide(refuse if rank == 0 else forbidden)
+
+
+# ---- gone on with elsewhere ----
+
+
+NAMES = {f"unit{unit}": (unit,) for unit in range(2 * L + 2)}
+
+
+class Watching(FreezePolicy):
+    """Asks for changes of weights, and freezes nothing."""
+
+    needs = frozenset({"weight_changes"})
+
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        return signal.num_frozen
+
+
+class Cache:
+    """A planner of the activation cache that stores whatever is frozen."""
+
+    steps_per_epoch = 5
+
+    def __init__(self, mode: str = "on") -> None:
+        self.mode = mode
+
+    def decide(self, _prefix: Any, num_frozen: int, *_args: Any) -> Any:
+        return SimpleNamespace(use=self.mode != "off", level=num_frozen)
+
+
+class Stage:
+    """What a rank trains under a layout: weights of its active units, one parameter each."""
+
+    def __init__(self, rank: int, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+        self.rank, self.layout, self.weights = rank, layout, weights
+        self.view = SimpleNamespace(structure=SimpleNamespace(units_of_parameter=NAMES))
+
+    def trained_here(self) -> dict[str, torch.Tensor]:
+        position, first = self.rank % self.layout.pipeline_size, self.layout.first_active_unit
+        return {
+            name: self.weights[name]
+            for name, (unit,) in NAMES.items()
+            if unit >= first and self.layout.ranks_of([unit]) == (position,)
+        }
+
+
+def controller_of(
+    folder: Path, stage: Stage, told: list[Any], cache: Any, unfit: int = 0, replay: dict[int, Layout] | None = None
+) -> LayoutController:
+    args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
+    rules = rules_for(L, device_bytes=1e12, unfit=frozenset(range(1, unfit + 1)))
+    inputs = PlanInputs(costs_of(L), Overheads(), rules, samples_per_device=16)
+    clock, ignore = DecisionClock(4, 0, 40), lambda *_, **__: None
+    frozen = stage.layout.num_frozen_layers
+    decided = Decisions(Watching(), clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
+    nothing: Any = None
+    meter: Any = Meter(1.0)
+    return LayoutController(decided, Heard(stage.rank, told), stage, ignore, meter, nothing, replay)
+
+
+@pytest.mark.parametrize("unfit", [0, 1], ids=["to one stage", "to two stages"])
+@pytest.mark.parametrize("cached", [0, 1], ids=["cache begins", "cache is lost"])
+def test_changes_are_measured_from_the_last_decision_whatever_moves_before_the_first_step(
+    tmp_path: Path, unfit: int, cached: int
+) -> None:
+    """A run that goes on elsewhere at step 6 moves first, with its cache or for want of one; then comes step 8."""
+    told: list[Any] = []
+    layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=cached)
+    then = {name: torch.full((3,), 1.0 + unit) for name, (unit,) in NAMES.items()}
+    now = {name: 1.5 * value for name, value in then.items()}
+    saved = {"num_wanted": 1.0, "num_fruitless": 0, "policy": {}, "gradient_norms": None, "known_microbatches": {}}
+    reports, sizes = [], set()
+    for rank in range(WORLD_SIZE):
+        stage = Stage(rank, layout, now)
+        heard = told if rank == 0 else list(told)
+        watcher = controller_of(tmp_path, stage, heard, None if cached else Cache(), unfit)
+        own = stage
+        recall = lambda: {f"weights|{name}": then[name].clone() for name in own.trained_here()}  # noqa: B023, E731
+        watcher.load_state(saved, recall, is_elsewhere=not cached, is_same_policy=True)
+        moves = [ask(6, stage) for ask in (watcher.change_before, watcher.change_without_cache)]
+        (change,) = [move for move in moves if move is not None and move.moves]
+        assert change.layout.cache_level == 1 - cached
+        sizes.add(change.layout.pipeline_size)
+        own = stage = Stage(rank, change.layout, now)
+        watcher.begin_step(stage)
+        assert watcher._weights is not None
+        reports.append(watcher._weights.report(stage.trained_here(), L))
+    (size,) = sizes
+    assert size == 1 + unfit
+    changes = relative_changes(reports[:size])
+    assert changes == pytest.approx((0, *[0.5] * L))
+    for rank, report in enumerate(reports):
+        assert report == reports[rank % size]
+
+
+def test_a_layout_whose_activations_cannot_be_stored_stores_none(tmp_path: Path) -> None:
+    """The store could not be opened, or the cache was switched off since the checkpoint."""
+    layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=1)
+    stage = Stage(0, layout, {})
+    for cache, is_lost in ((None, True), (Cache("off"), True), (Cache("auto"), False)):
+        change = controller_of(tmp_path, stage, [], cache).change_without_cache(6, stage)
+        assert (change is not None) == is_lost
+        assert change is None or (change.layout.cache_level, change.layout.num_frozen_layers) == (0, 1)
+
+
+def test_a_cache_that_is_switched_on_begins_with_the_resumed_run(tmp_path: Path) -> None:
+    layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1)
+    stage = Stage(0, layout, {name: torch.ones(3) for name in NAMES})
+    saved = {"num_wanted": 1.0, "num_fruitless": 0, "policy": {}, "gradient_norms": None, "known_microbatches": {}}
+    for mode, begins in (("on", True), ("auto", False)):
+        watcher = controller_of(tmp_path, stage, [], Cache(mode))
+        watcher.load_state(saved, dict, is_elsewhere=False, is_same_policy=True)
+        change = watcher.change_before(6, stage)
+        assert (change is not None and change.layout.cache_level == 1) == begins
+
+
+def test_a_replayed_run_stands_where_the_plan_does_at_any_step(tmp_path: Path) -> None:
+    """Plain Trainer, whose checkpoint it goes on from, has frozen nothing; the plan has."""
+    start = layout_of(L, 4, WORLD_SIZE)
+    frozen = replace(layout_of(L, 2, WORLD_SIZE), num_frozen_layers=2, cache_level=2)
+    stage = Stage(0, start, {})
+    for cache in (Cache(), None):
+        watcher = controller_of(tmp_path, stage, [], cache, replay={0: start, 3: frozen})
+        assert watcher.change_before(2, stage) is None
+        change = watcher.change_before(5, stage)
+        assert change is not None and change.moves
+        assert change.layout == (frozen if cache else replace(frozen, cache_level=0))
+        assert watcher.change_before(6, Stage(0, change.layout, {})) is None

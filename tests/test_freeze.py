@@ -184,6 +184,11 @@ def test_a_policy_says_before_a_run_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"share must be above 0, found -1"):
         check_policy(Settled(share=-1), L, 40, 0)
     wants = Says(1)
+    wants.needs = ["weight_changes", "gradient_norms"]
+    assert check_policy(wants, L, 40, 0) == []
+    wants.needs = "weight_changes"
+    with pytest.raises(ValueError, match=r"Says\.needs is 'weight_changes': expected a collection of names"):
+        check_policy(wants, L, 40, 0)
     wants.needs = frozenset({"weight_changes", "the_weather"})
     with pytest.raises(ValueError, match=r"Says\.needs has the_weather: expected some of"):
         check_policy(wants, L, 40, 0)

@@ -13,7 +13,11 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache.planner import measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.checkpoint import check_weights
+from hf_pipetransformer.freeze.policies import FreezePolicy
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.run import cache_stores, resumption
 from tests.models import build_model, collate, make_dataset
+from tests.settled_policy import Settled
 
 
 class FailsOnce(TrainerCallback):
@@ -28,7 +32,9 @@ class FailsOnce(TrainerCallback):
             raise RuntimeError("planted")
 
 
-def trainer_of(model: PreTrainedModel, folder: Path, optimizer: Any = None, **options: Any) -> PipeTransformerTrainer:
+def trainer_of(
+    model: PreTrainedModel, folder: Path, optimizer: Any = None, policy: FreezePolicy | None = None, **options: Any
+) -> PipeTransformerTrainer:
     args = PipeTransformerArguments(
         output_dir=str(folder), per_device_train_batch_size=4, max_steps=6, save_steps=2, logging_steps=1,
         use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-3, **options,
@@ -36,7 +42,7 @@ def trainer_of(model: PreTrainedModel, folder: Path, optimizer: Any = None, **op
     data = make_dataset("bert_sequence", 12)
     return PipeTransformerTrainer(
         model, args, train_dataset=data, data_collator=collate, optimizers=(optimizer, None),
-        callbacks=[FailsOnce(5)] if optimizer is not None else None,
+        callbacks=[FailsOnce(5)] if optimizer is not None else None, policy=policy,
     )  # fmt: skip
 
 
@@ -74,6 +80,98 @@ def test_a_run_that_replays_a_plan_without_its_cache_goes_on_from_its_own_checkp
     trainer_of(resumed, tmp_path / "replayed", **replayed).train(resume_from_checkpoint=str(folder))
     for name, value in whole.named_parameters():
         assert torch.equal(value, resumed.get_parameter(name)), name
+
+
+def freeze_by_hand(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    lowest = ("bert.embeddings.", *(f"bert.encoder.layer.{index}." for index in range(num_layers)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(lowest))
+    return model
+
+
+class Watch(TrainerCallback):
+    """Notes in each step the layout, and whether the lowest layer is in training mode."""
+
+    def __init__(self, trainer: PipeTransformerTrainer) -> None:
+        self.trainer = trainer
+        self.layouts: list[Layout | None] = []
+        self.modes: list[bool] = []
+        trainer.add_callback(self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.layouts.append(self.trainer.layout)
+        self.modes.append(model.bert.encoder.layer[0].training)
+
+
+def no_room(*_args: Any, **_kwargs: Any) -> Any:
+    raise OSError("planted")
+
+
+@pytest.mark.parametrize("lost", ["switched off", "no room"])
+def test_a_resumed_run_that_lost_its_cache_is_one_without(
+    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the user froze is in evaluation mode only while its activations are stored."""
+    options = {"activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache"), "freeze_policy": "none"}
+    trainer = trainer_of(freeze_by_hand(build_model("bert_sequence"), 2), tmp_path / "run", **options)
+    trainer.train()
+    assert trainer.layout is not None and trainer.layout.cache_level == 2
+    if lost == "switched off":
+        options["activation_cache"] = "off"
+    else:
+        monkeypatch.setattr(cache_stores, "take_store", no_room)
+    resumed = trainer_of(freeze_by_hand(build_model("bert_sequence"), 2), tmp_path / "run", **options)
+    watch = Watch(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert [(layout.num_frozen_layers, layout.cache_level) for layout in watch.layouts if layout] == [(2, 0)] * 2
+    assert watch.modes == [True, True]
+    logged = [entry["cached_layers"] for entry in resumed.state.log_history if "cached_layers" in entry]
+    assert logged == [2, 0]
+
+
+def test_a_replayed_run_stores_what_the_plan_does_if_it_can(tmp_path: Path) -> None:
+    """Its checkpoint lies between two steps of the plan."""
+    options = {"freeze_policy": "fixed", "freeze_at": "1:2,5:3", "activation_cache_dir": str(tmp_path / "cache")}
+    trainer_of(build_model("bert_sequence"), tmp_path / "plan", **options, activation_cache="on").train()
+    (plan,) = (tmp_path / "plan").glob("*events*.jsonl")
+    for cache, level in (("off", 0), ("on", 2)):
+        replayed = options | {"activation_cache": cache, "layout_plan": str(plan)}
+        resumed = trainer_of(build_model("bert_sequence"), tmp_path / cache, **replayed)
+        watch = Watch(resumed)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "plan" / "checkpoint-2"))
+        assert [layout.num_frozen_layers for layout in watch.layouts if layout] == [2, 2, 2, 3]
+        assert [layout.cache_level for layout in watch.layouts if layout][:3] == [level] * 3
+
+
+def test_another_policy_begins_anew_and_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_of(build_model("bert_sequence"), tmp_path, freeze_policy="none").train()
+    options = {"freeze_interval": "1", "freeze_warmup": 0, "activation_cache": "off"}
+    said: list[str] = []
+    monkeypatch.setattr(resumption.logger, "warning", said.append)
+    policy = Settled()
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, policy=policy, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "Settled as class of the freeze policy, which begins anew (was NoFreezing)" in said[0]
+    assert len(policy.seen) == 3  # Before steps 3, 4 and 5; before step 2 there was nothing to compare with.
+    # Of its own kind it takes up the memory.
+    del said[:]
+    again = Settled()
+    trainer_of(build_model("bert_sequence"), tmp_path, policy=again, **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-4")
+    )
+    assert not any("begins anew" in text for text in said)
+    assert again.seen == policy.seen
+
+
+def test_a_policy_remembers_nothing_of_an_earlier_training(tmp_path: Path) -> None:
+    policy = Settled()
+    options = {"freeze_interval": "1", "freeze_warmup": 0, "activation_cache": "off"}
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, policy=policy, **options)
+    counts = []
+    for _ in range(2):
+        trainer.train()
+        counts.append(len(policy.seen))
+    assert counts == [5, 5]
 
 
 def test_measuring_the_storage_draws_no_random_numbers(tmp_path: Path) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.layer_probe import LayerProbe
+from hf_pipetransformer.pipeline.schedules.forward_only import FORWARD_ONLY
+from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
-from tests.models import NUM_LAYERS, build_model, collate, make_rows
+from tests.models import NUM_LAYERS, build_model, collate, make_dataset, make_rows
+from tests.one_process import ModelPipeline, together
+from tests.settled_policy import Settled
 
 
 @pytest.mark.parametrize("name", ["bert_sequence", "vit"])
@@ -30,7 +39,7 @@ def test_stages_note_what_the_whole_model_does(name: str, cuts: tuple[int, ...])
         view.install(range(start, end))
         view.received, stage_output = received, []
 
-        def run(**inputs: Any) -> None:
+        def run(inputs: dict[str, Any]) -> None:
             try:
                 model(**inputs)
             except StageExit as reached:
@@ -45,6 +54,64 @@ def test_stages_note_what_the_whole_model_does(name: str, cuts: tuple[int, ...])
     assert sorted(found, key=int) == [str(layer) for layer in range(NUM_LAYERS)]
     for layer, output in enumerate(expected):
         assert torch.equal(found[str(layer)], output)
+
+
+@pytest.mark.parametrize("kind", ["loop", "v"])
+def test_ranks_with_several_stages_note_each_layer_once(kind: str) -> None:
+    """Two ranks with two stages each, a batch in two micro-batches; a layer may end on either rank."""
+    model, samples = build_model("bert_sequence").train(), collate(make_rows("bert_sequence", 6))
+    expected = [hidden.mean(dim=1) for hidden in hidden_states(model, samples)]
+    placement = Placement(2, 2, kind)
+    pipeline = ModelPipeline(model, (0, 2, 5, 8, 2 * NUM_LAYERS + 2), placement, samples, num_microbatches=2)
+    table = FORWARD_ONLY[kind].table(2, 2, 2, 0)
+
+    def outputs(rank: int) -> dict[str, torch.Tensor]:
+        def run(_inputs: dict[str, Any]) -> None:
+            pipeline.engines[rank].begin(table[rank], pipeline.micro_batches[rank], is_training=False).drain()
+
+        stage: Any = SimpleNamespace(view=pipeline.views[rank], layout=SimpleNamespace(pipeline_size=1))
+        return LayerProbe(run, samples, Topology(60, 1), torch.device("cpu")).outputs(stage)
+
+    first, second = together([partial(outputs, rank) for rank in range(2)])
+    assert first and second and not first.keys() & second.keys()
+    found = first | second
+    assert sorted(found, key=int) == [str(layer) for layer in range(NUM_LAYERS)]
+    for layer, output in enumerate(expected):
+        assert torch.allclose(found[str(layer)], output, rtol=1e-5, atol=1e-6)
+
+
+class Strict(BertForSequenceClassification):
+    """Takes what it knows and nothing else."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+class Weighted(PipeTransformerTrainer):
+    """The batch has a column that is not the model's."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        others = {name: value for name, value in inputs.items() if name != "weight"}
+        return inputs["weight"].mean() * super().compute_loss(model, others, return_outputs, **kwargs)
+
+
+def with_weights(rows: Any) -> dict[str, torch.Tensor]:
+    return collate(rows) | {"weight": torch.ones(len(rows))}
+
+
+def test_columns_that_only_the_loss_knows_do_not_reach_the_model(tmp_path: Path) -> None:
+    policy = Settled()
+    policy.needs = {"activation_similarity"}
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        remove_unused_columns=False, freeze_interval="1", freeze_warmup=0, activation_cache="off",
+    )  # fmt: skip
+    model, data = Strict(build_model("bert_sequence").config), make_dataset("bert_sequence", 12)
+    trainer = Weighted(model, args, train_dataset=data, data_collator=with_weights, policy=policy)
+    trainer.train()
+    events = [json.loads(line) for line in (tmp_path / "pipetransformer_events.jsonl").read_text().splitlines()]
+    (similarities,) = [event["activation_similarity"] for event in events if event["event"] == "freeze"]
+    assert len(similarities) == NUM_LAYERS
 
 
 def hidden_states(model: Any, samples: dict[str, torch.Tensor]) -> list[torch.Tensor]:

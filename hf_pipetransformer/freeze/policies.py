@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ class FreezePolicy(ABC):
     """
 
     name: str = "custom"
-    needs: frozenset[str] = frozenset({GRADIENT_NORMS})
+    needs: Collection[str] = frozenset({GRADIENT_NORMS})
     """Which of `MEASUREMENTS` are made for it. Gradient norms cost nothing; for weight changes every process keeps a
     copy of the weights that it trains, for similarities of activations a tiny batch is evaluated at each decision."""
     keeps_minimum = True
@@ -109,7 +109,7 @@ class FreezePolicy(ABC):
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Go on from `state`."""
+        """Go on from `state`: that of a checkpoint, or at each new training that of the policy as it was given."""
 
     def describe(self) -> str:
         """The policy in a few words, for the start-up line."""
@@ -318,7 +318,9 @@ def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_acti
     Raises:
         ValueError: it cannot work with such a model or run, or needs what nobody measures.
     """
-    unknown = sorted(policy.needs - set(MEASUREMENTS))
+    if isinstance(policy.needs, str):
+        raise ValueError(f"{type(policy).__name__}.needs is {policy.needs!r}: expected a collection of names.")
+    unknown = sorted(set(policy.needs) - set(MEASUREMENTS))
     if unknown:
         raise ValueError(f"{type(policy).__name__}.needs has {', '.join(unknown)}: expected some of {MEASUREMENTS}.")
     texts = policy.check(num_layers, max_steps)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -94,9 +97,6 @@ class Beginning:
         loader = self._checked(given)
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
         cache = self._cache(given, steps_per_epoch)
-        replay = self.replay
-        if replay is not None and cache is None:
-            replay = {step: replace(planned, cache_level=0) for step, planned in replay.items()}
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
         # A resumed run began earlier.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
@@ -115,8 +115,8 @@ class Beginning:
         )
         meter = pipeline.settings.meter
         samples, device = pipeline.start_up.samples, self.trainer.args.device
-        probe = LayerProbe(pipeline.shell, samples, self.topology, device)
-        controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, probe, replay)
+        probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
+        controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, probe, self.replay)
         optimizer = self._optimizer(cache)
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         return Training(
@@ -191,8 +191,8 @@ class Beginning:
         layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
         optimizer = host.torch_optimizer(self.trainer)
         groups = divide(optimizer, self.pipeline, self.names)
-        # A cache for layers that are frozen from the start changes the cuts too.
-        adapts = elastic and (self.policy.freezes or cache is not None)
+        # A cache for layers that are frozen from the start changes the cuts too, and the loss of one that was resumed.
+        adapts = elastic and (self.policy.freezes or cache is not None or layout.cache_level > 0)
         # A user's optimizer is put together again at the end.
         may_move = self.replay is not None or (layout.pipeline_size > 1 and (adapts or self.keeps_optimizer))
         if adapts:
@@ -201,3 +201,10 @@ class Beginning:
                 if layout.pipeline_size % size == 0:
                     self.topology.groups(Placement(size, layout.num_chunks if size > 1 else 1, layout.placement))
         return OptimizerState(optimizer, stage.store.held(), self.topology, may_move, groups)
+
+
+def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """What `compute_loss` gives, which alone knows which columns of a batch are the model's."""
+    num_items = torch.tensor(host.items_of(trainer, inputs), device=trainer.args.device)
+    passes = "labels" in inputs and host.takes_num_items(trainer)
+    return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)

@@ -50,6 +50,7 @@ def _described(trainer: Trainer, topology: Topology, policy: FreezePolicy) -> di
         "arguments": comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
         "has_plan": trainer.args.layout_plan is not None,
         "policy": policy.describe(),
+        "policy_class": type(policy).__name__,
         "decaying": list(trainer.get_decay_parameter_names(model)),
         "model": type(model).__name__,
         "parameters": {

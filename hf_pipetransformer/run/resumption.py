@@ -107,6 +107,12 @@ class Resumption:
         return None if self.is_elsewhere else Layout.from_event(self.state["first_layout"])
 
     @property
+    def has_same_policy(self) -> bool:
+        """Whether the freeze policy is of the class of the run that was saved, whose memory it takes up."""
+        own = self.description.fields["policy_class"]
+        return bool(self.state.get("policy_class", own) == own)
+
+    @property
     def known_microbatches(self) -> dict[int, int] | None:
         """What the run that was saved had found for M, by K; None where it is looked for anew."""
         if self.is_elsewhere:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Run:
         self.starter = Starter(trainer, self.topology, splitter, self.has_users_optimizer, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
         self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+        self._policys_start = deepcopy(dict(self.policy.state()))
         self.in_force: Pipeline | None = None
         self.in_training: Training | None = None
         self.resumption: Resumption | None = None
@@ -132,6 +134,8 @@ class Run:
     def begin_training(self) -> Pipeline:
         """The model goes onto its stages, and the ranks' random numbers part. A collective call."""
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
+        # What it remembers of an earlier training is nothing to this one; a checkpoint's memory comes with the rest.
+        self.policy.load_state(deepcopy(self._policys_start))
         if not self.has_users_optimizer:
             trainer.optimizer = None  # One of an earlier training was for other stages and other frozen layers.
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}

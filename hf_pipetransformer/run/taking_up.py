@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(state["scaler"])
-    then = together(lambda: _read_last_decision(resumption, into))
-    into.controller.load_state(state["decisions"], then, resumption.is_elsewhere)
+    recall = partial(_read_last_decision, resumption, into)
+    into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers

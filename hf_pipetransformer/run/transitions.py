@@ -54,13 +54,14 @@ class Transitions:
         step, pipeline = self.trainer.state.global_step, self.pipeline
         if self.controller.decides_before(step):
             self.patience.rest()  # Rank 0 may measure the disk while the others wait.
-        change = self.controller.change_before(step, pipeline.stage)
-        if change is not None and change.moves:
-            self.patience.rest()
-            self.move(change)
-        elif change is not None:
-            pipeline.stage.layout = change.layout
-            self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+        for ask in (self.controller.change_before, self.controller.change_without_cache):
+            change = ask(step, pipeline.stage)
+            if change is not None and change.moves:
+                self.patience.rest()
+                self.move(change)
+            elif change is not None:
+                pipeline.stage.layout = change.layout
+                self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
         self.controller.begin_step(pipeline.stage)
 
     def move(self, change: Change) -> None:
@@ -68,11 +69,6 @@ class Transitions:
         start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
         if self.cache is not None:
             self.cache.prepare_transition()
-        if self.loader is None and change.layout.pipeline_size != old.pipeline_size:
-            raise ValueError(
-                "get_train_dataloader returned a loader that knows nothing of stages, so the layout cannot change. "
-                "Build it with self._get_dataloader, or set elastic=False."
-            )
         self.journal.tried = pipeline.start_up.plans.trying(change.layout)
         probe, settings = pipeline.start_up.probe, pipeline.settings
         stage, num_bytes = change_layout(pipeline.stage, change.layout, probe, self.topology, settings, self.optimizer)
