@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
@@ -20,6 +21,7 @@ from hf_pipetransformer.option_values import (
     whole_number,
 )
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.report.events import logger
 
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
@@ -58,6 +60,12 @@ READERS: dict[str, Reader] = {
     "activation_cache_keep": truth,
 }
 """How each option of the pipeline is read, whatever a script, a YAML file or a sweep gave."""
+
+
+_NO_PIPELINE = (
+    "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
+    "activation_cache*. Use PipeTransformerTrainer."
+)
 
 
 @dataclass
@@ -243,6 +251,8 @@ class PipeTransformerArguments(TrainingArguments):
         },
     )
 
+    is_taken = False  # No option: whether a trainer with a pipeline reads them.
+
     def __post_init__(self) -> None:
         if self.deepspeed:
             raise ValueError(
@@ -255,6 +265,9 @@ class PipeTransformerArguments(TrainingArguments):
         self._check_freezing()
         self._check_chunks()
         super().__post_init__()
+        self._recompute_in_pipeline()
+
+    def _recompute_in_pipeline(self) -> None:
         if self.activation_checkpointing and self.pipeline_parallel_size != "1":
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
@@ -288,9 +301,15 @@ class PipeTransformerArguments(TrainingArguments):
             )
 
     @property
-    def place_model_on_device(self) -> bool:
-        """False: a rank's stage, not the whole model, goes to its device."""
-        return False
+    def place_model_on_device(self) -> bool | None:
+        """False with several processes: a rank's stage, not the whole model, goes to its device.
+
+        Trainer asks when it is made, one without a pipeline too: it ignores the options of this class.
+        """
+        if not self.is_taken:
+            logger.warning(_NO_PIPELINE)
+            return None
+        return None if self.world_size == 1 else False
 
     @property
     def pipeline_size(self) -> int | None:
@@ -307,3 +326,24 @@ class PipeTransformerArguments(TrainingArguments):
         """The asked number of micro-batches M; None for "auto" and "measured"."""
         count = self.pipeline_parallel_num_microbatches
         return int(count) if count.isdecimal() else None
+
+
+def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
+    """Arguments as a pipeline reads them: plain ones get the default of each of its options."""
+    if isinstance(args, PipeTransformerArguments):
+        args.is_taken = True
+        return args
+    kind = type(args)
+    # Their own options stay: those of `Seq2SeqTrainingArguments`, say.
+    both = PipeTransformerArguments
+    if kind is not TrainingArguments:
+        both = dataclass(type(f"Pipeline{kind.__name__}", (PipeTransformerArguments, kind), {}))
+    # Not made anew: what Trainer's arguments work out from each other is done.
+    taken = copy.copy(args)
+    taken.__class__ = both
+    for option in fields(PipeTransformerArguments):
+        if option.name not in vars(taken):
+            setattr(taken, option.name, READERS[option.name](option.name, option.default))
+    taken.is_taken = True
+    taken._recompute_in_pipeline()
+    return taken

@@ -216,13 +216,8 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
         output_dir: the run's folder.
         read: raises ValueError for a folder that is not sound.
     """
-    found = []
-    for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
-        match = _FOLDER_NAME.fullmatch(name)
-        if match is not None and os.path.isdir(os.path.join(output_dir, name)):
-            found.append((int(match[1]), os.path.join(output_dir, name)))
     reasons = []
-    for _step, folder in sorted(found, reverse=True):
+    for folder in _newest_first(output_dir):
         try:
             read(folder)
         except ValueError as error:
@@ -230,6 +225,20 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
         else:
             return folder, reasons
     return None, reasons
+
+
+def newest(output_dir: str) -> str | None:
+    """The checkpoint of the highest step in a run's folder, sound or not."""
+    return next(iter(_newest_first(output_dir)), None)
+
+
+def _newest_first(output_dir: str) -> list[str]:
+    found = []
+    for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
+        match = _FOLDER_NAME.fullmatch(name)
+        if match is not None and os.path.isdir(os.path.join(output_dir, name)):
+            found.append((int(match[1]), os.path.join(output_dir, name)))
+    return [folder for _step, folder in sorted(found, reverse=True)]
 
 
 # ---- a folder that all nodes see ----

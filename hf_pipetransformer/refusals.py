@@ -35,21 +35,15 @@ _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: PipeTransformerArguments) -> None:
     """Refuse arguments that a pipeline cannot honour.
 
     Raises:
         ValueError: names the option, the reason and the remedy.
     """
-    if not isinstance(args, PipeTransformerArguments):
-        raise ValueError(
-            f"PipeTransformerTrainer needs PipeTransformerArguments, found {type(args).__name__}. It takes the same "
-            "arguments as TrainingArguments; change the class name."
-        )
     for is_refused, text in _refused_options(args):
         if is_refused:
             raise ValueError(text)
-    _check_launch(args)
 
 
 def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
@@ -202,7 +196,12 @@ def precision_of(args: TrainingArguments) -> str:
     return "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
 
 
-def _check_launch(args: TrainingArguments) -> None:
+def check_launch(args: TrainingArguments) -> None:
+    """Refuse processes that do not know of each other.
+
+    Raises:
+        ValueError: names how many there are, and how to start them.
+    """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != args.world_size:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -152,6 +153,12 @@ class Resumption:
                 "set without indices goes on in batches of the same size. Change per_device_train_batch_size so that "
                 "its product with the number of processes stays the same."
             )
+
+
+def is_of_pipeline(where: str | bool | None, output_dir: str) -> bool:
+    """Whether the checkpoint `where`, or the newest one if that is True, was saved by a pipeline."""
+    folder = checkpoint.newest(output_dir) if where is True else where
+    return bool(folder) and os.path.isdir(os.path.join(str(folder), checkpoint.STATE_FOLDER))
 
 
 def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:

@@ -18,7 +18,7 @@ from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.refusals import check_dataset, comparable
-from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.report.events import EventLog, logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
 from hf_pipetransformer.run.callbacks import WholeModelCallbacks
@@ -29,11 +29,11 @@ from hf_pipetransformer.run.loaders import make_loader, share_generator
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan
-from hf_pipetransformer.run.resumption import Resumption, find_resumption
+from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
-from hf_pipetransformer.run.starting import Found, Starter
+from hf_pipetransformer.run.starting import Found, Starter, is_undivided
 from hf_pipetransformer.run.training import Training
-from hf_pipetransformer.splitters import Splitter
+from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
 from hf_pipetransformer.startup import check_agreement
 from hf_pipetransformer.transition import make_whole, whole_on_first_rank
 
@@ -49,12 +49,15 @@ class Run:
         trainer: the user's trainer, whose own constructor has run.
         policy: decides what freezes; None makes the one that the options name.
         splitter: how the model falls into layers; None looks for it.
+        needs_pipeline: without, Trainer trains and evaluates.
 
     Raises:
         ValueError: the ranks were started with different options.
     """
 
-    def __init__(self, trainer: Trainer, policy: FreezePolicy | None, splitter: Splitter | None) -> None:
+    def __init__(
+        self, trainer: Trainer, policy: FreezePolicy | None, splitter: Splitter | None, needs_pipeline: bool
+    ) -> None:
         args: PipeTransformerArguments = trainer.args
         rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
@@ -78,6 +81,10 @@ class Run:
         self.resumption: Resumption | None = None
         self._beginning: Beginning
         self._evaluation: Evaluation | None = None
+        self._needs_pipeline = needs_pipeline
+        self.is_left_to_trainer = self._evaluates_alone = not needs_pipeline or is_undivided(args)
+        """Whether Trainer's own methods run now."""
+        self._loaders_of_trainer: dict[str, Any] = {}
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
         """The pipeline starts; from now on, callbacks that take the model find it whole."""
@@ -113,13 +120,17 @@ class Run:
         return self.in_training
 
     @contextmanager
-    def train_call(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+    def train_call(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | bool | None]:
         """`Trainer.train` runs inside, from the checkpoint in the folder that it is given; None for a new run.
 
         Raises:
             ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
         """
         where, trainer = resume_from_checkpoint or None, self.trainer
+        self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, trainer.args.output_dir)
+        if self.is_left_to_trainer:
+            yield where
+            return
         try:
             with self.patience.reporting_faults():
                 check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
@@ -131,8 +142,14 @@ class Run:
         finally:
             self._leave()
 
-    def begin_training(self) -> Pipeline:
-        """The model goes onto its stages, and the ranks' random numbers part. A collective call."""
+    def begin_training(self) -> AbstractContextManager[None]:
+        """The model goes onto its stages, and the ranks' random numbers part. A collective call.
+
+        A model that cannot be split is left to Trainer in one process: then nothing is frozen.
+
+        Returns:
+            Inside, the model is the stage's.
+        """
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
         # What it remembers of an earlier training is nothing to this one; a checkpoint's memory comes with the rest.
         self.policy.load_state(deepcopy(self._policys_start))
@@ -140,7 +157,14 @@ class Run:
             trainer.optimizer = None  # One of an earlier training was for other stages and other frozen layers.
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
-        found = self.starter.look(trainer.train_dataset, is_training=True)
+        try:
+            found = self.starter.look(trainer.train_dataset, is_training=True)
+        except UnsupportedModelError as error:
+            if not is_undivided(trainer.args) or resumption is not None:
+                raise
+            logger.warning(f"This run freezes no layer and is otherwise that of Trainer: {error}")
+            self.is_left_to_trainer = True
+            return nullcontext()
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args.layout_plan, start_up.probe.structure, topology)
         if resumption is not None:
@@ -154,7 +178,7 @@ class Run:
         pipeline.shared_generator = share_generator(topology)
         self.seeds.begin(pipeline.stage)
         self._beginning = beginning
-        return pipeline
+        return pipeline.stage.active()
 
     def prepare_training(self, loader: Any, max_steps: int) -> None:
         """Trainer has made the optimizer: the training begins. A collective call."""
@@ -177,7 +201,7 @@ class Run:
         A model that an error left on several stages stays there; a whole one may be trained again.
         """
         pipeline, training, self.in_training = self.in_force, self.in_training, None
-        self.resumption = None
+        self.resumption, self.is_left_to_trainer = None, self._evaluates_alone
         if training is not None:
             training.end()
         if pipeline is None or pipeline.stage.reducer is None:
@@ -258,6 +282,13 @@ class Run:
         if key is not None and trainer.args.dataloader_persistent_workers:
             pipeline.persistent_loaders[key] = loader
         return loader
+
+    @property
+    def persistent_loaders(self) -> dict[str, Any]:
+        """Loaders of evaluations that outlive one, by name."""
+        if self.is_left_to_trainer:
+            return self._loaders_of_trainer
+        return {} if self.in_force is None else self.in_force.persistent_loaders
 
     @property
     def evaluation(self) -> Evaluation:

@@ -11,12 +11,20 @@ from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.refusals import check_arguments, check_dataset, check_model, warn_about_options
+from hf_pipetransformer.refusals import (
+    check_arguments,
+    check_dataset,
+    check_launch,
+    check_model,
+    warn_about_options,
+)
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.need import Need, need_of
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples, read_batch
 from hf_pipetransformer.splitters import Splitter, find_splitter
@@ -121,21 +129,47 @@ class Starter:
         return Pipeline(found.start_up, found.shell, settings, shifts_labels, found.has_labels, stage)
 
 
-def check_given(model: Any, args: Any, train_dataset: Any = None, optimizers: Any = (None, None), **_: Any) -> None:
-    """Refuse what a trainer is given and cannot work, before Trainer takes it, and say what is taken differently."""
-    check_arguments(args)
-    if model is not None:
-        check_trained_model(model, args, optimizers[0])
-    check_dataset(train_dataset, "training")
+def check_given(
+    model: Any,
+    args: PipeTransformerArguments,
+    policy: FreezePolicy | None = None,
+    splitter: Splitter | None = None,
+    train_dataset: Any = None,
+    optimizers: Any = (None, None),
+    **_: Any,
+) -> bool:
+    """Refuse what a trainer is given and cannot work, before Trainer takes it, and say what is taken differently.
+
+    Returns:
+        Whether the run needs a pipeline; one that does not is Trainer's, and nothing of it is refused.
+    """
+    check_launch(args)
+    need = need_of(args, policy, splitter, model)
+    if need is Need.NONE:
+        return False
+    try:
+        check_arguments(args)
+        if model is not None:
+            check_trained_model(model, args, optimizers[0])
+        check_dataset(train_dataset, "training")
+    except ValueError:
+        if need is Need.MUST:
+            raise
+        return False
     for text in warn_about_options(args) if args.process_index == 0 else ():
         logger.warning(text)
+    return True
 
 
 def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:
     """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
-    is_alone = args.world_size == 1
-    is_undivided = is_alone and args.num_microbatches in (None, 1)
-    check_model(model, 1 if is_alone else args.pipeline_size, is_undivided, (users_optimizer, None))
+    num_stages = 1 if args.world_size == 1 else args.pipeline_size
+    check_model(model, num_stages, is_undivided(args), (users_optimizer, None))
+
+
+def is_undivided(args: PipeTransformerArguments) -> bool:
+    """Whether one process computes each batch as a whole."""
+    return args.world_size == 1 and args.num_microbatches in (None, 1)
 
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:

@@ -1,38 +1,28 @@
-"""A pipeline for `Trainer` and its subclasses: overrides that hand over to the parts of a run."""
+"""A pipeline for `Trainer` and its subclasses: what a trainer takes and shows beside Trainer's own."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
-from hf_pipetransformer import checkpoint
-from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.autodp.topology import Topology, let_group_threads_finish
-from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.shell import PipelineShell
-from hf_pipetransformer.report.events import EventLog, logger
+from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.run import Run
 from hf_pipetransformer.run.starting import check_given
 from hf_pipetransformer.splitters import Splitter
-from hf_pipetransformer.staging import is_apart
-from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
+from hf_pipetransformer.trainer.overrides import Overrides
 
 
-# What follows the mixin is a Trainer, of which it overrides methods.
-_Trainer: Any = object
-
-
-class PipeTransformerMixin(_Trainer):
+class PipeTransformerMixin(Overrides):
     """Splits the model of a `Trainer` into K pipeline stages and R replicas, with the same numbers.
 
     It stands before the trainer that gets a pipeline: `class MyTrainer(PipeTransformerMixin, SomeTrainer)`. What that
@@ -40,7 +30,8 @@ class PipeTransformerMixin(_Trainer):
 
     Args:
         model: see `Trainer`.
-        args ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options.
+        args ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options; plain ones get their
+            defaults.
         policy ([`FreezePolicy`], *optional*): decides what freezes; it wins over `freeze_policy`.
         splitter ([`Splitter`], *optional*): how the model falls into layers, for models that the library does not
             know; by default it is found by `config.model_type`.
@@ -49,24 +40,23 @@ class PipeTransformerMixin(_Trainer):
         ValueError: an option, model or data set that cannot work with a pipeline; the text says what to change.
     """
 
-    run: Run
-    args: PipeTransformerArguments
-
     def __init__(
         self,
         model: PreTrainedModel | torch.nn.Module | None = None,
-        args: PipeTransformerArguments | None = None,
+        args: TrainingArguments | None = None,
         *positional: Any,
         policy: FreezePolicy | None = None,
         splitter: Splitter | None = None,
         **named: Any,
     ) -> None:
-        host.check_taken_over(super())
-        args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else args
+        args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else with_pipeline_options(args)
         given = inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments
-        check_given(**{**named, **given, "model": model, "args": args})
+        own = {"model": model, "args": args, "policy": policy, "splitter": splitter}
+        needs_pipeline = check_given(**{**named, **given, **own})
+        if needs_pipeline:
+            host.check_taken_over(super(Overrides, self))
         super().__init__(model, args, *positional, **named)
-        self.run = Run(self, policy, splitter)
+        self.run = Run(self, policy, splitter, needs_pipeline)
 
     @property
     def layout(self) -> Layout | None:
@@ -82,29 +72,6 @@ class PipeTransformerMixin(_Trainer):
     def events(self) -> EventLog:
         """The events file."""
         return self.run.journal.log
-
-    def whole_model(self) -> AbstractContextManager[None]:
-        """Inside, `trainer.model` is whole and has its own forward, on every rank; what is changed in it stays.
-
-        A collective call: every rank enters and leaves it, between two steps of a training or outside.
-
-        Raises:
-            ValueError: it is called amid a step, where other stages do not come by.
-        """
-        return self.run.whole_model()
-
-    def end(self) -> None:
-        """Leave the process group: the last line of a script."""
-        let_group_threads_finish()
-        super().end()
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a trial would have to start and stop on all ranks of a pipeline together."""
-        raise ValueError(
-            "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
-        )
-
-    # ---- a training ----
 
     def train(
         self,
@@ -124,186 +91,17 @@ class PipeTransformerMixin(_Trainer):
         with self.run.train_call(resume_from_checkpoint) as folder:
             return super().train(folder, trial, ignore_keys_for_eval)
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.run.begin_training().stage.active():
-            return super()._inner_training_loop(*args, **kwargs)
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Inside, `trainer.model` is whole and has its own forward, on every rank; what is changed in it stays.
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
-        return self.run.pipeline.shell
+        A collective call: every rank enters and leaves it, between two steps of a training or outside.
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.run.prepare_training(train_dataloader, max_steps)
-        return prepared
-
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size."""
-        values = super().set_initial_training_values(args, dataloader)
-        return values if self.run.resumption is None else self.run.resumption.counts(values, dataloader)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        rest = None if self.run.resumption is None else self.run.resumption.remainder
-        return place if rest is None else (rest.epoch, 0)
-
-    def _run_epoch(self, **kwargs: Any) -> None:
-        with self.run.training.epoch(kwargs) as goes_on:
-            if goes_on:
-                super()._run_epoch(**kwargs)
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over."""
-        return self.run.training.begin_step(epoch_iterator, num_batches)
-
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
-
-        Returns:
-            A scalar whose mean over all ranks is the batch's loss. Trainer's loop adds it up without reading it.
+        Raises:
+            ValueError: it is called amid a step, where other stages do not come by.
         """
-        loss = self.run.training.run_batch(model, inputs, num_items_in_batch)
-        if self.args.logging_nan_inf_filter and not host.is_overridden(self, "training_step"):
-            return SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
-        return loss
+        return self.run.whole_model()
 
-    def _prepare_input(self, data: Any) -> Any:
-        """Trainer's, without waiting until a tensor has come to the device."""
-        if isinstance(data, torch.Tensor) and is_apart(self.args.device):
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
-
-    def get_tp_size(self) -> int:
-        """Trainer multiplies losses by the ranks that do not share a batch, to undo a mean; this trainer sums."""
-        return self.args.world_size
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of one optimizer step, the same for every layout."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
-
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        return self.run.training.clip_gradients()
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self.run.training.gradient_norm() if grad_norm is None else grad_norm
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's estimate, counted once per pipeline."""
-        return int(super().floating_point_ops(inputs)) if self.run.counts_inputs else 0
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        with self.run.counting_tokens() as counts_here:
-            if inputs and counts_here:
-                super()._track_num_input_tokens(inputs)
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        self.run.training.end_step(logs, self.control.should_evaluate or self.control.should_save)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's log; the first training entry under a layout shows the layout as scalars."""
-        self.run.add_scalars(logs)
-        super().log(logs, start_time)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        losses = self.topology.gather(self._tr_loss.item())
-        self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.run.finish_training()
-        output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.run.journal.write("end", train_loss=output.training_loss)
-        return output
-
-    # ---- data and evaluation ----
-
-    def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> PipelineLoader:  # fmt: skip
-        return self.run.loader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-
-    @property
-    def _eval_dataloaders(self) -> dict[str, PipelineLoader]:
-        """Trainer takes one that persists from here."""
-        return {} if self.run.in_force is None else self.run.in_force.persistent_loaders
-
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self.run.evaluating(eval_dataset):
-            return super().evaluate(eval_dataset, *args, **kwargs)
-
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
-        with self.run.evaluating(test_dataset):
-            return super().predict(test_dataset, *args, **kwargs)
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Trainer's loop; one that is given another loader than this trainer makes is refused."""
-        with self.run.passing_over(dataloader) as evaluation:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        return evaluation.completed(output, metric_key_prefix)
-
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
-        evaluation, num_items, num_samples = self.run.evaluation, host.items_of(self, inputs), batch_size(inputs)
-        is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
-        with evaluation.sending(inputs, prediction_loss_only and is_trainers):
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        return evaluation.global_loss(loss, num_items, num_samples), logits, labels
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        # Called by Trainer's `prediction_step`; training counts over all replicas in `get_batch_samples`.
-        if not any("labels" in batch for batch in batch_samples) or not host.takes_num_items(self):
-            return None
-        return torch.tensor(float(sum(host.items_of(self, batch) for batch in batch_samples)), device=device)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a normal checkpoint for `from_pretrained`, whole, by rank 0. Call it on every rank."""
-        with self.run.whole_on_first_rank():
-            super().save_model(output_dir, _internal_call)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.run.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
-            super()._save_checkpoint(model, trial)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.run.training.checkpoints.save_optimizer(output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Nothing here: it is in `state.json`."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        self.run.training.checkpoints.save_random_numbers(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Called by `Trainer.train` while the model is whole. Trainer's own only warns of weights that it misses."""
-        self.topology.together(lambda: checkpoint.load_weights(model or self.model, resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        """As Trainer's, which leaves models as they are that are saved under other names (ViT)."""
-        folder = self.state.best_model_checkpoint
-        if not checkpoint.has_weights(folder):
-            super()._load_best_model()
-            return
-        logger.info(f"Loading the best model from {folder} (score: {self.state.best_metric}).")
-        checkpoint.load_weights(self.model, folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Nothing here: the training takes it up, when parameters and their groups are known by name."""
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing here, see above."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.run.training.set_random_numbers()
+    def end(self) -> None:
+        """Leave the process group: the last line of a script."""
+        let_group_threads_finish()
+        super().end()
