@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from dataclasses import dataclass, field, fields
 
@@ -21,8 +22,9 @@ from hf_pipetransformer.option_values import (
     whole_number,
 )
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
-from hf_pipetransformer.report.events import logger
 
+
+logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
@@ -268,7 +270,7 @@ class PipeTransformerArguments(TrainingArguments):
         self._recompute_in_pipeline()
 
     def _recompute_in_pipeline(self) -> None:
-        if self.activation_checkpointing and self.pipeline_parallel_size != "1":
+        if self.activation_checkpointing and self.pipeline_parallel_size != "1" and self.world_size > 1:
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "

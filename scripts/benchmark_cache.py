@@ -174,10 +174,10 @@ class Stepwise(Watching):
         self.step_seconds: list[float] = []
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.run.pipeline.settings.meter._is_running:  # Trainer also comes by at the end of an epoch.
+        if self.pipeline_run.pipeline.settings.meter._is_running:  # Trainer also comes by at the end of an epoch.
             self.step_seconds.append(0.0)
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.step_seconds[-1] = self.run.pipeline.settings.meter.last_seconds
+        self.step_seconds[-1] = self.pipeline_run.pipeline.settings.meter.last_seconds
 
 
 def train(model: Any, samples: Samples, batch: int, num_steps: int, **options: Any) -> tuple[Stepwise, Events]:
@@ -279,10 +279,10 @@ def _throughput_run(name: str, frozen: int) -> dict[str, Any]:
     # The first epoch stores. One step more than are measured: the parts are kept at the beginning of the next one.
     num_steps = (num_batches if frozen else NUM_WARM) + NUM_MEASURED + 1
     trainer, events = train(model, samples, batch, num_steps, **options)
-    assert trainer.run.in_force is not None and len(trainer.parts) == 1, len(trainer.parts)
+    assert trainer.pipeline_run.in_force is not None and len(trainer.parts) == 1, len(trainer.parts)
     found, parts = trainer.parts[0]
     assert (found.num_frozen_layers, found.cache_level) == (frozen, frozen), found
-    costs = trainer.run.pipeline.start_up.plans.inputs(found, 1, {}).units
+    costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(found, 1, {}).units
     read = 0.0
     if frozen and dist.get_rank() == 0:
         later = cache_epochs(events)[1:]

@@ -67,7 +67,7 @@ class Watching(PipeTransformerTrainer):
 
     def _prepare_for_training(self, *args: Any) -> Any:
         prepared = super()._prepare_for_training(*args)
-        training = self.run.training
+        training = self.pipeline_run.training
         for part, name, watched in (
             (training.transitions, "before_step", self._watch_step),
             (training.transitions, "move", self._watch_move),
@@ -78,9 +78,9 @@ class Watching(PipeTransformerTrainer):
         return prepared
 
     def _watch_step(self, before_step: Any) -> None:
-        meter = self.run.pipeline.settings.meter
+        meter = self.pipeline_run.pipeline.settings.meter
         if meter.num_steps == NUM_MEASURED and not self.is_kept:
-            self.parts.append((self.run.pipeline.layout, meter.medians()))
+            self.parts.append((self.pipeline_run.pipeline.layout, meter.medians()))
         self.is_kept = meter.num_steps == NUM_MEASURED
         before_step()
 
@@ -99,7 +99,7 @@ class Watching(PipeTransformerTrainer):
     def _watch_norm(self, gradient_norm: Any) -> torch.Tensor:
         if not self.compares_norms:
             return gradient_norm()
-        gradients = [p.grad for p in self.run.pipeline.runner.parameters_with_gradient()]
+        gradients = [p.grad for p in self.pipeline_run.pipeline.runner.parameters_with_gradient()]
         for first in range(2):  # Whoever comes second finds the gradients in the cache: take turns.
             start = time.perf_counter()
             if (first + self.state.global_step) % 2:
@@ -164,8 +164,8 @@ def benchmark_throughput(rounds: int) -> dict[str, Any]:
     each = NUM_WARM + NUM_MEASURED + 1
     plan = plan_of([layout(num_layers, frozen, 1, 1) for _ in range(rounds) for frozen in depths], each)
     trainer = train(name, rounds * len(depths) * each, plan, pipeline_parallel_size=1)
-    assert trainer.run.in_force is not None
-    costs = trainer.run.pipeline.start_up.plans.inputs(trainer.parts[0][0], 1, {}).units
+    assert trainer.pipeline_run.in_force is not None
+    costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(trainer.parts[0][0], 1, {}).units
     shares: dict[int, list[float]] = {frozen: [] for frozen in depths}
     speedups: dict[int, list[float]] = {frozen: [] for frozen in depths}
     for start in range(0, len(trainer.parts) - len(depths) + 1, len(depths)):

@@ -265,7 +265,7 @@ def decide(probe: Probe, folder: Path) -> FoundRule | None:
     )
     accepts = trainer.model_accepts_loss_kwargs
     try:
-        found = trainer.run.starter.look(trainer.train_dataset, is_training=True)
+        found = trainer.pipeline_run.starter.look(trainer.train_dataset, is_training=True)
     except LossDoesNotDecomposeError:
         return None
     ignores = accepts and not trainer.model_accepts_loss_kwargs

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
@@ -64,7 +65,7 @@ def test_little_is_set_on_the_trainer(tmp_path: Path) -> None:
     plain = train(Trainer, TrainingArguments, tmp_path / "plain")
     ours = train(PipeTransformerTrainer, PipeTransformerArguments, tmp_path / "ours")
     own = set(vars(ours)) - set(vars(plain)) - set(vars(Trainer))
-    assert "run" in own and len(own) <= MOST_ATTRIBUTES
+    assert "pipeline_run" in own and len(own) <= MOST_ATTRIBUTES
 
 
 def test_a_generated_evaluation_is_refused(tmp_path: Path) -> None:
@@ -87,6 +88,57 @@ def test_a_trainer_whose_own_steps_would_not_run_is_refused(tmp_path: Path) -> N
     args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match=r"OwnSteps\.training_step would not run.*compute_loss"):
         OwnStepsBelow(build_model("bert_sequence"), args)
+
+
+class OwnSaving(Trainer):
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+class OwnSavingBelow(PipeTransformerMixin, OwnSaving):
+    """The state that it saves would be the pipeline's."""
+
+
+def test_whatever_a_pipeline_replaces_is_refused_below_it(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=r"OwnSaving\._save_optimizer_and_scheduler would not run"):
+        OwnSavingBelow(build_model("bert_sequence"), args)
+
+
+def started(folder: Path, model: str = "bert_sequence") -> PipeTransformerTrainer:
+    args = PipeTransformerArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, use_cpu=True, report_to="none",
+        disable_tqdm=True, pipeline_parallel_num_microbatches="2", freeze_policy="none",
+    )  # fmt: skip
+    return PipeTransformerTrainer(
+        build_model(model), args, train_dataset=make_dataset(model, 12), data_collator=collate
+    )
+
+
+def test_an_optimizer_that_a_script_sets_later_trains(tmp_path: Path) -> None:
+    trainer = started(tmp_path)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_an_optimizer_of_ours_is_made_anew_for_each_training(tmp_path: Path) -> None:
+    trainer = started(tmp_path)
+    trainer.train()
+    first = trainer.optimizer
+    trainer.train()
+    assert trainer.optimizer is not first
+
+
+def test_what_a_script_says_of_the_loss_stays(tmp_path: Path) -> None:
+    trainer = started(tmp_path, "vit")
+    assert trainer.model_accepts_loss_kwargs
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    assert not trainer.model_accepts_loss_kwargs
 
 
 def private_reads(tree: ast.AST) -> set[str]:

@@ -62,13 +62,28 @@ def is_overridden(trainer: Trainer, name: str) -> bool:
     return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
 
 
+_NOT_CALLED_BELOW = (
+    "training_step",
+    "get_batch_samples",
+    "get_total_train_batch_size",
+    "_clip_grad_norm",
+    "_get_num_items_in_batch",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+)
+"""Methods of Trainer that a pipeline replaces altogether."""
+
+
 def check_taken_over(below: Any) -> None:
     """Refuse a trainer whose own steps would silently not run: the pipeline runs them.
 
     Args:
         below: the trainer as the classes after the mixin know it, its `super()`.
     """
-    for name in ("training_step", "get_batch_samples"):
+    for name in _NOT_CALLED_BELOW:
         if getattr(below, name).__func__ is not getattr(Trainer, name):
             raise ValueError(
                 f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "

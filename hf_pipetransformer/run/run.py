@@ -71,8 +71,9 @@ class Run:
         # Any step may compile: a batch of another shape is enough.
         step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
         self.patience = Patience(self.topology, self.journal, step_seconds, rest_seconds)
-        self.has_users_optimizer = trainer.optimizer is not None
-        self.starter = Starter(trainer, self.topology, splitter, self.has_users_optimizer, self.journal.log.path)
+        self._made_optimizer: Any = None
+        self._has_users_optimizer = False
+        self.starter = Starter(trainer, self.topology, splitter, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
         self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
         self._policys_start = deepcopy(dict(self.policy.state()))
@@ -153,8 +154,9 @@ class Run:
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
         # What it remembers of an earlier training is nothing to this one; a checkpoint's memory comes with the rest.
         self.policy.load_state(deepcopy(self._policys_start))
-        if not self.has_users_optimizer:
+        if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # One of an earlier training was for other stages and other frozen layers.
+        self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
         try:
@@ -173,7 +175,7 @@ class Run:
             layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
         pipeline = self.start(found, layout)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
-        beginning = Beginning(*own, replay, names, description, resumption, self.has_users_optimizer)
+        beginning = Beginning(*own, replay, names, description, resumption, self._has_users_optimizer)
         beginning.announce()
         pipeline.shared_generator = share_generator(topology)
         self.seeds.begin(pipeline.stage)
@@ -182,6 +184,8 @@ class Run:
 
     def prepare_training(self, loader: Any, max_steps: int) -> None:
         """Trainer has made the optimizer: the training begins. A collective call."""
+        if not self._has_users_optimizer:
+            self._made_optimizer = self.trainer.optimizer
         self.in_training = self._beginning.training(loader, max_steps)
         self.in_training.begin(self.resumption)
 
@@ -213,7 +217,7 @@ class Run:
 
     def _give_back(self, pipeline: Pipeline, training: Training | None) -> None:
         make_whole(pipeline.stage)
-        if training is not None and self.has_users_optimizer:
+        if training is not None and self._has_users_optimizer:
             held = pipeline.stage.store.held()
             training.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
         pipeline.stage.view.remove()

@@ -61,18 +61,16 @@ class Starter:
         trainer: of the model, whose loss is computed.
         topology: the ranks.
         splitter: how the model falls into layers; None looks for it.
-        has_users_optimizer: the optimizer is the user's, and is divided between the stages.
         events: the file with what happened to earlier runs in this folder, on rank 0.
     """
 
     trainer: Trainer
     topology: Topology
     splitter: Splitter | None
-    has_users_optimizer: bool
     events: str | None
 
     def __post_init__(self) -> None:
-        self._declares_loss_kwargs = self.trainer.model_accepts_loss_kwargs
+        self._took_loss_kwargs = False
 
     def look(self, dataset: Any, is_training: bool) -> Found:
         """Check data set, model and loss, and measure the model.
@@ -84,10 +82,11 @@ class Starter:
         if dataset is None:
             raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
         check_dataset(dataset, what.lower())
-        trainer.model_accepts_loss_kwargs = self._declares_loss_kwargs
+        if self._took_loss_kwargs:
+            trainer.model_accepts_loss_kwargs = True  # As the model declares, which may be another one now.
+            self._took_loss_kwargs = False
         check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
-        users_optimizer = trainer.optimizer if self.has_users_optimizer else None
-        check_trained_model(trainer.model, trainer.args, users_optimizer)
+        check_trained_model(trainer.model, trainer.args, trainer.optimizer if is_training else None)
         splitter = self.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training
@@ -110,6 +109,7 @@ class Starter:
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).
+            self._took_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = False
         return Found(start_up, shell, splitter, "labels" in samples, is_training)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def left_to_trainer(overrides: type) -> type:
-    """Have each method of a class give way to the one below it while `self.run` is left to Trainer.
+    """Have each method of a class give way to the one below it while `self.pipeline_run` is left to Trainer.
 
     Before a run exists, in Trainer's own constructor, no method gives way.
     """
@@ -22,7 +22,7 @@ def left_to_trainer(overrides: type) -> type:
 def _giving_way(overrides: type, name: str, method: FunctionType) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = vars(self).get("run")
+        run = vars(self).get("pipeline_run")
         if run is not None and run.is_left_to_trainer:
             return getattr(super(overrides, self), name)(*args, **kwargs)
         return method(self, *args, **kwargs)

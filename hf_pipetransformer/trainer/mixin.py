@@ -56,22 +56,22 @@ class PipeTransformerMixin(Overrides):
         if needs_pipeline:
             host.check_taken_over(super(Overrides, self))
         super().__init__(model, args, *positional, **named)
-        self.run = Run(self, policy, splitter, needs_pipeline)
+        self.pipeline_run = Run(self, policy, splitter, needs_pipeline)
 
     @property
     def layout(self) -> Layout | None:
         """The layout in force; None before the first training, evaluation or prediction."""
-        return self.run.layout
+        return self.pipeline_run.layout
 
     @property
     def topology(self) -> Topology:
         """The ranks."""
-        return self.run.topology
+        return self.pipeline_run.topology
 
     @property
     def events(self) -> EventLog:
         """The events file."""
-        return self.run.journal.log
+        return self.pipeline_run.journal.log
 
     def train(
         self,
@@ -88,7 +88,7 @@ class PipeTransformerMixin(Overrides):
             ValueError: something that cannot work with a pipeline, or a checkpoint that this run cannot go on from.
             PipelineError: another rank failed; the text names the first cause.
         """
-        with self.run.train_call(resume_from_checkpoint) as folder:
+        with self.pipeline_run.train_call(resume_from_checkpoint) as folder:
             return super().train(folder, trial, ignore_keys_for_eval)
 
     def whole_model(self) -> AbstractContextManager[None]:
@@ -99,7 +99,7 @@ class PipeTransformerMixin(Overrides):
         Raises:
             ValueError: it is called amid a step, where other stages do not come by.
         """
-        return self.run.whole_model()
+        return self.pipeline_run.whole_model()
 
     def end(self) -> None:
         """Leave the process group: the last line of a script."""

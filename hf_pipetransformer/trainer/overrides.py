@@ -30,7 +30,7 @@ _Trainer: Any = object
 class Overrides(_Trainer):
     """Methods of `Trainer` that a pipeline replaces. A run that needs no pipeline has Trainer's own."""
 
-    run: Run
+    pipeline_run: Run
     args: PipeTransformerArguments
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,35 +42,37 @@ class Overrides(_Trainer):
     # ---- a training ----
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.run.begin_training():
+        with self.pipeline_run.begin_training():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
-        return self.run.pipeline.shell
+        return self.pipeline_run.pipeline.shell
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.run.prepare_training(train_dataloader, max_steps)
+        self.pipeline_run.prepare_training(train_dataloader, max_steps)
         return prepared
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size."""
         values = super().set_initial_training_values(args, dataloader)
-        return values if self.run.resumption is None else self.run.resumption.counts(values, dataloader)
+        return (
+            values if self.pipeline_run.resumption is None else self.pipeline_run.resumption.counts(values, dataloader)
+        )
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        rest = None if self.run.resumption is None else self.run.resumption.remainder
+        rest = None if self.pipeline_run.resumption is None else self.pipeline_run.resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        with self.run.training.epoch(kwargs) as goes_on:
+        with self.pipeline_run.training.epoch(kwargs) as goes_on:
             if goes_on:
                 super()._run_epoch(**kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over."""
-        return self.run.training.begin_step(epoch_iterator, num_batches)
+        return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
@@ -78,7 +80,7 @@ class Overrides(_Trainer):
         Returns:
             A scalar whose mean over all ranks is the batch's loss. Trainer's loop adds it up without reading it.
         """
-        loss = self.run.training.run_batch(model, inputs, num_items_in_batch)
+        loss = self.pipeline_run.training.run_batch(model, inputs, num_items_in_batch)
         if self.args.logging_nan_inf_filter and not host.is_overridden(self, "training_step"):
             return SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
@@ -98,36 +100,36 @@ class Overrides(_Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        return self.run.training.clip_gradients()
+        return self.pipeline_run.training.clip_gradients()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self.run.training.gradient_norm() if grad_norm is None else grad_norm
+        return self.pipeline_run.training.gradient_norm() if grad_norm is None else grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's estimate, counted once per pipeline."""
-        return int(super().floating_point_ops(inputs)) if self.run.counts_inputs else 0
+        return int(super().floating_point_ops(inputs)) if self.pipeline_run.counts_inputs else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        with self.run.counting_tokens() as counts_here:
+        with self.pipeline_run.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        self.run.training.end_step(logs, self.control.should_evaluate or self.control.should_save)
+        self.pipeline_run.training.end_step(logs, self.control.should_evaluate or self.control.should_save)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's log; the first training entry under a layout shows the layout as scalars."""
-        self.run.add_scalars(logs)
+        self.pipeline_run.add_scalars(logs)
         super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        losses = self.run.topology.gather(self._tr_loss.item())
+        losses = self.pipeline_run.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.run.finish_training()
+        self.pipeline_run.finish_training()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.run.journal.write("end", train_loss=output.training_loss)
+        self.pipeline_run.journal.write("end", train_loss=output.training_loss)
         return output
 
     # ---- data and evaluation ----
@@ -136,21 +138,21 @@ class Overrides(_Trainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> PipelineLoader:  # fmt: skip
-        return self.run.loader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        return self.pipeline_run.loader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     @property
     def _eval_dataloaders(self) -> dict[str, Any]:
         """Trainer takes one that persists from here."""
-        return self.run.persistent_loaders
+        return self.pipeline_run.persistent_loaders
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self.run.evaluating(eval_dataset):
+        with self.pipeline_run.evaluating(eval_dataset):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
-        with self.run.evaluating(test_dataset):
+        with self.pipeline_run.evaluating(test_dataset):
             return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(
@@ -162,7 +164,7 @@ class Overrides(_Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Trainer's loop; one that is given another loader than this trainer makes is refused."""
-        with self.run.passing_over(dataloader) as evaluation:
+        with self.pipeline_run.passing_over(dataloader) as evaluation:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -172,7 +174,11 @@ class Overrides(_Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
-        evaluation, num_items, num_samples = self.run.evaluation, host.items_of(self, inputs), batch_size(inputs)
+        evaluation, num_items, num_samples = (
+            self.pipeline_run.evaluation,
+            host.items_of(self, inputs),
+            batch_size(inputs),
+        )
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
         with evaluation.sending(inputs, prediction_loss_only and is_trainers):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
@@ -186,26 +192,28 @@ class Overrides(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a normal checkpoint for `from_pretrained`, whole, by rank 0. Call it on every rank."""
-        with self.run.whole_on_first_rank():
+        with self.pipeline_run.whole_on_first_rank():
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.run.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
+        with self.pipeline_run.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.run.training.checkpoints.save_optimizer(output_dir)
+        self.pipeline_run.training.checkpoints.save_optimizer(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing here: it is in `state.json`."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        self.run.training.checkpoints.save_random_numbers(output_dir)
+        self.pipeline_run.training.checkpoints.save_random_numbers(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Called by `Trainer.train` while the model is whole. Trainer's own only warns of weights that it misses."""
-        self.run.topology.together(lambda: checkpoint.load_weights(model or self.model, resume_from_checkpoint))
+        self.pipeline_run.topology.together(
+            lambda: checkpoint.load_weights(model or self.model, resume_from_checkpoint)
+        )
 
     def _load_best_model(self) -> None:
         """As Trainer's, which leaves models as they are that are saved under other names (ViT)."""
@@ -223,4 +231,4 @@ class Overrides(_Trainer):
         """Nothing here, see above."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.run.training.set_random_numbers()
+        self.pipeline_run.training.set_random_numbers()

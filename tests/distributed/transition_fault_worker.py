@@ -57,7 +57,9 @@ def nothing(trainer: Any) -> None:
 
 
 def tamper_with_the_layout(trainer: Any) -> None:
-    trainer.run.pipeline.stage.layout = replace(trainer.run.pipeline.stage.layout, num_microbatches=3)
+    trainer.pipeline_run.pipeline.stage.layout = replace(
+        trainer.pipeline_run.pipeline.stage.layout, num_microbatches=3
+    )
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -71,7 +73,7 @@ def flip_a_weight(trainer: Any) -> None:
 
 def flip_a_moment(trainer: Any) -> None:
     parameter = dict(trainer.model.named_parameters())[TAMPERED]
-    flip(trainer.run.training.optimizer.optimizer.state[parameter]["exp_avg_sq"])
+    flip(trainer.pipeline_run.training.optimizer.optimizer.state[parameter]["exp_avg_sq"])
 
 
 def die_in_the_exchange(trainer: Any) -> None:

@@ -135,7 +135,7 @@ class Observer(TrainerCallback):
         frozen = frozen_names(trainer.model, layout.num_frozen_layers)
         named = dict(trainer.model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
-        optimizer = trainer.run.training.optimizer.optimizer
+        optimizer = trainer.pipeline_run.training.optimizer.optimizer
         name_of = {id(parameter): name for name, parameter in named.items()}
         grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.record.steps.append(
@@ -143,7 +143,7 @@ class Observer(TrainerCallback):
                 "step": state.global_step - 1,
                 "num_frozen": layout.num_frozen_layers,
                 "places": list(layout.places),
-                "position": trainer.run.pipeline.stage.groups.position,
+                "position": trainer.pipeline_run.pipeline.stage.groups.position,
                 "cache_level": layout.cache_level,
                 "boundaries": list(layout.boundaries),
                 "num_microbatches": layout.num_microbatches,
@@ -162,7 +162,7 @@ class Observer(TrainerCallback):
         task = MODELS[self.case.model].task
         num_samples = len(inputs.get("pixel_values" if task == "image" else "input_ids", []))
         self._num_samples += num_samples
-        if self.trainer.run.pipeline.stage.groups.is_first:
+        if self.trainer.pipeline_run.pipeline.stage.groups.is_first:
             step = self.trainer.state.global_step
             self.record.samples.append((step, self._samples_of(inputs, num_samples, task)))
 
@@ -178,14 +178,14 @@ class Observer(TrainerCallback):
     def snapshot(self) -> dict[str, Any]:
         """The bits of all that this rank trains."""
         trainer = self.trainer
-        stage, model = trainer.run.pipeline.stage, trainer.model
+        stage, model = trainer.pipeline_run.pipeline.stage, trainer.model
         units = {unit for part in stage.layout.units_of_rank(stage.groups.position) for unit in part}
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
         users = stage.view.structure.units_of_buffer
         state = {
             f"{name_of.get(id(parameter), 'unknown')}/{key}": bits(value)
-            for parameter, entries in trainer.run.training.optimizer.optimizer.state.items()
+            for parameter, entries in trainer.pipeline_run.training.optimizer.optimizer.state.items()
             for key, value in entries.items()
         }
         return {
@@ -245,14 +245,14 @@ def observe(base: type, observer: Observer) -> type:
 
         def _prepare_for_training(self, *args: Any) -> Any:
             prepared = super()._prepare_for_training(*args)
-            transitions = self.run.training.transitions
+            transitions = self.pipeline_run.training.transitions
             move = transitions.move
 
             def observed(change: Any) -> None:
                 entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}
                 move(change)
                 entry |= {"to": self.layout.as_event(), "after": observer.snapshot()}
-                entry["stage"] = self.run.pipeline.stage.groups.position
+                entry["stage"] = self.pipeline_run.pipeline.stage.groups.position
                 observer.record.transitions.append(entry)
 
             transitions.move = observed
