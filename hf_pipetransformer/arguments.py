@@ -253,7 +253,9 @@ class PipeTransformerArguments(TrainingArguments):
         },
     )
 
-    is_taken = False  # No option: whether a trainer with a pipeline reads them.
+    # No options: whether a trainer of this library reads them, and whether it puts the model on its devices itself.
+    is_taken = False
+    places_model = False
 
     def __post_init__(self) -> None:
         if self.deepspeed:
@@ -304,14 +306,13 @@ class PipeTransformerArguments(TrainingArguments):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False with several processes: a rank's stage, not the whole model, goes to its device.
+        """False where a rank's stage, not the whole model, goes to its device.
 
         Trainer asks when it is made, one without a pipeline too: it ignores the options of this class.
         """
         if not self.is_taken:
             logger.warning(_NO_PIPELINE)
-            return None
-        return None if self.world_size == 1 else False
+        return False if self.places_model else None
 
     @property
     def pipeline_size(self) -> int | None:

@@ -92,6 +92,12 @@ def check_taken_over(below: Any) -> None:
             )
 
 
+def place_model(trainer: Trainer) -> None:
+    """Put the whole model on this rank's device, as Trainer does without a pipeline."""
+    trainer.place_model_on_device = True
+    trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+
 def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     """The optimizer without accelerate's wrapping."""
     optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

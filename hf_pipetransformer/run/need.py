@@ -1,4 +1,4 @@
-"""Whether a run needs a pipeline at all: one process that freezes and stores nothing is left to Trainer."""
+"""Whether a run needs a pipeline at all: what neither splits, freezes nor stores anything can be left to Trainer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hf_pipetransformer.splitters import Splitter
 
 
 class Need(Enum):
-    """How much a run needs what Trainer does not do: a wish is left out where it does not work."""
+    """How much a run needs what Trainer does not do."""
 
     NONE = "none"
     WISH = "wish"
+    """Where it does not work, Trainer does: the numbers of one process on several replicas, stored activations."""
     MUST = "must"
 
 
@@ -37,9 +38,10 @@ def need_of(
         or args.layout_plan is not None
         or splitter is not None
     )
-    if args.world_size > 1 or freezes or asks_for_parts:
+    is_divided = args.world_size > 1 and args.pipeline_size != 1
+    if is_divided or freezes or asks_for_parts or args.activation_cache == "on":
         return Need.MUST
-    if args.activation_cache == "on":
-        return Need.MUST
+    if args.world_size > 1:
+        return Need.WISH
     has_frozen = model is not None and any(not parameter.requires_grad for parameter in model.parameters())
     return Need.WISH if has_frozen and args.activation_cache == "auto" else Need.NONE

@@ -17,8 +17,9 @@ from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.refusals import check_dataset, comparable
-from hf_pipetransformer.report.events import EventLog, logger
+from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.refusals import comparable
+from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
 from hf_pipetransformer.run.callbacks import WholeModelCallbacks
@@ -26,12 +27,13 @@ from hf_pipetransformer.run.description import RunDescription, check_shared_fold
 from hf_pipetransformer.run.evaluation import Evaluation, evaluating
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.loaders import make_loader, share_generator
+from hf_pipetransformer.run.need import Need, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan
 from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
-from hf_pipetransformer.run.starting import Found, Starter, is_undivided
+from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
 from hf_pipetransformer.startup import check_agreement
@@ -83,6 +85,7 @@ class Run:
         self._beginning: Beginning
         self._evaluation: Evaluation | None = None
         self._needs_pipeline = needs_pipeline
+        self._may_do_without = is_undivided(args) or need_of(args, policy, splitter, trainer.model) is not Need.MUST
         self.is_left_to_trainer = self._evaluates_alone = not needs_pipeline or is_undivided(args)
         """Whether Trainer's own methods run now."""
         self._loaders_of_trainer: dict[str, Any] = {}
@@ -103,13 +106,30 @@ class Run:
             raise RuntimeError("The pipeline has not started: train(), evaluate() or predict() come first.")
         return self.in_force
 
-    def started(self, dataset: Any) -> Pipeline:
-        """The pipeline of the model as it is now; without one, it starts, to evaluate `dataset`."""
+    def is_started(self, dataset: Any) -> bool:
+        """Whether there is a pipeline of the model as it is now; without one it starts, to evaluate `dataset`.
+
+        False where Trainer evaluates.
+        """
         pipeline, trainer = self.in_force, self.trainer
-        if pipeline is not None and pipeline.stage.view.model is trainer.model:
-            return pipeline
-        found = self.starter.look(dataset, is_training=False)
-        return self.start(found, found.start_up.plans.layout(trainer.args.per_device_train_batch_size))
+        if pipeline is None or pipeline.stage.view.model is not trainer.model:
+            found = self._look(dataset, is_training=False)
+            if found is None:
+                return False
+            self.start(found, found.start_up.plans.layout(trainer.args.per_device_train_batch_size))
+        return True
+
+    def _look(self, dataset: Any, is_training: bool) -> Found | None:
+        """See `Starter.look`; None if the model or its loss does not do, and from now on Trainer does without us."""
+        try:
+            return self.starter.look(dataset, is_training)
+        except (UnsupportedModelError, LossDoesNotDecomposeError) as error:
+            if not self._may_do_without or self.resumption is not None:
+                raise
+            say_left_to_trainer(error)
+        host.place_model(self.trainer)
+        self.is_left_to_trainer = self._evaluates_alone = True
+        return None
 
     # ---- training ----
 
@@ -159,13 +179,8 @@ class Run:
         self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
-        try:
-            found = self.starter.look(trainer.train_dataset, is_training=True)
-        except UnsupportedModelError as error:
-            if not is_undivided(trainer.args) or resumption is not None:
-                raise
-            logger.warning(f"This run freezes no layer and is otherwise that of Trainer: {error}")
-            self.is_left_to_trainer = True
+        found = self._look(trainer.train_dataset, is_training=True)
+        if found is None:
             return nullcontext()
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args.layout_plan, start_up.probe.structure, topology)
@@ -270,13 +285,12 @@ class Run:
     def loader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any, is_training: bool, key: str | None
     ) -> PipelineLoader:
-        """A loader of a data set, see `make_loader`; without a pipeline one starts, to evaluate it.
+        """A loader of a data set, see `make_loader`.
 
         Args:
             key: name of an evaluation's loader that may persist.
         """
-        check_dataset(dataset, description.lower())
-        trainer, pipeline = self.trainer, self.started(dataset)
+        trainer, pipeline = self.trainer, self.pipeline
         loader = make_loader(
             trainer, self.topology, pipeline, dataset, description, batch_size, sampler_fn, is_training
         )
@@ -309,7 +323,7 @@ class Run:
             dataset = own if dataset is None else dataset
             dataset = own[dataset] if isinstance(dataset, str) else dataset
             first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-            with evaluating(self.started(first)):
+            with evaluating(self.pipeline) if self.is_started(first) else nullcontext():
                 yield
 
     @contextmanager

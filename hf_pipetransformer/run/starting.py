@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,13 +153,20 @@ def check_given(
         if model is not None:
             check_trained_model(model, args, optimizers[0])
         check_dataset(train_dataset, "training")
-    except ValueError:
+    except ValueError as error:
         if need is Need.MUST:
             raise
+        say_left_to_trainer(error)
         return False
     for text in warn_about_options(args) if args.process_index == 0 else ():
         logger.warning(text)
     return True
+
+
+def say_left_to_trainer(error: ValueError) -> None:
+    """Why a run goes on without a pipeline."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(f"This run is that of Trainer, which freezes and stores nothing: {error}")
 
 
 def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:

@@ -53,6 +53,7 @@ class PipeTransformerMixin(Overrides):
         given = inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments
         own = {"model": model, "args": args, "policy": policy, "splitter": splitter}
         needs_pipeline = check_given(**{**named, **given, **own})
+        args.places_model = needs_pipeline and args.world_size > 1
         if needs_pipeline:
             host.check_taken_over(super(Overrides, self))
         super().__init__(model, args, *positional, **named)

@@ -11,9 +11,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Pr
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.shell import PipelineShell
+from hf_pipetransformer.refusals import check_dataset
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.run import Run
@@ -137,8 +137,14 @@ class Overrides(_Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> PipelineLoader:  # fmt: skip
-        return self.pipeline_run.loader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+    ) -> Any:  # fmt: skip
+        check_dataset(dataset, description.lower())
+        given = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        return (
+            self.pipeline_run.loader(*given)
+            if self.pipeline_run.is_started(dataset)
+            else super()._get_dataloader(*given)
+        )
 
     @property
     def _eval_dataloaders(self) -> dict[str, Any]:
