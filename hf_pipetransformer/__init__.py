@@ -1,10 +1,50 @@
 """PipeTransformer for Hugging Face Trainer: a fine-tuning run split into pipeline stages and replicas."""
 
-from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.splitters import Splitter
-from hf_pipetransformer.trainer import PipeTransformerMixin, PipeTransformerTrainer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 
-__all__ = ["Layout", "PipeTransformerArguments", "PipeTransformerMixin", "PipeTransformerTrainer", "Splitter"]
+if TYPE_CHECKING:
+    from hf_pipetransformer.arguments import PipeTransformerArguments
+    from hf_pipetransformer.errors import PipelineError
+    from hf_pipetransformer.freeze.policies import FreezePolicy, FreezeSignal
+    from hf_pipetransformer.layout import Layout
+    from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
+    from hf_pipetransformer.trainer import PipeTransformerMixin, PipeTransformerTrainer
+
+
+__all__ = [
+    "FreezePolicy",
+    "FreezeSignal",
+    "Layout",
+    "PipeTransformerArguments",
+    "PipeTransformerMixin",
+    "PipeTransformerTrainer",
+    "PipelineError",
+    "Splitter",
+    "UnsupportedModelError",
+]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "PipeTransformerArguments": "arguments",
+    "PipelineError": "errors",
+    "FreezePolicy": "freeze.policies",
+    "FreezeSignal": "freeze.policies",
+    "Layout": "layout",
+    "Splitter": "splitters",
+    "UnsupportedModelError": "splitters",
+    "PipeTransformerMixin": "trainer",
+    "PipeTransformerTrainer": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import, which the command line does without.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hf_pipetransformer.autocache.folder import default_base
-from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, verify_stores
+import hf_pipetransformer
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.plain_checkpoint import export_checkpoint
 from hf_pipetransformer.simulator import draw, simulate_equal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command line."""
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {hf_pipetransformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("simulate", help="draw the timeline of a schedule with equal stages")
     drawing.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b")
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     exporting.set_defaults(run=_export_checkpoint)
     caching = commands.add_parser("cache", help="list, verify or delete the activation stores of earlier runs")
     caching.add_argument("action", choices=("list", "verify", "prune"))
-    caching.add_argument("--activation_cache_dir", default=default_base(), help="as in the runs; %(default)s")
+    caching.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
     caching.add_argument("--kept", action="store_true", help="prune: also the stores that are meant to be kept")
     caching.set_defaults(run=_cache)
     options = parser.parse_args(argv)
@@ -50,6 +49,8 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:
+    from hf_pipetransformer.plain_checkpoint import export_checkpoint  # Takes torch, and seconds.
+
     for text in export_checkpoint(options.checkpoint, options.output):
         print(text)
     print(f"{options.output} can be resumed by transformers.Trainer.")
@@ -57,7 +58,10 @@ def _export_checkpoint(options: argparse.Namespace) -> None:
 
 def _cache(options: argparse.Namespace) -> None:
     """What is damaged, or a folder that cannot be trusted, ends the command with an error."""
-    base, is_sound = options.activation_cache_dir, True
+    from hf_pipetransformer.autocache.folder import default_base
+    from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, verify_stores
+
+    base, is_sound = options.activation_cache_dir or default_base(), True
     try:
         if options.action == "list":
             lines = list_stores(base)

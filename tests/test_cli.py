@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import hf_pipetransformer
 from hf_pipetransformer.cli import main
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def test_simulate_draws_one_line_a_rank_and_says_the_length(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,3 +40,22 @@ def test_a_frozen_stage_runs_no_backward(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_pipeline_of_frozen_stages_only_is_refused() -> None:
     with pytest.raises(ValueError, match="active"):
         main(["simulate", "--stages", "2", "--microbatches", "2", "--frozen_stages", "2"])
+
+
+def test_help_and_version_take_no_torch() -> None:
+    code = "import sys; from hf_pipetransformer.cli import main\n" + (
+        "try: main([sys.argv[1]])\nexcept SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    for option in ("--help", "--version"):
+        subprocess.run([sys.executable, "-c", code, option], check=True, timeout=60, cwd=REPOSITORY)
+
+
+def test_the_package_is_a_command() -> None:
+    command = [sys.executable, "-m", "hf_pipetransformer", "--version"]
+    result = subprocess.run(command, check=True, timeout=60, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.stdout == f"hf-pipetransformer {hf_pipetransformer.__version__}\n"
+
+
+def test_public_names_are_where_the_package_shows_them() -> None:
+    assert all(getattr(hf_pipetransformer, name).__name__ == name for name in hf_pipetransformer.__all__)

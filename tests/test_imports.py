@@ -17,7 +17,7 @@ SOURCES = Path(__file__).resolve().parents[1] / PACKAGE
 
 # From top to bottom.
 FLOORS = [
-    {"trainer"},
+    {"trainer", "__main__"},
     {"run"},
     {"controller"},
     {"execution", "startup", "decisions", "layer_probe"},
