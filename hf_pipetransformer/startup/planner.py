@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.costs import predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.autopipe.costs import UnitCosts, predict_step, rank_bytes, unit_loads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import (
     PlanRules,
@@ -77,8 +77,20 @@ class RunPlanner:
     def measures_microbatches(self) -> bool:
         """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
         asked = self.args.pipeline_parallel_num_microbatches
-        is_free = not (self.has_dropout or self.args.full_determinism)
-        return asked == "measured" or (asked == "auto" and is_free)
+        return asked == "measured" or (asked == "auto" and self._is_free)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether clocks may choose between layouts that differ in rounding only."""
+        return not (self.has_dropout or self.args.full_determinism)
+
+    @property
+    def _cut_by(self) -> UnitCosts:
+        """What the first cuts even out: the units' times, or their work, where masks are drawn by stages."""
+        costs, work = self.costs.units, self.probe.unit_flops
+        if self._is_free:
+            return costs
+        return replace(costs, forward=work, backward=tuple(2 * flops for flops in work), edge_backward=work)
 
     def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:
         """What the plans of a run that began under `layout` start from."""
@@ -132,7 +144,7 @@ class RunPlanner:
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
         structure = self.probe.structure
         return plan_layout(
-            unit_costs=unit_loads(self.costs.units, num_frozen),
+            unit_costs=unit_loads(self._cut_by, num_frozen),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
             pipeline_size=size,

@@ -26,7 +26,6 @@ from transformers import (
     SwinConfig,
     SwinForImageClassification,
     TrainerCallback,
-    TrainingArguments,
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -224,7 +223,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "undivided_optimizer": {"optimizers": undivided_optimizer},
     "foreign_optimizer": {"optimizers": foreign_optimizer},
     "loss_across_samples": {"trainer": ContrastiveTrainer},
-    "plain_arguments": {"arguments": TrainingArguments},
     "no_divisor": {"options": {"pipeline_parallel_size": 3}},
     "no_stages": {"options": {"pipeline_parallel_size": 0}},
     "stages_in_words": {"options": {"pipeline_parallel_size": "two"}},

@@ -55,7 +55,7 @@ def main() -> None:
     watched = RealDevice() if parsed.cuda else DeviceStandIn()
     noted = NoteSteps(watched)
     if not parsed.cuda:
-        PipeTransformerArguments.device = property(lambda self: DEVICE)
+        PipeTransformerArguments.device = property(lambda self: (self._setup_devices, DEVICE)[1])
     trainer = PipeTransformerTrainer(
         model=build_model(parsed.model, 11),
         args=PipeTransformerArguments(

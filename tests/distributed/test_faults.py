@@ -234,7 +234,6 @@ NAMED = {
     "undivided_optimizer": "LBFGS",
     "foreign_optimizer": "optimizer.*1 parameters that are not the model's",
     "loss_across_samples": "loss",
-    "plain_arguments": "PipeTransformerArguments",
     "no_divisor": r"pipeline_parallel_size.*3|3.*pipeline_parallel_size",
     "no_stages": "pipeline_parallel_size",
     "stages_in_words": "pipeline_parallel_size.*two",
