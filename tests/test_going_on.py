@@ -129,6 +129,16 @@ def test_a_resumed_run_that_lost_its_cache_is_one_without(
     assert logged == [2, 0]
 
 
+def test_a_run_whose_store_cannot_be_opened_is_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_stores, "take_store", no_room)
+    options = {"activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache"), "freeze_policy": "none"}
+    trainer = trainer_of(freeze_by_hand(build_model("bert_sequence"), 2), tmp_path / "run", **options)
+    watch = Watch(trainer)
+    trainer.train()
+    assert [(layout.num_frozen_layers, layout.cache_level) for layout in watch.layouts if layout] == [(2, 0)] * 6
+    assert watch.modes == [True] * 6
+
+
 def test_a_replayed_run_stores_what_the_plan_does_if_it_can(tmp_path: Path) -> None:
     """Its checkpoint lies between two steps of the plan."""
     options = {"freeze_policy": "fixed", "freeze_at": "1:2,5:3", "activation_cache_dir": str(tmp_path / "cache")}
