@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, field, fields
 
+import torch
 from transformers import TrainingArguments
 
 from hf_pipetransformer.option_values import (
@@ -268,19 +269,23 @@ class PipeTransformerArguments(TrainingArguments):
         self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
         self._check_freezing()
         self._check_chunks()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
+            # There is nothing else; without the word accelerate would make each process a world of its own.
+            self.use_cpu = True
         super().__post_init__()
         self._recompute_in_pipeline()
 
     def _recompute_in_pipeline(self) -> None:
-        if self.activation_checkpointing and self.pipeline_parallel_size != "1" and self.world_size > 1:
+        if self.activation_checkpointing and self.pipeline_parallel_size != "1":
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
-            # The engine recomputes; the model must not do so a second time.
-            self.pipeline_checkpoint = "always"
-            self.activation_checkpointing = False
+            if self.world_size > 1:
+                # The engine recomputes; the model must not do so a second time.
+                self.pipeline_checkpoint = "always"
+                self.activation_checkpointing = False
 
     def _check_chunks(self) -> None:
         schedule = find_schedule(self.pipeline_schedule)

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from hf_pipetransformer import PipeTransformerArguments
-from tests.distributed.launcher import launch
+from tests.distributed.launcher import accelerate_launch, launch
 from tests.tiny_bert import save_tiny_bert
 
 
@@ -616,3 +616,17 @@ def test_the_demo_reaches_its_accuracy_with_two_stages(tmp_path: Path) -> None:
     result = launch(SCRIPTS / "demo.py", ["--output_dir", str(tmp_path)], num_processes=2, timeout=280)
     assert "2 stages x 1 replica" in result.output
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] >= 0.95
+
+
+def test_the_quick_start_is_the_one_of_the_readme() -> None:
+    readme = (SCRIPTS.parent / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{(SCRIPTS / 'quick_start.py').read_text(encoding='utf-8')}```" in readme
+
+
+@pytest.mark.distributed
+def test_the_quick_start_runs_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells it that there are no GPUs."""
+    monkeypatch.chdir(tmp_path)
+    result = accelerate_launch(SCRIPTS / "quick_start.py", timeout=200, env={"ACCELERATE_USE_CPU": None})
+    assert "'eval_loss'" in result.output
+    assert "K=1 stages x R=2 replicas" in result.output.splitlines()[-1]
