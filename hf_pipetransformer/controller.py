@@ -213,7 +213,7 @@ class LayoutController:
         self.meter.reset(skip=cache.steps_per_epoch if cache and layout.cache_level else 0)
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
-        if asks and layout.pipeline_size not in self._known_microbatches:
+        if asks and layout.shape not in self._known_microbatches:
             samples, bytes_ = inputs.samples_per_device, inputs.rules.device_bytes
             tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.units, samples, bytes_))
             self._trial = MicrobatchTrial(tried)
@@ -247,14 +247,14 @@ class LayoutController:
     def _try_microbatches(self, layout: Layout) -> Change | None:
         trial, known = self._trial, self._known_microbatches
         if trial is not None and trial.is_done:
-            known[layout.pipeline_size] = int(self.topology.decide(trial.best))
-            self._report_trial(trial, known[layout.pipeline_size], layout)
+            known[layout.shape] = int(self.topology.decide(trial.best))
+            self._report_trial(trial, known[layout.shape], layout)
             self._trial = None
             self.meter.reset()
         if self._trial is not None:
             count = self._trial.current()
         elif self.decisions.args.num_microbatches is None:
-            count = known.get(layout.pipeline_size, layout.num_microbatches)
+            count = known.get(layout.shape, layout.num_microbatches)
         else:
             count = layout.num_microbatches
         if count == layout.num_microbatches:
@@ -266,7 +266,8 @@ class LayoutController:
         self.write(
             "profile",
             what="microbatches",
-            num_stages=layout.pipeline_size,
+            pipeline_size=layout.pipeline_size,
+            num_chunks=layout.num_chunks,
             num_layers=layout.num_layers,
             num_replicas=layout.num_replicas,
             samples_per_pipeline=self.decisions.inputs.samples_per_device * layout.pipeline_size,
@@ -301,7 +302,7 @@ class LayoutController:
         state = {
             **self.decisions.state(),
             "gradient_norms": None if self._norms is None else self._norms.state(),
-            "known_microbatches": {str(k): m for k, m in self._known_microbatches.items()},
+            "known_microbatches": [[*shape, m] for shape, m in self._known_microbatches.items()],
         }
         return dict(plain(state, "What decides on layouts"))
 

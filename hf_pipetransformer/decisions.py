@@ -72,7 +72,7 @@ class Decisions:
         layout: Layout,
         reports: Sequence[Report],
         measured: Mapping[str, tuple[float, ...]],
-        known_microbatches: Mapping[int, int],
+        known_microbatches: Mapping[tuple[int, int], int],
     ) -> dict[str, Any]:
         """Ask the policy before optimizer step number `step`.
 
@@ -80,7 +80,7 @@ class Decisions:
             layout: in force.
             reports: by rank, of the steps under it; empty ones did not measure.
             measured: what the policy needs: fields of `FreezeSignal`.
-            known_microbatches: the M that trials found best, by K.
+            known_microbatches: the M that trials found best, by K and V.
 
         Returns:
             As JSON values the step of the next decision, and the `change`: None, or the next layout and why.
@@ -102,7 +102,7 @@ class Decisions:
         return {"next_step": self.next_step(step + 1), "change": change}
 
     def adapt_to_cache(
-        self, step: int, layout: Layout, known_microbatches: Mapping[int, int]
+        self, step: int, layout: Layout, known_microbatches: Mapping[tuple[int, int], int]
     ) -> dict[str, Any] | None:
         """The change to a layout that stores what the frozen layers give, if that pays, or no longer does."""
         plan = self._plan(layout.num_frozen_layers, layout, step, known_microbatches)
@@ -111,7 +111,9 @@ class Decisions:
         reason = "frozen from the start" if plan.layout.cache_level else "nothing is stored any more"
         return _as_change(plan, reason, None)
 
-    def _plan(self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[int, int]) -> Plan:
+    def _plan(
+        self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> Plan:
         costs, overheads = self._calibrated
         return plan_transition(
             layout,
@@ -184,6 +186,6 @@ def _as_change(plan: Plan, reason: str, measured: float | None) -> dict[str, Any
         "layout": plan.layout.as_event(),
         "reason": reason,
         "predicted": plan.prediction.seconds,
-        "alternatives": {str(num_stages): seconds for num_stages, seconds in plan.alternatives.items()},
+        "alternatives": {str(pipeline_size): seconds for pipeline_size, seconds in plan.alternatives.items()},
         "measured": measured,
     }

@@ -81,6 +81,11 @@ class Layout:
         return self.num_stages // self.num_chunks
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """K and V."""
+        return self.pipeline_size, self.num_chunks
+
+    @property
     def places(self) -> Placement:
         """How the stages lie on the ranks of a pipeline."""
         return Placement(self.pipeline_size, self.num_chunks, self.placement)
@@ -145,7 +150,8 @@ class Layout:
     def as_scalars(self) -> dict[str, float]:
         """What trackers show of the layout."""
         return {
-            "pipeline_stages": self.num_stages,
+            "pipeline_stages": self.pipeline_size,
+            **({"pipeline_chunks": self.num_chunks} if self.num_chunks > 1 else {}),
             "pipeline_replicas": self.num_replicas,
             "pipeline_microbatches": self.num_microbatches,
             "frozen_layers": self.num_frozen_layers,

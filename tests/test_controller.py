@@ -16,13 +16,14 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.costs import Overheads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.controller import Change, LayoutController
-from hf_pipetransformer.decisions import Decisions
+from hf_pipetransformer.decisions import Decisions, Write
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import DecisionClock, FreezePolicy, FreezeSignal
 from hf_pipetransformer.freeze.weights import relative_changes
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.messages import pack, unpack
 from hf_pipetransformer.pipeline.timing import PARTS
+from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_known_microbatches
 from tests.test_planning import costs_of, layout_of, rules_for
 
 
@@ -74,30 +75,42 @@ class Meter:
 
 
 class OneMore(FreezePolicy):
-    """One layer more each time, and then at other steps than before."""
+    """One layer more each time, and then at other steps than before.
+
+    Args:
+        due: the steps at first.
+    """
 
     needs = frozenset()
 
-    def __init__(self) -> None:
-        self.num_asked = 0
+    def __init__(self, due: tuple[int, ...]) -> None:
+        self.num_asked, self.due = 0, due
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         self.num_asked += 1
         return signal.num_frozen + 1
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
-        return step in (4, 9) if self.num_asked < 2 else step == 30
+        return step in self.due if self.num_asked < 2 else step == 30
 
 
 def forbidden(*_args: Any, **_kwargs: Any) -> Any:
     raise AssertionError("planned by a rank that does not decide")
 
 
-def run(folder: Path, rank: int, told: list[Any], device_bytes: float, steps: int = 40) -> list[Change]:
+def run(
+    folder: Path,
+    rank: int,
+    told: list[Any],
+    device_bytes: float,
+    steps: int = 40,
+    due: tuple[int, ...] = (4, 9),
+    write: Write = lambda *_, **__: None,
+) -> list[Change]:
     """The changes of a run on one rank."""
     layout = layout_of(L, 4, WORLD_SIZE)
     inputs = PlanInputs(costs_of(L), Overheads(), rules_for(L, device_bytes=device_bytes), samples_per_device=16)
-    policy = OneMore()
+    policy = OneMore(due)
     if rank:
         policy.num_wanted = policy.is_due = policy.explain = forbidden
     args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
@@ -108,7 +121,7 @@ def run(folder: Path, rank: int, told: list[Any], device_bytes: float, steps: in
     stage = SimpleNamespace(layout=layout, view=SimpleNamespace(structure=structure))
     meter: Any = Meter(1.0 + rank)
     no_probe: Any = None  # No policy asks for it.
-    watcher = LayoutController(decided, Heard(rank, told), stage, lambda *_, **__: None, meter, no_probe, None)
+    watcher = LayoutController(decided, Heard(rank, told), stage, write, meter, no_probe, None)
     changes = []
     for step in range(steps):
         change = watcher.change_before(step, stage)
@@ -131,6 +144,13 @@ def test_ranks_that_measure_otherwise_take_rank_0s_layouts_and_never_plan(
         monkeypatch.setattr(module, name, forbidden)
     assert run(tmp_path, 1, told, device_bytes=1.0) == first
     assert not told
+
+
+def test_a_later_run_reads_what_the_trials_of_an_earlier_one_found(tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path))
+    changes = run(tmp_path, 0, [], 1e12, due=(), write=lambda kind, **fields: log.write(kind, 0, 0.0, **fields))
+    last = changes[-1].layout
+    assert read_known_microbatches(str(tmp_path / EVENTS_FILE), last, 16) == {last.shape: last.num_microbatches}
 
 
 def test_a_rank_that_stands_elsewhere_says_where() -> None:

@@ -30,7 +30,8 @@ LAYOUT = Layout(
 )
 TRIAL = {
     "what": "microbatches",
-    "num_stages": 2,
+    "pipeline_size": 2,
+    "num_chunks": 1,
     "num_layers": 4,
     "num_replicas": 1,
     "samples_per_pipeline": 8,
@@ -95,11 +96,18 @@ def test_a_torn_line_before_others_is_refused_by_its_number(path: Path, line: by
 
 def test_a_known_number_of_micro_batches_is_not_taken_in_silence(path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
-        assert read_known_microbatches(str(path), LAYOUT, 4) == {2: 6}
+        assert read_known_microbatches(str(path), LAYOUT, 4) == {(2, 1): 6}
         assert f"M=6 for K=2: measured by an earlier run in this folder ({path})" in caplog.text
         caplog.clear()
         assert read_known_microbatches(str(path), LAYOUT, 16) == {}
         assert caplog.text == ""
+
+
+def test_numbers_of_micro_batches_are_known_by_the_stages_of_a_rank_too(path: Path, caplog: pytest.LogCaptureFixture):
+    EventLog(str(path.parent)).write("profile", 5, 0.2, **{**TRIAL, "num_chunks": 3, "num_microbatches": 4})
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        assert read_known_microbatches(str(path), LAYOUT, 4) == {(2, 1): 6, (2, 3): 4}
+    assert "M=6 for K=2, M=4 for K=2 V=3: measured" in caplog.text
 
 
 def test_what_ran_out_of_memory_is_remembered_for_the_same_conditions(path: Path, caplog: pytest.LogCaptureFixture):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.autopipe.compression import Candidate, choose_by_throughput, compress_by_memory
 from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, rank_bytes, unit_loads
 from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, candidates
@@ -25,6 +28,7 @@ from hf_pipetransformer.autopipe.planner import (
 )
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.startup.planner import memory_conditions
 
 
 # One layer; units are embeddings, attention, MLP, head.
@@ -409,10 +413,25 @@ def test_cuts_that_fit_are_not_given_up_for_even_ones_that_do_not(
 
 def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_of_thumb() -> None:
     current, unfit = layout_of(12, 4, 4), frozenset({1, 2})
-    rules = rules_for(12, unfit=unfit, known_microbatches={4: 12})
+    rules = rules_for(12, unfit=unfit, known_microbatches={(4, 1): 12, (4, 2): 7})
     assert plan(current, 2, replace(rules, num_microbatches=5)).layout.num_microbatches == 5
     assert plan(current, 2, rules).layout.num_microbatches == 12
     assert plan(current, 2, replace(rules, known_microbatches={})).layout.num_microbatches == 8
+
+
+def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path: Path) -> None:
+    probe = SimpleNamespace(structure=SimpleNamespace(num_layers=4))
+    found = [
+        memory_conditions(
+            PipeTransformerArguments(
+                output_dir=str(tmp_path), use_cpu=True, pipeline_schedule="interleaved_1f1b", pipeline_chunks=chunks
+            ),
+            probe,
+            1e9,
+        )
+        for chunks in (None, 2, 3)
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 def test_an_unknown_compression_is_refused() -> None:

@@ -14,12 +14,12 @@ MULTIPLES = (6, 4, 3, 2, 1)
 """M is tried from 6K down to K (PipeTransformer, section 3.2.3)."""
 
 
-def candidates(num_stages: int, samples_per_pipeline: int) -> list[int]:
-    """The M to try for a pipeline of `num_stages`, none above the number of samples, each once, large to small.
+def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
+    """The M to try for `pipeline_size` ranks, none above the number of samples, each once, large to small.
 
     Large first: the smallest micro-batches need the least memory.
     """
-    tried = {max(1, min(multiple * num_stages, samples_per_pipeline)) for multiple in MULTIPLES}
+    tried = {max(1, min(multiple * pipeline_size, samples_per_pipeline)) for multiple in MULTIPLES}
     return sorted(tried, reverse=True)
 
 

@@ -43,7 +43,7 @@ class PlanRules:
         device_bytes: memory of one device.
         elastic: False keeps K and the boundaries for the whole run.
         num_microbatches: M if the user fixed it, else None.
-        known_microbatches: the M that trials found best, by K.
+        known_microbatches: the M that trials found best, by K and V.
         unfit: lengths K that ran out of memory.
         initial_largest_size: `largest_rank_size` of the layout of the start.
         num_chunks: V that pipelines of several ranks shall have.
@@ -57,7 +57,7 @@ class PlanRules:
     device_bytes: float
     elastic: bool = True
     num_microbatches: int | None = None
-    known_microbatches: Mapping[int, int] = field(default_factory=dict)
+    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
     initial_largest_size: float = 0.0
     num_chunks: int = 1
@@ -235,7 +235,7 @@ def plan_transition(
     loads = unit_loads(costs, num_frozen_layers, cache_level)
     candidates = []
     for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
-        known = rules.num_microbatches or rules.known_microbatches.get(size)
+        known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
         layout = plan_layout(
             unit_costs=loads,
             cut_positions=rules.cut_positions,

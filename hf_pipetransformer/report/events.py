@@ -122,8 +122,8 @@ def read_layouts(path: str) -> dict[int, Layout]:
     return dict(sorted(layouts.items()))
 
 
-def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[int, int]:
-    """The M that earlier trials in this folder found best, by K, for the same schedule and batch; said in a line."""
+def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[tuple[int, int], int]:
+    """The M that earlier trials in this folder found best for the same schedule and batch, by K and V; said."""
     if path is None or not os.path.isfile(path):
         return {}
     known = {}
@@ -131,16 +131,19 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
     try:
         for event in read_events(path):
             if event["event"] == "profile" and event["what"] == "microbatches":
-                num_stages = int(event["num_stages"])
+                size, num_chunks = int(event["pipeline_size"]), int(event["num_chunks"])
                 found = (event["num_layers"], event["num_replicas"], event["samples_per_pipeline"], event["schedule"])
-                batch = samples_per_device * num_stages
-                if found == (layout.num_layers, world_size // num_stages, batch, layout.schedule):
-                    known[num_stages] = int(event["num_microbatches"])
+                batch = samples_per_device * size
+                if found == (layout.num_layers, world_size // size, batch, layout.schedule):
+                    known[size, num_chunks] = int(event["num_microbatches"])
     except (KeyError, TypeError, ValueError) as error:
         logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): M is measured anew.")
         return {}
     if known:
-        taken = ", ".join(f"M={count} for K={num_stages}" for num_stages, count in sorted(known.items()))
+        taken = ", ".join(
+            f"M={count} for K={size}" + (f" V={num_chunks}" if num_chunks > 1 else "")
+            for (size, num_chunks), count in sorted(known.items())
+        )
         announce(
             f"{taken}: measured by an earlier run in this folder ({path}). Remove that file, or set "
             "pipeline_parallel_num_microbatches, to choose otherwise."

@@ -175,16 +175,18 @@ class Beginning:
             return None
         return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
 
-    def _known_microbatches(self) -> dict[int, int]:
-        """The M that trials found best, by K: those of the run that was saved, or what the events tell."""
+    def _known_microbatches(self) -> dict[tuple[int, int], int]:
+        """The M that trials found best, by K and V: those of the run that was saved, or what the events tell."""
         saved = None if self.resumption is None else self.resumption.known_microbatches
         if saved is not None:
             return saved
         plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
         path = self.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
         samples = self.trainer.args.per_device_train_batch_size
-        known: dict[int, int] = self.topology.decide(lambda: read_known_microbatches(path, layout, samples))
-        return known
+        known = self.topology.decide(
+            lambda: [[*shape, m] for shape, m in read_known_microbatches(path, layout, samples).items()]
+        )
+        return {(k, v): m for k, v, m in known}
 
     def _optimizer(self, cache: TrainingCache | None) -> OptimizerState:
         """This stage's part of the optimizer, and what its moves take."""

@@ -114,12 +114,11 @@ class Resumption:
         return bool(self.state.get("policy_class", own) == own)
 
     @property
-    def known_microbatches(self) -> dict[int, int] | None:
-        """What the run that was saved had found for M, by K; None where it is looked for anew."""
+    def known_microbatches(self) -> dict[tuple[int, int], int] | None:
+        """What the run that was saved had found for M, by K and V; None where it is looked for anew."""
         if self.is_elsewhere:
             return None
-        known = self.state["decisions"]["known_microbatches"]
-        return {int(size): int(count) for size, count in known.items()}
+        return {(k, v): m for k, v, m in self.state["decisions"]["known_microbatches"]}
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """What `Trainer.set_initial_training_values` gives, for a run that goes on with batches of another size."""

@@ -39,6 +39,7 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         **{name: str(getattr(args, name)) for name in names},
         "num_microbatches": args.num_microbatches,
         "schedule": args.pipeline_schedule,
+        "num_chunks": args.num_chunks,
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,
     }
@@ -92,7 +93,9 @@ class RunPlanner:
             return costs
         return replace(costs, forward=work, backward=tuple(2 * flops for flops in work), edge_backward=work)
 
-    def inputs(self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[int, int]) -> PlanInputs:
+    def inputs(
+        self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> PlanInputs:
         """What the plans of a run that began under `layout` start from."""
         args, units = self.args, self.costs.units
         rules = PlanRules(
