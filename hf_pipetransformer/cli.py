@@ -40,10 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     schedule, size = find_schedule(options.schedule), options.stages
-    num_chunks = options.chunks or (schedule.default_chunks if size > 1 else 1)
-    placement = Placement(size, num_chunks, schedule.placement)
+    default = schedule.default_chunks if size > 1 else 1
+    num_chunks = default if options.chunks is None else options.chunks
     shape = options.microbatches, options.frozen_stages, options.backward, options.hop
-    timeline = simulate_equal(schedule, placement, *shape)
+    try:
+        timeline = simulate_equal(schedule, Placement(size, num_chunks, schedule.placement), *shape)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
 

@@ -342,7 +342,7 @@ class LayoutController:
         # The run that was saved decided on its cache; one that is switched on since then needs no decision on times.
         cache = self.decisions.cache
         self._is_first = cache is not None and cache.mode == "on"
-        self._known_microbatches.update({int(k): int(m) for k, m in state["known_microbatches"].items()})
+        self._known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})
 
     def _take_up_measurements(self) -> None:
         """What is measured from, of the run that is gone on with. A collective call, once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.program import Forward, MicroBatch, Write
 from hf_pipetransformer.pipeline.reduction import last_gradients
-from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Action, Row, Schedule, find_schedule
+from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, SENDS, Action, Row, Schedule, find_schedule
 from hf_pipetransformer.pipeline.weight_gradients import linear_layers
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
@@ -89,7 +90,7 @@ class StageRunner:
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
             row = self._row(find_schedule(stage.layout.schedule), len(cut))
-            run = stage.engine.begin(row, _OnDevice(cut, prepare, self._copies))
+            run = stage.engine.begin(row, OnDevice(cut, row, prepare, self._copies))
             if is_last_batch:
                 for action, parameters in self._last_gradients_of(row):
                     run.advance(before=action)
@@ -240,19 +241,25 @@ class WritingRunner:
         return self.runner.predict(inputs, forward, self.write)
 
 
-class _OnDevice(Sequence[MicroBatch]):
+class OnDevice(Sequence[MicroBatch]):
     """Micro-batches whose inputs come to the device when they are asked for, and those of the next one with them.
 
     Args:
         parts: the micro-batches on the host.
+        row: the engine asks for a micro-batch once an action that is no send; after the last it is let go of.
         prepare: puts inputs on the device.
         copies: where that is done while the device computes.
     """
 
     def __init__(
-        self, parts: list[MicroBatch], prepare: Callable[[dict[str, Any]], dict[str, Any]], copies: CopyStream
+        self,
+        parts: list[MicroBatch],
+        row: Row,
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        copies: CopyStream,
     ) -> None:
         self._parts = parts
+        self._num_left = Counter(action.micro_batch for action in row if action.op not in SENDS)
         self._prepare = prepare
         self._copies = copies
         self._coming: dict[int, Arriving[dict[str, Any]]] = {}
@@ -267,10 +274,11 @@ class _OnDevice(Sequence[MicroBatch]):
             inputs = self._coming.pop(i).on_device()
             self._there[i] = replace(self._parts[i], inputs=inputs)
             self._fetch(i + 1)
-        return self._there[i]
+        self._num_left[i] -= 1
+        return self._there[i] if self._num_left[i] else self._there.pop(i)
 
     def _fetch(self, i: int) -> None:
-        if i < len(self) and i not in self._coming and i not in self._there:
+        if self._num_left[i] and i not in self._coming and i not in self._there:
             given = self._parts[i].inputs
             self._coming[i] = self._copies.start(lambda: self._prepare(given))
 

@@ -235,12 +235,12 @@ def _processes_asked_of_accelerate() -> int:
     return 1
 
 
-def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:
+def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:
     """Refuse models and optimizers that cannot be put on stages.
 
     Args:
         model: the user's model.
-        num_stages: K as far as it is known; None for "auto".
+        pipeline_size: K as far as it is known; None for "auto".
         is_undivided: one process and one micro-batch.
         optimizers: the user's optimizer and scheduler.
 
@@ -260,17 +260,17 @@ def check_model(model: Any, num_stages: int | None, is_undivided: bool, optimize
             "micro-batches and replicas would each have their own. Use one process with "
             "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
         )
-    if optimizers[0] is not None and num_stages != 1:
+    if optimizers[0] is not None and pipeline_size != 1:
         _check_divisible(optimizers[0])
     config = getattr(model, "config", None)
     layerdrop: float = getattr(config, "layerdrop", 0.0)
-    if num_stages != 1 and layerdrop:
+    if pipeline_size != 1 and layerdrop:
         raise ValueError(
             f"config.layerdrop={layerdrop}: layers that are skipped at random cannot be stages. Set it to 0."
         )
     for option in ("output_hidden_states", "output_attentions"):
         is_on: bool = getattr(config, option, False)
-        if num_stages != 1 and is_on:
+        if pipeline_size != 1 and is_on:
             raise ValueError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
 
 

@@ -118,7 +118,7 @@ def test_one_rank_has_one_stage_and_splits_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [(INTERLEAVED, 1), (ZB_H1, 2), (ZB_V, 3)], ids=named)
 def test_chunks_that_a_schedule_does_not_know_are_refused(schedule: Schedule, num_chunks: int) -> None:
-    with pytest.raises(ValueError, match=f"{schedule.name} takes . to . stages .* found {num_chunks}"):
+    with pytest.raises(ValueError, match=f"{schedule.name} takes .* stages? a rank on .* found {num_chunks}"):
         schedule.table(2, 4, num_chunks)
 
 

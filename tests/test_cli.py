@@ -38,7 +38,7 @@ def test_a_frozen_stage_runs_no_backward(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_pipeline_of_frozen_stages_only_is_refused() -> None:
-    with pytest.raises(ValueError, match="active"):
+    with pytest.raises(SystemExit, match="active"):
         main(["simulate", "--stages", "2", "--microbatches", "2", "--frozen_stages", "2"])
 
 
@@ -59,3 +59,21 @@ def test_the_package_is_a_command() -> None:
 
 def test_public_names_are_where_the_package_shows_them() -> None:
     assert all(getattr(hf_pipetransformer, name).__name__ == name for name in hf_pipetransformer.__all__)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "chunks", "text"),
+    [
+        ("zb_v", "2", "3", "zb_v takes 2 stages a rank on 2 ranks, found 3."),
+        ("zb_v", "2", "0", "zb_v takes 2 stages a rank on 2 ranks, found 0."),
+        ("interleaved_1f1b", "4", "1", "interleaved_1f1b takes 2 to 8 stages a rank on 4 ranks, found 1."),
+        ("1f1b", "3", "2", "1f1b takes one stage a rank on 3 ranks, found 2."),
+        ("zb_v", "1", "2", "zb_v takes one stage a rank on one rank, found 2."),
+    ],
+)
+def test_stages_that_a_schedule_cannot_lay_are_refused_in_one_sentence(
+    schedule: str, stages: str, chunks: str, text: str
+) -> None:
+    with pytest.raises(SystemExit) as found:
+        main(["simulate", "--schedule", schedule, "--stages", stages, "--chunks", chunks, "--microbatches", "4"])
+    assert str(found.value) == text

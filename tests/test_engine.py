@@ -202,6 +202,18 @@ def test_what_was_sent_is_let_go_of_before_the_end(first_active: int) -> None:
     assert activations.num_waited_for == 6
 
 
+@pytest.mark.parametrize("order", [[(F, 1)], [(F, 0), (F, 1), (B, 0)], [(F, 0), (F, 1), (INPUT, 0)]])
+def test_a_computation_before_its_input_is_an_error(order: list[tuple[Op, int]]) -> None:
+    links = [
+        StageLinks(forward_out=Local(1), backward_in=Local(1)),
+        StageLinks(forward_in=Local(0), backward_out=Local(0)),
+    ]
+    row = tuple(Action(op, 0, chunk) for op, chunk in order)
+    run = Engine(make_programs(2), links, StepMeter(CPU)).begin(row, make_micro_batches(1))
+    with pytest.raises(ValueError, match=f"The table has {row[-1]} before what it takes"):
+        run.drain()
+
+
 def test_a_transfer_without_a_link_is_an_error() -> None:
     row = find_schedule("1f1b").table(2, 1)[0]
     with pytest.raises(ValueError, match="transfer"):

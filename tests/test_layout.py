@@ -37,6 +37,13 @@ def test_v_placement_comes_back_to_the_first_rank():
     assert [found.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
+def test_trackers_see_the_ranks_of_a_pipeline_and_their_stages():
+    assert layout(4).as_scalars()["pipeline_stages"] == 4
+    assert "pipeline_chunks" not in layout(4).as_scalars()
+    in_chunks = layout(4, num_chunks=2).as_scalars()
+    assert (in_chunks["pipeline_stages"], in_chunks["pipeline_chunks"]) == (2, 2)
+
+
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("pipeline_size", [2, 3, 4])

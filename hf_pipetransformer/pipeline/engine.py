@@ -95,7 +95,7 @@ class Run:
     def _forward(self, action: Action) -> None:
         _, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
-        received = self._take(action._replace(op=Op.RECEIVE_FORWARD))
+        received = self._take(links.forward_in, action, Op.RECEIVE_FORWARD)
         run = program.forward if self.is_training else program.predict
         with torch.set_grad_enabled(self.is_training and chunk in self._active), self.meter.part("forward"):
             result = run(self.micro_batches[i], received)
@@ -107,7 +107,7 @@ class Run:
     def _backward(self, action: Action) -> None:
         op, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
-        received = self._take(action._replace(op=Op.RECEIVE_BACKWARD))
+        received = self._take(links.backward_in, action, Op.RECEIVE_BACKWARD)
         # The gradient came back, so the activation has long arrived.
         self._let_go([action._replace(op=Op.SEND_FORWARD)])
         run = program.backward if op is Op.BACKWARD else program.backward_input
@@ -144,9 +144,14 @@ class Run:
         link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out
         self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
 
-    def _take(self, receive: Action) -> torch.Tensor | None:
-        pending = self._arriving.pop(receive, None)
-        return None if pending is None else pending.wait()
+    def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
+        """What arrived over `link` for `action`."""
+        if link is None:
+            return None
+        pending = self._arriving.pop(action._replace(op=receive), None)
+        if pending is None:
+            raise ValueError(f"The table has {action} before what it takes was received or handed over.")
+        return pending.wait()
 
     def _let_go(self, sends: Sequence[Action]) -> None:
         """Wait for sends, so that what was sent can be freed."""

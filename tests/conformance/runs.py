@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 Layout = tuple[int, int]
 
 LAYOUT_SCALARS = {
-    *("pipeline_stages", "pipeline_replicas", "pipeline_microbatches"),
+    *("pipeline_stages", "pipeline_chunks", "pipeline_replicas", "pipeline_microbatches"),
     *("frozen_layers", "cached_layers", "cache_hit_rate"),
 }
 """What the pipeline logs of its own."""

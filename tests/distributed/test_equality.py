@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_pipetransformer.pipeline.schedules import find_schedule
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED
 from tests.distributed.launcher import LaunchError, launch
@@ -208,11 +209,13 @@ def test_losses_and_gradient_norms_follow_trainer(ours: Outcome, plain: Outcome,
     assert relative_difference(*ends) <= case.tolerance
 
 
-def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: Outcome):
+def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: Outcome, layout: Layout, case: Case):
     layout_scalars = {
         *("pipeline_stages", "pipeline_replicas", "pipeline_microbatches"),
         *("frozen_layers", "cached_layers"),
     }
+    if layout[0] > 1 and find_schedule(case.schedule).default_chunks > 1:
+        layout_scalars.add("pipeline_chunks")
     count = None
     for index, (mine, theirs) in enumerate(zip(ours.steps(), plain.steps(), strict=True)):
         # The first entry under a layout shows the layout, beside what Trainer logs; one that tries numbers of

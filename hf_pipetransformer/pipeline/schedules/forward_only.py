@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from hf_pipetransformer.pipeline.schedules.actions import Action, Op
+from hf_pipetransformer.pipeline.schedules.interleaved import MAX_CHUNKS
 from hf_pipetransformer.pipeline.schedules.schedule import Computations, Schedule
 from hf_pipetransformer.placement import Placement
-
-
-MAX_CHUNKS = 8
 
 
 def _lay(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:

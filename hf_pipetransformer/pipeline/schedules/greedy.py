@@ -91,7 +91,7 @@ class _Run:
         if op is Op.BACKWARD_WEIGHT:
             return self.ends.get((stage, False, i))
         is_forward = op is Op.FORWARD
-        if is_forward and self.limit is not None and not self._has_room(rank, stage, i):
+        if is_forward and not self._has_room(rank, stage, i):
             return None
         source = source_of(op, stage, self.placement.num_stages)
         if source is None:
@@ -101,10 +101,12 @@ class _Run:
 
     def _has_room(self, rank: int, stage: int, i: int) -> bool:
         """Each later chunk has a place of its own, so that what is held can always come to its backward."""
+        if self.limit is None:
+            return True
         if stage < self.first_active_stage:
             return i < 2 or (stage + 1, True, i - 2) in self.ends
         later = self.placement.num_chunks - 1 - self.placement.chunk_of(stage)
-        return self.limit is None or self.held[rank] < self.limit - later
+        return self.held[rank] < self.limit - later
 
     def _take(self, start: float, rank: int, position: int) -> int:
         action = self.queues[rank][position].popleft()

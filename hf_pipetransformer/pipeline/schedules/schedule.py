@@ -32,7 +32,6 @@ class Schedule:
         lay: from where the stages lie, the number of micro-batches and the first stage that trains to what each rank
             computes.
         splits_backward: whether gradients of inputs and of weights are computed apart.
-        has_stale_weights: whether a backward may meet other weights than its forward.
         placement: how stages lie on ranks, a kind of `Placement`.
         default_chunks: stages on each rank, V, unless the user says otherwise.
         min_chunks: the smallest V of two ranks or more; a pipeline of one rank has one stage.
@@ -42,7 +41,6 @@ class Schedule:
     name: str
     lay: Callable[[Placement, int, int], Computations]
     splits_backward: bool = False
-    has_stale_weights: bool = False
     placement: str = "loop"
     default_chunks: int = 1
     min_chunks: int = 1
@@ -72,9 +70,11 @@ class Schedule:
             )
         fewest, most = (self.min_chunks, self.max_chunks) if pipeline_size > 1 else (1, 1)
         if not fewest <= num_chunks <= most:
-            raise ValueError(
-                f"{self.name} takes {fewest} to {most} stages on each of {pipeline_size} ranks, found {num_chunks}."
+            expected = (
+                f"{fewest} to {most} stages" if fewest < most else "one stage" if most == 1 else f"{most} stages"
             )
+            where = f"{pipeline_size} ranks" if pipeline_size > 1 else "one rank"
+            raise ValueError(f"{self.name} takes {expected} a rank on {where}, found {num_chunks}.")
         placement = Placement(pipeline_size, num_chunks, self.placement)
         if not 0 <= first_active_stage < placement.num_stages:
             raise ValueError(

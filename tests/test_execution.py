@@ -1,0 +1,82 @@
+"""The inputs of micro-batches on their way to the device, and out of it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pipetransformer.execution import OnDevice
+from hf_pipetransformer.pipeline.engine import Engine
+from hf_pipetransformer.pipeline.program import MicroBatch
+from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, find_schedule
+from hf_pipetransformer.pipeline.timing import StepMeter
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.staging import CopyStream
+from tests.one_process import CPU, make_links, together
+
+
+class Watching:
+    """A stage that passes on what it gets, and notes which micro-batches' inputs are alive at each computation."""
+
+    def __init__(self, alive: weakref.WeakValueDictionary[int, torch.Tensor], is_last: bool) -> None:
+        self.alive, self.is_last = alive, is_last
+        self.seen: list[set[int]] = []
+
+    def begin(self, row: Any) -> None:
+        pass
+
+    def _look(self) -> None:
+        self.seen.append(set(self.alive.keys()))
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        self._look()
+        return torch.zeros(()) if self.is_last else torch.zeros(micro_batch.activation_shape)
+
+    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor:
+        self._look()
+        return torch.zeros(micro_batch.activation_shape)
+
+    backward_input = backward
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        self._look()
+
+
+@pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2)])
+def test_inputs_are_prepared_once_and_stay_until_the_last_use(name: str, num_chunks: int) -> None:
+    schedule, count = find_schedule(name), 6
+    placement = Placement(2, num_chunks, schedule.placement)
+    table = schedule.table(2, count, num_chunks)
+    prepared: list[list[int]] = [[], []]
+    alive: list[weakref.WeakValueDictionary[int, torch.Tensor]] = [weakref.WeakValueDictionary() for _ in range(2)]
+    programs = [
+        [Watching(alive[rank], stage == placement.num_stages - 1) for stage in placement.stages_of(rank)]
+        for rank in range(2)
+    ]
+
+    def micro_batches(rank: int) -> OnDevice:
+        def prepare(inputs: dict[str, Any]) -> dict[str, Any]:
+            index = int(inputs["x"])
+            prepared[rank].append(index)
+            alive[rank][index] = there = inputs["x"].clone()
+            return {"x": there}
+
+        parts = [MicroBatch(i, {"x": torch.tensor(i)}, 1.0, (1,), lambda _: None) for i in range(count)]
+        return OnDevice(parts, table[rank], prepare, CopyStream(CPU))
+
+    links = make_links(placement)
+    engines = [Engine(programs[rank], links[rank], StepMeter(CPU)) for rank in range(2)]
+    given = [micro_batches(rank) for rank in range(2)]
+    together([engines[rank].begin(table[rank], given[rank]).drain for rank in range(2)])
+    for rank, row in enumerate(table):
+        assert sorted(prepared[rank]) == list(range(count))
+        assert not alive[rank]
+        computations = [action for action in row if action.op in COMPUTATIONS]
+        ends = {action.micro_batch: position for position, action in enumerate(computations)}
+        seen = [iter(program.seen) for program in programs[rank]]
+        for position, action in enumerate(computations):
+            gone = {i for i, end in ends.items() if end < position}
+            assert not gone & next(seen[action.chunk]), f"{action} of {row}"
