@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from hf_pipetransformer.autopipe.planner import (
     largest_rank_size,
     plan_layout,
     plan_transition,
+    reachable_shapes,
     stage_boundaries,
 )
 from hf_pipetransformer.layout import Layout
@@ -548,6 +549,26 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
         assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
         if found.layout.num_stages > current.num_units - found.layout.first_active_unit:
             assert found.layout == replace(current, num_frozen_layers=num_frozen_layers)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted", "expected"),
+    [
+        ("1f1b", 1, [(1, 1), (2, 1), (4, 1)]),
+        ("zb_v", 2, [(1, 1), (2, 2), (4, 2)]),
+        # 14 units in all: three stages on each of four ranks at most.
+        ("interleaved_1f1b", 4, [(1, 1), (2, 2), (2, 3), (2, 4), (4, 2), (4, 3)]),
+    ],
+)
+def test_every_layout_that_may_follow_is_known_in_advance(
+    schedule: str, wanted: int, expected: list[tuple[int, int]]
+) -> None:
+    assert reachable_shapes(schedule, wanted, 4, 14) == expected
+    current = chunked(schedule, 6, 4, min(wanted, 3), 8)
+    for num_frozen_layers, unfit in product(range(7), [(), (1,), (1, 2)]):
+        rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
+        found = plan_transition(current, num_frozen_layers, costs_of(6), Overheads(), rules, 8, 8)
+        assert found.layout.shape in expected
 
 
 def test_more_stages_than_the_model_can_be_cut_into_are_refused() -> None:

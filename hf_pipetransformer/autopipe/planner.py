@@ -115,6 +115,13 @@ def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stage
     return num_chunks if num_chunks >= find_schedule(schedule).min_chunks else 0
 
 
+def reachable_shapes(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> list[tuple[int, int]]:
+    """K and V of every layout that may follow one of `pipeline_size` ranks; arguments as of `choose_num_chunks`."""
+    divisors = [k for k in range(1, pipeline_size + 1) if pipeline_size % k == 0]
+    counts = range(1, most_stages + 1)
+    return sorted({(k, v) for k in divisors for most in counts if (v := choose_num_chunks(schedule, wanted, k, most))})
+
+
 def choose_pipeline_size(
     candidates: Sequence[int], largest_rank_bytes: Callable[[int], float], device_bytes: float
 ) -> int:

@@ -16,6 +16,7 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
 from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.autopipe.planner import reachable_shapes
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.decisions import Decisions
 from hf_pipetransformer.freeze.policies import FreezePolicy, check_policy, make_clock
@@ -198,10 +199,11 @@ class Beginning:
         # A user's optimizer is put together again at the end.
         may_move = self.replay is not None or (layout.pipeline_size > 1 and (adapts or self.keeps_optimizer))
         if adapts:
-            # Every length that may follow gets its groups now: making them takes longer than a transition should.
-            for size in range(1, layout.pipeline_size + 1):
-                if layout.pipeline_size % size == 0:
-                    self.topology.groups(Placement(size, layout.num_chunks if size > 1 else 1, layout.placement))
+            # What may follow gets its groups now: making them takes longer than a transition should.
+            most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
+            wanted = self.trainer.args.num_chunks
+            for size, num_chunks in reachable_shapes(layout.schedule, wanted, layout.pipeline_size, most):
+                self.topology.groups(Placement(size, num_chunks, layout.placement))
         return OptimizerState(optimizer, stage.store.held(), self.topology, may_move, groups)
 
 

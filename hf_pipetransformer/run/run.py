@@ -183,7 +183,7 @@ class Run:
         if found is None:
             return nullcontext()
         start_up, args = found.start_up, trainer.args
-        replay = read_plan(args.layout_plan, start_up.probe.structure, topology)
+        replay = read_plan(args, start_up.probe.structure, topology)
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size)
         else:

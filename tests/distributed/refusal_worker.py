@@ -268,6 +268,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
         "splitter": LayerCuts,
     },
     "plan_with_a_gap": {"options": {"layout_plan": plan_of(boundaries=[0, 5, 9])}},
+    "plan_of_another_schedule": {"options": {"layout_plan": plan_of(schedule="zb_h1")}},
     "plan_from_the_middle": {"options": {"layout_plan": plan_of(step=5)}},
 }
 

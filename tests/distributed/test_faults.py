@@ -267,6 +267,7 @@ NAMED = {
     "plan_of_another_model": "layout_plan.*12 layers.*expected 4 layers",
     "plan_off_the_cuts": r"layout_plan.*boundaries \(0, 4, 10\)",
     "plan_with_a_gap": "boundaries",
+    "plan_of_another_schedule": "layout_plan.*step 0.*'zb_h1'.*set pipeline_schedule='zb_h1'",
     "plan_from_the_middle": "layout_plan.*step 5",
     "batch_norm": "batch normalisation",
     "weighted_loss_on_sorted_data": "loss of 6 samples",
