@@ -112,6 +112,7 @@ class TrainingCache:
     def _name_weights(self, cache: ActivationCache) -> None:
         stage, self._weights = self.pipeline.stage, None
         if not stage.layout.cache_level:
+            self._digests = {}  # Nobody watches the weights now.
             cache.use_weights([""])
             return
         self._weights = FrozenWeights(stage, self.trainer.args, self._digests)
@@ -157,9 +158,10 @@ class TrainingCache:
             cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
             if not self.topology.decide(lambda: self.planner.pays_for_evaluation(cached_layers, passes_left)):
                 return
-            source = self.inputs.source_of(loader)
+            source = self.inputs.source_of(loader, is_training=False)
+            opened = None if source is None else self.stores.open(loader, source, is_training=False)
             # The data set is held, so that its id stays its own.
-            self._of_evaluations[id(dataset)] = dataset, None if source is None else self.stores.open(loader, source)
+            self._of_evaluations[id(dataset)] = dataset, opened
         _, cache = self._of_evaluations[id(dataset)]
         if cache is not None:
             cache.use_weights(self._weights.keys)

@@ -36,11 +36,11 @@ class CacheInputs:
         """The folder that stores lie in."""
         return cache_base(self.args)
 
-    def source_of(self, loader: Any) -> SampleSource | None:
+    def source_of(self, loader: Any, is_training: bool = True) -> SampleSource | None:
         """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
         report = self._examined(loader)
         if report.reason is not None:
-            self.say_off(report.reason)
+            self.say_off(report.reason, is_training)
             return None
         probe, start_up = self.start_up.probe, self.start_up
         return SampleSource(
@@ -62,11 +62,12 @@ class CacheInputs:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
         return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
-    def say_off(self, reason: str) -> None:
-        """Tell the user once that nothing is stored, and why."""
-        self.journal.write("cache", what="off", reason=reason)
+    def say_off(self, reason: str, is_training: bool) -> None:
+        """Tell the user once that nothing of the training, or of an evaluation set, is stored, and why."""
+        self.journal.write("cache", what="off" if is_training else "evaluation off", reason=reason)
         if self.topology.rank == 0:
-            logger.warning(f"The activation cache stays off: {reason}")
+            what = "The activation cache stays off" if is_training else "The evaluation set is not stored"
+            logger.warning(f"{what}: {reason}")
 
     def _examined(self, loader: Any) -> InputReport:
         """What the ranks found out about the inputs, or why they did not look."""

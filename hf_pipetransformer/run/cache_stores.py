@@ -32,7 +32,7 @@ class CacheStores:
         self._opened: list[ActivationCache] = []
         self._folders: list[StoreFolder] = []
 
-    def open(self, loader: PipelineLoader, source: SampleSource) -> ActivationCache | None:
+    def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """A store for the samples of a loader; None if there is no room. A collective call."""
         rank, store, error = self.topology.rank, None, None
         try:
@@ -49,7 +49,7 @@ class CacheStores:
         if store is None or errors:
             if store is not None:
                 store.close()
-            self.inputs.say_off(errors[0])
+            self.inputs.say_off(errors[0], is_training)
             return None
         opened = ActivationCache(store, source, self.args.device)
         self._opened.append(opened)

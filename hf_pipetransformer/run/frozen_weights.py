@@ -37,8 +37,8 @@ class FrozenWeights:
         own = [unit for unit in here if unit in below_entry and unit not in known]
         found = unit_digests(tensors, units_of, own)
         self._groups = stage.groups
-        self.digests = dict(known)
-        """By unit, those of other stages too."""
+        self.digests = {unit: digest for unit, digest in known.items() if unit in below_entry}
+        """By unit, those of other stages too; none of units that are no longer watched."""
         for answer in self._from_all({str(unit): digest for unit, digest in found.items()}):
             self.digests.update({int(unit): digest for unit, digest in answer.items()})
         self.keys = chain_keys(self.digests, layout.cache_level, _context(model, args))

@@ -1,0 +1,120 @@
+"""The activation cache of a training in one process, while layouts, weights and evaluation sets change."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.run import beginning
+from hf_pipetransformer.run.cache import TrainingCache
+from tests.models import build_model, collate, make_dataset
+
+
+CHANGED_AT = 6
+"""The first step of the third epoch: all rows are stored."""
+
+
+def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
+    given = {"train_dataset": make_dataset("bert_sequence", 12), "data_collator": collate} | {
+        name: changes.pop(name) for name in ("callbacks", "eval_dataset") if name in changes
+    }
+    options: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 12, "save_strategy": "no",
+        "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-3,
+        "freeze_policy": "fixed", "freeze_at": "0:2", "activation_cache": "on",
+        "activation_cache_dir": str(folder / "cache"),
+    }  # fmt: skip
+    return PipeTransformerTrainer(
+        build_model("bert_sequence"), PipeTransformerArguments(**(options | changes)), **given
+    )
+
+
+def cache_events(trainer: PipeTransformerTrainer, what: str) -> list[dict[str, Any]]:
+    lines = Path(str(trainer.events.path)).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "cache" and event["what"] == what]
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingCache]:
+    """Those of the trainings that begin."""
+    made, begin = [], beginning.begin_cache
+
+    def begin_and_note(*args: Any) -> TrainingCache | None:
+        made.append(begin(*args))
+        return made[-1]
+
+    monkeypatch.setattr(beginning, "begin_cache", begin_and_note)
+    return made
+
+
+class ChangesUnwatched(TrainerCallback):
+    """Lowers the level to which layers are cached, changes a weight above it, and raises the level again."""
+
+    def __init__(self, caches: list[TrainingCache], low: int, layer: int) -> None:
+        self.caches, self.low, self.name = caches, low, f"bert.encoder.layer.{layer}.output.dense.weight"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != CHANGED_AT:
+            return
+        for level in self.levels():
+            for cache in filter(None, self.caches):
+                stage = cache.pipeline.stage
+                stage.layout = replace(stage.layout, cache_level=level)
+                cache.follow()
+            if level == self.low:
+                with torch.no_grad():
+                    kwargs["model"].get_parameter(self.name).mul_(1.5)
+
+    def levels(self) -> Iterator[int]:
+        yield from (self.low, 2)
+
+
+@pytest.mark.parametrize(("low", "layer"), [(0, 0), (1, 1)])
+def test_weights_that_change_while_fewer_layers_are_cached_are_noticed_when_more_are_again(
+    tmp_path: Path, caches: list[TrainingCache], low: int, layer: int
+) -> None:
+    losses = {}
+    for mode in ("on", "off"):
+        change = ChangesUnwatched(caches if mode == "on" else [None], low, layer)
+        trainer = trainer_of(tmp_path / mode, callbacks=[change], activation_cache=mode)
+        trainer.train()
+        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if mode == "on":
+            assert [event["hits"] for event in cache_events(trainer, "epoch")][-1] == 12
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Gives another sample each time."""
+
+    def __init__(self) -> None:
+        self.rows = make_dataset("bert_sequence", 8)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self.rows[index])
+        return row | {"input_ids": torch.randint(5, 50, (len(row["input_ids"]),)).tolist()}
+
+
+def test_an_evaluation_set_that_cannot_be_stored_does_not_say_that_training_does_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": Noisy()}
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(tmp_path, **options)
+        trainer.train()
+    assert cache_events(trainer, "epoch")[-1]["hits"] == 12
+    assert not cache_events(trainer, "off") and "cache stays off" not in caplog.text
+    (event,) = cache_events(trainer, "evaluation off")
+    assert f"The evaluation set is not stored: {event['reason']}" in caplog.text
