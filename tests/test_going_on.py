@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,39 @@ def test_a_policy_remembers_nothing_of_an_earlier_training(tmp_path: Path) -> No
         trainer.train()
         counts.append(len(policy.seen))
     assert counts == [5, 5]
+
+
+class EvaluatesWithin(TrainerCallback):
+    """Calls `evaluate` while an evaluation runs, then fails if it is to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.trainer: Any = None
+        self.fails = fails
+        self.gathers: list[Any] = []
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.gathers.append(self.trainer.gather_function)
+        if len(self.gathers) == 1:
+            self.trainer.evaluate()
+            self.gathers.append(self.trainer.gather_function)
+            if self.fails:
+                raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_within_another_leaves_it_as_it_was(tmp_path: Path, fails: bool) -> None:
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, per_device_eval_batch_size=4)
+    trainer.eval_dataset = make_dataset("bert_sequence", 8)
+    own = trainer.gather_function
+    callback = EvaluatesWithin(fails)
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    with pytest.raises(RuntimeError, match="planted") if fails else nullcontext():
+        trainer.evaluate()
+    outer, inner, inner_again, after, *later = callback.gathers
+    assert inner == inner_again != outer == after and own not in callback.gathers
+    assert later == ([] if fails else [outer])
+    assert trainer.gather_function == own
 
 
 def test_measuring_the_storage_draws_no_random_numbers(tmp_path: Path) -> None:

@@ -329,7 +329,8 @@ class Run:
     @contextmanager
     def passing_over(self, loader: Any) -> Iterator[Evaluation]:
         """Trainer's evaluation loop runs inside."""
-        outer, trainer = self._evaluation, self.trainer
+        trainer = self.trainer
+        outer = self._evaluation, trainer.gather_function
         evaluation = Evaluation(trainer, self.pipeline, loader)
         cache = None if self.in_training is None else self.in_training.cache
         self._evaluation, trainer.gather_function = evaluation, evaluation.gather
@@ -341,7 +342,7 @@ class Run:
             ):
                 yield evaluation
         finally:
-            self._evaluation = outer
+            self._evaluation, trainer.gather_function = outer
 
     @property
     def layout(self) -> Layout | None:
