@@ -53,3 +53,16 @@ def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
     assert boards[0].report("rank 1 is gone", is_first_hand=False) == "rank 1: bad sample"
     for board in boards:
         board.end()
+
+
+def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch, caplog):
+    """A training failed and the error was caught; `save_model()` comes next."""
+    monkeypatch.setattr(faults, "_BEAT_SECONDS", 0.01)
+    board = board_over(dist.HashStore())
+    board.begin(together=True)
+    board.report("no memory", is_first_hand=True)
+    board.end()
+    board.begin(together=False)
+    assert not faults._wait(lambda: "The run ends" in caplog.text, 0.3)
+    assert board.report("disk full", is_first_hand=True) == "rank 0: disk full"
+    board.end()

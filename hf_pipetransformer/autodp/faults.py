@@ -67,11 +67,11 @@ class FaultBoard:
         """From now on this rank gives signs of life, and learns of others' faults at once.
 
         Args:
-            together: all ranks begin this. What only some do may fail on these alone, and is not counted: the ranks
+            together: all ranks begin this. What only some do may fail on these alone, and nobody is told: the ranks
                 have to agree on where they look for a cause.
         """
         self._num_begun += together
-        if self._stores and self._watch is None:
+        if together and self._stores and self._watch is None:
             self._watch = _Watch(self.rank, self._keys, self._stores[1])
             self._watch.start()
 
