@@ -60,6 +60,11 @@ class StageRunner:
         """Whether a stage of this rank runs right now."""
         return self.stage.view.is_running
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model runs a part of its units only."""
+        return self.stage.view.is_installed
+
     def train(
         self,
         inputs: dict[str, Any],
@@ -235,6 +240,11 @@ class WritingRunner:
     def is_inside_step(self) -> bool:
         """Whether a stage of this rank runs right now."""
         return self.runner.is_inside_step
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model runs a part of its units only."""
+        return self.runner.is_installed
 
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """See `StageRunner.predict`."""

@@ -35,7 +35,7 @@ from hf_pipetransformer.pipeline.reduction import GradientReducer
 from hf_pipetransformer.pipeline.shared import SharedParameter
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.check import Probe
-from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names
+from hf_pipetransformer.splitters.ownership import ParameterStore, frozen_names, is_whole
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.units import block_of
@@ -365,16 +365,21 @@ def _share_buffers(stage: Stage) -> None:
     share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.settings.timeout)
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raises PipelineError for a model that a training which failed has left on several stages."""
+    if not is_whole(model):
+        raise PipelineError(
+            "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
+            "stages. Load the model anew."
+        )
+
+
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
     """Overwrite all parameters and buffers by rank 0's: a head that a script initialised unseeded becomes one head.
 
     Over the device's own backend if the model is on a device on every rank, else over the control group.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PipelineError(
-            "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
-            "stages. Load the model anew."
-        )
+    check_whole(model)
     if topology.world_size == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]

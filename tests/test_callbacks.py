@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from hf_pipetransformer.run.callbacks import WholeModelCallbacks, takes_model
+from hf_pipetransformer.run.callbacks import WholeModelCallbacks, giving_whole_model, takes_model
 
 
 class Named(TrainerCallback):
@@ -61,6 +61,7 @@ class Double:
         self.is_in_parts = num_stages > 1
         self.is_inside_step = is_inside_step
         self.num_times_whole = 0
+        self.warned_events: set[str] = set()
         self.handler = WholeModelCallbacks(CallbackHandler(list(callbacks), MODEL, *[None] * 3), self)
 
     @contextmanager
@@ -128,3 +129,19 @@ def test_the_configuration_can_be_read_and_events_go_on_to_the_next_callback() -
 def test_a_model_cannot_be_whole_amid_a_step() -> None:
     with pytest.raises(ValueError, match="on_step_end was called amid a step.*Named reads"):
         Double(Named(), is_inside_step=True).call()
+
+
+def test_trainers_own_handler_comes_back_with_what_was_added_meanwhile() -> None:
+    own = CallbackHandler([Blind()], MODEL, *[None] * 3)
+    trainer, double = SimpleNamespace(callback_handler=own), Double()
+    double.layout = SimpleNamespace(pipeline_size=2)
+    with giving_whole_model(trainer, double):
+        wrapped = trainer.callback_handler
+        with giving_whole_model(trainer, double):
+            assert trainer.callback_handler is wrapped
+        assert trainer.callback_handler is wrapped and isinstance(wrapped, WholeModelCallbacks)
+        wrapped.callbacks = [*wrapped.callbacks, Named()]
+        wrapped.optimizer = "an optimizer"
+    assert trainer.callback_handler is own and own.optimizer == "an optimizer"
+    assert [type(callback) for callback in own.callbacks][-1] is Named
+    assert double not in vars(own).values()

@@ -14,9 +14,11 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache.planner import measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.checkpoint import check_weights
+from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.run import cache_stores, resumption
+from hf_pipetransformer.splitters.ownership import ParameterStore
 from tests.models import build_model, collate, make_dataset
 from tests.settled_policy import Settled
 
@@ -204,18 +206,27 @@ class EvaluatesWithin(TrainerCallback):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_evaluation_within_another_leaves_it_as_it_was(tmp_path: Path, fails: bool) -> None:
-    trainer = trainer_of(build_model("bert_sequence"), tmp_path, per_device_eval_batch_size=4)
+    options = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 4}
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, **options)
     trainer.eval_dataset = make_dataset("bert_sequence", 8)
     own = trainer.gather_function
     callback = EvaluatesWithin(fails)
     callback.trainer = trainer
     trainer.add_callback(callback)
     with pytest.raises(RuntimeError, match="planted") if fails else nullcontext():
-        trainer.evaluate()
+        trainer.train()
     outer, inner, inner_again, after, *later = callback.gathers
     assert inner == inner_again != outer == after and own not in callback.gathers
     assert later == ([] if fails else [outer])
     assert trainer.gather_function == own
+
+
+def test_a_model_that_a_failure_left_in_parts_is_no_other_model(tmp_path: Path) -> None:
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path)
+    trainer.train()
+    ParameterStore(trainer.model).release(keep={"classifier.weight"})  # As on a stage of several.
+    with pytest.raises(PipelineError, match="The model is not whole"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_measuring_the_storage_draws_no_random_numbers(tmp_path: Path) -> None:

@@ -18,6 +18,10 @@ class Runner(Protocol):
     def is_inside_step(self) -> bool:
         """Whether the engine runs this stage right now."""
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model is that of the stages now; else it is whole and has its own forward."""
+
     def predict(self, inputs: dict[str, Any], forward: Callable[[dict[str, Any]], Any]) -> Any:
         """The model's output for one batch, on every stage; `forward` runs this stage's part of a micro-batch."""
 
@@ -26,7 +30,8 @@ class PipelineShell(nn.Module):
     """Stands where Trainer expects the wrapped model; one object for the whole run.
 
     Inside a pipeline step it runs this stage's part of the model. Called by anybody else (evaluation, a user's
-    `prediction_step`) it runs the batch through the pipeline and returns the whole output on every stage.
+    `prediction_step`) it runs the batch through the pipeline and returns the whole output on every stage; once the
+    model has its own forward again, the model.
 
     Args:
         model: the user's model.
@@ -43,7 +48,7 @@ class PipelineShell(nn.Module):
         """Of the stages; None, where there is one only, runs the model directly."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.runner is None or self.runner.is_inside_step:
+        if self.runner is None or self.runner.is_inside_step or not self.runner.is_installed:
             with self._autocast():
                 outputs = self.module(*args, **kwargs)
             return convert_to_fp32(outputs) if self._is_mixed else outputs

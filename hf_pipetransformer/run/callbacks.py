@@ -4,15 +4,63 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.startup import check_agreement
+
+
+def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> None:
+    """Whether the callbacks that read the model can have it. A collective call.
+
+    Raises:
+        ValueError: they are not the same on every rank, or read it where Trainer calls rank 0 alone.
+    """
+    found = {}
+    for callback in callbacks:
+        events = [name for name in dir(TrainerCallback) if name.startswith("on_") and takes_model(callback, name)]
+        if events:
+            found[type(callback).__name__] = ", ".join(events)
+    check_agreement(topology, "callbacks that read the model", found)
+    for name, names in found.items():
+        if "on_push_begin" in names:
+            raise ValueError(
+                f"{name}.on_push_begin reads the model, which lies on several stages, and is called on rank 0 "
+                "alone. Read what is pushed from the folder, or set pipeline_parallel_size=1."
+            )
+
+
+def give_whole_model(trainer: Trainer, pipeline: Pipeline) -> None:
+    """From now on callbacks that take the model find it whole, also while it lies on several stages."""
+    handler = trainer.callback_handler
+    if pipeline.layout.pipeline_size > 1 and not isinstance(handler, WholeModelCallbacks):
+        trainer.callback_handler = WholeModelCallbacks(handler, pipeline)
+
+
+def give_handler_back(trainer: Trainer) -> None:
+    """The opposite: the handler is Trainer's own again."""
+    if isinstance(trainer.callback_handler, WholeModelCallbacks):
+        trainer.callback_handler = trainer.callback_handler.given_back()
+
+
+@contextmanager
+def giving_whole_model(trainer: Trainer, pipeline: Pipeline) -> Iterator[None]:
+    """Callbacks that take the model find it whole inside; in a training they do so anyway."""
+    own = trainer.callback_handler
+    give_whole_model(trainer, pipeline)
+    try:
+        yield
+    finally:
+        if trainer.callback_handler is not own:
+            give_handler_back(trainer)
 
 
 class WholeModelCallbacks(CallbackHandler):
@@ -24,28 +72,16 @@ class WholeModelCallbacks(CallbackHandler):
     """
 
     def __init__(self, handler: CallbackHandler, pipeline: Pipeline) -> None:
-        self._warned_events: set[str] = set()
         self.__dict__.update(handler.__dict__)
+        self._handler = handler
         self._pipeline = pipeline
 
-    def check(self, topology: Topology) -> None:
-        """Whether the callbacks that read the model can have it. A collective call.
-
-        Raises:
-            ValueError: they are not the same on every rank, or read it where Trainer calls rank 0 alone.
-        """
-        found = {}
-        for callback in self.callbacks:
-            events = [name for name in dir(TrainerCallback) if name.startswith("on_") and takes_model(callback, name)]
-            if events:
-                found[type(callback).__name__] = ", ".join(events)
-        check_agreement(topology, "callbacks that read the model", found)
-        for name, names in found.items():
-            if "on_push_begin" in names:
-                raise ValueError(
-                    f"{name}.on_push_begin reads the model, which lies on several stages, and is called on rank 0 "
-                    "alone. Read what is pushed from the folder, or set pipeline_parallel_size=1."
-                )
+    def given_back(self) -> CallbackHandler:
+        """Trainer's own, with all that was set on this one."""
+        handler = self._handler
+        own = ("_handler", "_pipeline")
+        handler.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
+        return handler
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if not self._pipeline.is_in_parts:
@@ -58,8 +94,8 @@ class WholeModelCallbacks(CallbackHandler):
                 f"{event} was called amid a step, where other stages do not come by, and {', '.join(readers)} reads "
                 "the model there. Log between steps, or leave out the argument `model`."
             )
-        if event not in self._warned_events:
-            self._warned_events.add(event)
+        if event not in self._pipeline.warned_events:
+            self._pipeline.warned_events.add(event)
             if state.is_world_process_zero:
                 logger.warning(
                     f"{', '.join(readers)}: {event} reads the model, so all of it is put together on every rank each "

@@ -49,6 +49,8 @@ class Pipeline:
         """In a training of several ranks it stands for the only generator of one process."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Those of evaluations that outlive one."""
+        self.warned_events: set[str] = set()
+        """Those of which the user was told that a callback reads the model there."""
         self.take(stage)
 
     @property
@@ -65,8 +67,9 @@ class Pipeline:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether the model's forward is that of one of several stages now."""
-        return self.layout.pipeline_size > 1 and self.stage.view.is_installed
+        """Whether the model is that of one of several stages now; it stays so after a training that failed."""
+        stage = self.stage
+        return self.layout.pipeline_size > 1 and (stage.view.is_installed or not stage.store.is_whole)
 
     @property
     def is_inside_step(self) -> bool:

@@ -22,7 +22,12 @@ from hf_pipetransformer.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
-from hf_pipetransformer.run.callbacks import WholeModelCallbacks
+from hf_pipetransformer.run.callbacks import (
+    check_callbacks,
+    give_handler_back,
+    give_whole_model,
+    giving_whole_model,
+)
 from hf_pipetransformer.run.description import RunDescription, check_shared_folder
 from hf_pipetransformer.run.evaluation import Evaluation, evaluating
 from hf_pipetransformer.run.journal import Journal
@@ -37,7 +42,7 @@ from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_le
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
 from hf_pipetransformer.startup import check_agreement
-from hf_pipetransformer.transition import make_whole, whole_on_first_rank
+from hf_pipetransformer.transition import check_whole, make_whole, whole_on_first_rank
 
 
 class Run:
@@ -91,13 +96,16 @@ class Run:
         self._loaders_of_trainer: dict[str, Any] = {}
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
-        """The pipeline starts; from now on, callbacks that take the model find it whole."""
-        self.journal.tried = found.start_up.plans.trying(layout) if found.is_training else {}
-        self.in_force = pipeline = self.starter.start(found, layout)
+        """The pipeline starts.
+
+        Raises:
+            ValueError: a callback reads the model where it cannot have it.
+        """
         if layout.pipeline_size > 1:
-            self.trainer.callback_handler = WholeModelCallbacks(self.trainer.callback_handler, pipeline)
-            self.trainer.callback_handler.check(self.topology)
-        return pipeline
+            check_callbacks(self.trainer.callback_handler.callbacks, self.topology)
+        self.journal.tried = found.start_up.plans.trying(layout) if found.is_training else {}
+        self.in_force = self.starter.start(found, layout)
+        return self.in_force
 
     @property
     def pipeline(self) -> Pipeline:
@@ -146,6 +154,7 @@ class Run:
 
         Raises:
             ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
+            PipelineError: an earlier training has left the model on several stages.
         """
         where, trainer = resume_from_checkpoint or None, self.trainer
         self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, trainer.args.output_dir)
@@ -154,6 +163,8 @@ class Run:
             return
         try:
             with self.patience.reporting_faults():
+                if trainer.model_init is None:
+                    check_whole(trainer.model)
                 check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
                 check_shared_folder(trainer.args, self.topology)
                 if where is not None:
@@ -189,6 +200,7 @@ class Run:
         else:
             layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
         pipeline = self.start(found, layout)
+        give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
         beginning = Beginning(*own, replay, names, description, resumption, self._has_users_optimizer)
         beginning.announce()
@@ -221,6 +233,7 @@ class Run:
         """
         pipeline, training, self.in_training = self.in_force, self.in_training, None
         self.resumption, self.is_left_to_trainer = None, self._evaluates_alone
+        give_handler_back(self.trainer)
         if training is not None:
             training.end()
         if pipeline is None or pipeline.stage.reducer is None:
@@ -323,7 +336,10 @@ class Run:
             dataset = own if dataset is None else dataset
             dataset = own[dataset] if isinstance(dataset, str) else dataset
             first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-            with evaluating(self.pipeline) if self.is_started(first) else nullcontext():
+            if not self.is_started(first):
+                yield
+                return
+            with giving_whole_model(self.trainer, self.pipeline), evaluating(self.pipeline):
                 yield
 
     @contextmanager

@@ -17,6 +17,11 @@ def frozen_names(structure: Structure, layout: Layout) -> frozenset[str]:
     return frozenset(name for name, users in units.items() if users[0] < layout.first_active_unit)
 
 
+def is_whole(model: nn.Module) -> bool:
+    """Whether this rank holds all parameters of a model."""
+    return not any(parameter.is_meta for parameter in model.parameters())
+
+
 class ParameterStore:
     """The parameters of a model of which a rank may hold only a part; the others are meta tensors without storage.
 
@@ -36,6 +41,11 @@ class ParameterStore:
     def held(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank holds."""
         return {name: p for name, p in self.named().items() if not p.is_meta}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of them."""
+        return is_whole(self.model)
 
     def is_active(self, name: str) -> bool:
         """Whether a parameter is trained: neither frozen by the user nor by the run."""

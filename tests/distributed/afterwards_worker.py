@@ -1,0 +1,122 @@
+"""What a training on several stages leaves behind: one that was refused, one that ended well, one that failed.
+
+    afterwards_worker.py FOLDER
+
+Each rank writes `FOLDER/rank<r>.json`, what it found by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.models import build_model, collate, make_dataset
+
+
+RANK = int(os.environ.get("RANK", "0"))
+FOLDER = Path(sys.argv[1])
+MODEL = "bert_sequence"
+EVALUATED = 11
+
+
+class ReadsWhatIsPushed(TrainerCallback):
+    def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        raise AssertionError("refused")
+
+
+class Late(TrainerCallback):
+    """Added in the middle of a training."""
+
+
+class Acts(TrainerCallback):
+    """Adds a callback, evaluates within an evaluation, reads the model after one, or fails, as told."""
+
+    trainer: PipeTransformerTrainer
+
+    def __init__(self) -> None:
+        self.adds = True
+        self.nests = self.fails = False
+        self.num_read = 0
+
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        if self.adds:
+            self.adds = False
+            self.trainer.add_callback(Late())
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        if self.fails:
+            raise RuntimeError("planted")
+
+    def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
+        if self.nests:
+            self.nests = False
+            self.trainer.evaluate(make_dataset(MODEL, 5))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.num_read = sum(not p.is_meta for p in model.parameters())
+
+
+def error_of(act: Any) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def look(trainer: PipeTransformerTrainer) -> dict[str, Any]:
+    """The handler, and the losses of model, wrapped model and model again, called like any module."""
+    batch = collate([make_dataset(MODEL, 4)[i] for i in range(4)])
+    trainer.model.eval()
+    parts = (trainer.model, trainer.model_wrapped, trainer.model)
+    return {
+        "handler": type(trainer.callback_handler).__name__,
+        "callbacks": [type(callback).__name__ for callback in trainer.callback_handler.callbacks],
+        "losses": [part(**batch).loss.item() for part in parts],
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    args = PipeTransformerArguments(
+        output_dir=str(FOLDER / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=2, max_steps=2,
+        save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, freeze_policy="none",
+        pipeline_parallel_size=2, pipeline_timeout=30,
+    )  # fmt: skip
+    acts = Acts()
+    trainer = PipeTransformerTrainer(
+        build_model(MODEL), args, train_dataset=make_dataset(MODEL, 16), data_collator=collate,
+        eval_dataset=make_dataset(MODEL, EVALUATED), callbacks=[acts, ReadsWhatIsPushed()],
+    )  # fmt: skip
+    acts.trainer = trainer
+    found: dict[str, Any] = {"refusal": error_of(trainer.train)}
+    trainer.remove_callback(ReadsWhatIsPushed)
+    trainer.train()
+    found["trained"] = look(trainer)
+    acts.nests = True
+    found["num_predicted"] = len(trainer.predict(trainer.eval_dataset).predictions)
+    found["num_parameters_read"] = [acts.num_read, len(list(trainer.model.parameters()))]
+    found["predicted"] = look(trainer)
+
+    acts.fails = True
+    found["failure"] = error_of(trainer.train)
+    found["handler_after_failure"] = type(trainer.callback_handler).__name__
+    found["num_missing"] = sum(p.is_meta for p in trainer.model.parameters())
+    with trainer.whole_model():
+        found["num_missing_of_whole"] = sum(p.is_meta for p in trainer.model.parameters())
+    resume = str(FOLDER / "output" / "checkpoint-2")
+    found["resumption"] = error_of(lambda: trainer.train(resume_from_checkpoint=resume))
+    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""After a training on several stages its trainer is as it was: a model, callbacks, and an error that says what is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.afterwards_worker import EVALUATED
+from tests.distributed.launcher import launch
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+WORKER = Path(__file__).with_name("afterwards_worker.py")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("afterwards")
+    launch(WORKER, [folder], 2, timeout=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_callback_is_refused_while_the_model_is_whole(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["refusal"].startswith("ValueError: ReadsWhatIsPushed.on_push_begin reads the model")
+
+
+@pytest.mark.parametrize("after", ["trained", "predicted"])
+def test_the_wrapped_model_is_the_whole_one_and_callbacks_are_trainers_own(
+    ranks: list[dict[str, Any]], after: str
+) -> None:
+    for found in ranks:
+        assert found[after]["handler"] == "CallbackHandler"
+        assert "Acts" in found[after]["callbacks"] and found[after]["callbacks"][-1] == "Late"
+        assert len(set(found[after]["losses"])) == 1
+    assert ranks[0][after]["losses"] == ranks[1][after]["losses"] == ranks[0]["trained"]["losses"]
+
+
+def test_an_evaluation_within_another_takes_no_sample_twice(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["num_predicted"] == EVALUATED
+        num_read, num_parameters = found["num_parameters_read"]
+        assert num_read == num_parameters
+
+
+def test_a_model_that_a_failure_left_in_parts_is_put_together_or_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["failure"].startswith("RuntimeError: planted") and found["num_missing"] > 0
+        assert found["handler_after_failure"] == "CallbackHandler"
+        assert found["num_missing_of_whole"] == 0
+        assert found["resumption"].startswith("PipelineError: The model is not whole")
