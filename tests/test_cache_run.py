@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.run import beginning
 from hf_pipetransformer.run.cache import TrainingCache
+from hf_pipetransformer.run.cache_stores import CacheStores
 from tests.models import build_model, collate, make_dataset
+from tests.test_store import fill
 
 
 CHANGED_AT = 6
@@ -91,6 +96,40 @@ def test_weights_that_change_while_fewer_layers_are_cached_are_noticed_when_more
         if mode == "on":
             assert [event["hits"] for event in cache_events(trainer, "epoch")][-1] == 12
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+@dataclass
+class Inputs:
+    """What the stores of a training on one process ask for."""
+
+    base: Path
+    args: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            activation_cache_max_gb=1e-3, activation_cache_keep=False, device=torch.device("cpu")
+        )
+    )
+    topology: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            rank=0, world_size=1, broadcast=lambda value: value, gather=lambda value: [value]
+        )
+    )
+
+    def row_format(self, source: Any) -> RowFormat:
+        return RowFormat(64, torch.float32, {}, {})
+
+
+def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
+    stores = CacheStores(Inputs(tmp_path))
+    loader, source = SimpleNamespace(dataset=range(2000)), SimpleNamespace(is_text=True)
+    training = stores.open(loader, source)
+    assert training is not None and fill(training.store, np.arange(100)) == 100
+    evaluation = stores.open(loader, source, is_training=False)
+    assert evaluation is not None
+    for part in np.split(np.arange(2000), 20):
+        fill(evaluation.store, part)
+        fill(training.store, part)
+    assert 0.8e6 < training.store.bytes_stored + evaluation.store.bytes_stored <= 1e6
+    stores.close()
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

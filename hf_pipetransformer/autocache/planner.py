@@ -111,14 +111,15 @@ class CachePlanner:
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
 
-    def pays_for_evaluation(self, level: int, passes_left: float) -> bool:
+    def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
         """Whether an evaluation set that will be read `passes_left` times, this time included, is stored as well.
 
-        By the costs of the last decision on the training set; it is at level `level`.
+        By the costs of the last decision on the training set; it is at level `level`. Of the evaluation set the share
+        `fits_share` fits into what is left.
         """
         if self._costs is None:
             return self.mode == "on" and passes_left > 1  # The layouts are replayed: nothing was measured.
-        return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, self.fits_share).use
+        return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, fits_share).use
 
 
 def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -50,6 +50,8 @@ class ActivationStore:
         self._arena = None if writer is None else self._open_arena(header, writer)
         self._has_warned = False
         self._is_dropped = False
+        self.bytes_beside: Callable[[], int] = lambda: 0
+        """What others have taken, since this store was opened, of the bytes that it may have."""
 
     @classmethod
     def create(
@@ -120,9 +122,9 @@ class ActivationStore:
 
     @contextmanager
     def _growing(self) -> Iterator[int]:
-        """No other writer adds a file inside; the bytes of those that there are."""
+        """No other writer adds a file inside; the bytes of those that there are, and that are there for others."""
         with self._index.table.locked():
-            yield self._num_bytes()
+            yield self._num_bytes() + self.bytes_beside()
 
     @property
     def bytes_stored(self) -> int:

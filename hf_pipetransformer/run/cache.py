@@ -61,7 +61,7 @@ class TrainingCache:
             # Workers read while the others compute.
             input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
-            fits_share=fitting_share(self.stores.max_bytes(), len(loader.dataset), row_format, source.row_length),
+            fits_share=self._fitting_share(loader),
             steps_per_epoch=steps_per_epoch,
             write=self.journal.write,
         )
@@ -71,6 +71,11 @@ class TrainingCache:
         self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
         self._scalars: dict[str, float] = {}
         self._said_evaluation_mode = False
+
+    def _fitting_share(self, loader: PipelineLoader) -> float:
+        """Of a loader's samples, rows as long as those of training: what fits into what the stores may still have."""
+        row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
+        return fitting_share(self.stores.max_bytes(), len(loader.dataset), row_format, row_length)
 
     # ---- following the layout ----
 
@@ -156,7 +161,10 @@ class TrainingCache:
         self.notice_changed_weights()
         if id(dataset) not in self._of_evaluations:
             cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
-            if not self.topology.decide(lambda: self.planner.pays_for_evaluation(cached_layers, passes_left)):
+            fits_share = self._fitting_share(loader)
+            if not self.topology.decide(
+                lambda: self.planner.pays_for_evaluation(cached_layers, passes_left, fits_share)
+            ):
                 return
             source = self.inputs.source_of(loader, is_training=False)
             opened = None if source is None else self.stores.open(loader, source, is_training=False)

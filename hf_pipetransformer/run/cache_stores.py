@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -35,6 +36,7 @@ class CacheStores:
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """A store for the samples of a loader; None if there is no room. A collective call."""
         rank, store, error = self.topology.rank, None, None
+        taken = self._bytes_stored()
         try:
             store = self._own_store(loader, source) if rank == 0 else None
         except (OSError, ValueError, StoreDamagedError) as found:
@@ -51,6 +53,8 @@ class CacheStores:
                 store.close()
             self.inputs.say_off(errors[0], is_training)
             return None
+        # All stores have one bound: what one takes the others cannot have.
+        store.bytes_beside = partial(self._bytes_beside, store, taken)
         opened = ActivationCache(store, source, self.args.device)
         self._opened.append(opened)
         return opened
@@ -60,7 +64,14 @@ class CacheStores:
         asked = self.args.activation_cache_max_gb
         if asked is None:
             return safe_max_bytes(self.inputs.base)
-        return max(0.0, asked * 1e9 - sum(cache.store.bytes_stored for cache in self._opened))
+        return max(0.0, asked * 1e9 - self._bytes_stored())
+
+    def _bytes_stored(self) -> int:
+        return sum(cache.store.bytes_stored for cache in self._opened)
+
+    def _bytes_beside(self, store: ActivationStore, taken: int) -> int:
+        """What other stores have taken since they had taken `taken`."""
+        return self._bytes_stored() - store.bytes_stored - taken
 
     def close(self) -> None:
         """Nothing is left behind, unless it was asked for."""
