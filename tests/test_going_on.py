@@ -157,7 +157,9 @@ def test_a_replayed_run_stores_what_the_plan_does_if_it_can(tmp_path: Path) -> N
 
 
 def test_another_policy_begins_anew_and_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer_of(build_model("bert_sequence"), tmp_path, freeze_policy="none").train()
+    # One process that asks for nothing else is left to Trainer.
+    own = {"freeze_policy": "none", "activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache")}
+    trainer_of(build_model("bert_sequence"), tmp_path, **own).train()
     options = {"freeze_interval": "1", "freeze_warmup": 0, "activation_cache": "off"}
     said: list[str] = []
     monkeypatch.setattr(resumption.logger, "warning", said.append)
@@ -188,12 +190,16 @@ def test_a_policy_remembers_nothing_of_an_earlier_training(tmp_path: Path) -> No
 
 
 class EvaluatesWithin(TrainerCallback):
-    """Calls `evaluate` while an evaluation runs, then fails if it is to."""
+    """Evaluates in a training, calls `evaluate` while that runs, then fails if it is to."""
 
     def __init__(self, fails: bool) -> None:
         self.trainer: Any = None
         self.fails = fails
         self.gathers: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.gathers:
+            self.trainer.evaluate()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.gathers.append(self.trainer.gather_function)
@@ -206,8 +212,7 @@ class EvaluatesWithin(TrainerCallback):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_evaluation_within_another_leaves_it_as_it_was(tmp_path: Path, fails: bool) -> None:
-    options = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 4}
-    trainer = trainer_of(build_model("bert_sequence"), tmp_path, **options)
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, per_device_eval_batch_size=4)
     trainer.eval_dataset = make_dataset("bert_sequence", 8)
     own = trainer.gather_function
     callback = EvaluatesWithin(fails)
