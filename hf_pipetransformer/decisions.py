@@ -16,6 +16,7 @@ from hf_pipetransformer.autopipe.calibration import Report, calibrate
 from hf_pipetransformer.autopipe.costs import UnitCosts
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import Plan, plan_transition
+from hf_pipetransformer.freeze.outlook import in_words, outlook
 from hf_pipetransformer.freeze.policies import Decision, DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger
@@ -60,6 +61,12 @@ class Decisions:
         self._num_wanted = float(num_frozen)
         self._num_fruitless = 0
         self._calibrated = (self.inputs.units, self.inputs.overheads)
+
+    def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
+        """What may freeze and when, in words."""
+        num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
+        coming = outlook(self.policy, clock, num_layers, num_frozen, self.args.freeze_min_active_layers)
+        return in_words(coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch)
 
     def next_step(self, step: int) -> int:
         """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
@@ -155,7 +162,10 @@ class Decisions:
             return
         self._num_fruitless += 1
         signal, frozen = decision.signal, f"{decision.num_frozen} of {decision.signal.num_layers} layers"
-        announce(f"Step {signal.step}: nothing newly frozen, {frozen} are ({self.policy.explain(signal)}).")
+        why = self.policy.explain(signal)
+        if decision.is_held_back and self.policy.keeps_minimum:
+            why = f"freeze_min_active_layers={self.args.freeze_min_active_layers} keeps the others active; {why}"
+        announce(f"Step {signal.step}: nothing newly frozen, {frozen} are ({why}).")
         is_full = decision.num_frozen >= signal.num_layers - self.args.freeze_min_active_layers
         if self._num_fruitless == NUM_FRUITLESS_DECISIONS and not is_full:
             logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.freeze.monitor import GradientNormMonitor
+from hf_pipetransformer.freeze.outlook import in_words, outlook
 from hf_pipetransformer.freeze.policies import (
+    Fixed,
     FreezePolicy,
     FreezeSignal,
     GradientNorm,
@@ -385,3 +388,45 @@ def test_layers_are_compared_with_what_they_gave_the_last_time() -> None:
     assert found[:10] == pytest.approx((1.0,) * 10)
     assert found[10] == pytest.approx(linear_cka(first["10"], first["2"]))
     assert monitor.compare(second) == pytest.approx((1.0,) * 11)
+
+
+def coming(policy: FreezePolicy, max_steps: int = 40, interval: str = "10", warmup: float = 0.5, most: int = 2):
+    clock = make_clock(interval, warmup, 10, max_steps)
+    return outlook(policy, clock, 6, 0, most), clock
+
+
+def test_the_outlook_of_a_bound_is_what_its_decisions_give() -> None:
+    """Nothing that is measured can freeze more than Eq. 1 allows."""
+    expected = [(20, 2), (30, 4)]
+    assert coming(Schedule(1 / 3))[0] == expected
+    assert coming(GradientNorm(1 / 3, "inclusive"))[0] == expected
+    signal, frozen = FreezeSignal(20, 40, 6, 0, 0.0), []
+    for step, _ in expected:
+        decision = decide(Schedule(1 / 3), replace(signal, step=step), 2)
+        signal = replace(signal, num_frozen=decision.num_frozen, num_wanted=decision.num_wanted)
+        frozen.append((step, decision.num_frozen))
+    assert frozen == expected
+
+
+def test_the_outlook_of_a_table_is_the_table() -> None:
+    assert coming(Fixed({3: 1, 12: 5}))[0] == [(3, 1), (12, 5)]
+
+
+def test_the_outlook_in_words_says_when_nothing_can_freeze() -> None:
+    found, clock = coming(Schedule(1 / 3), max_steps=10)
+    assert "no decision falls into its 10 steps" in in_words(found, 6, 0, clock.max_steps, 10)
+    found, clock = coming(Schedule(1 / 3), most=6)
+    assert "all others must stay active" in in_words(found, 6, 0, clock.max_steps, 10)
+
+
+def test_the_outlook_in_words_says_when_no_epoch_reads_the_cache() -> None:
+    found, clock = coming(Schedule(1 / 3))
+    text = in_words(found, 6, 0, clock.max_steps, 10)
+    assert text == "Of 6 layers at most 2 from step 20 on, 4 from step 30 on are frozen, in a run of 40 steps."
+    assert "the activation cache gains nothing" in in_words(found, 6, 0, clock.max_steps, 20)
+
+
+def test_a_decision_held_back_by_the_minimum_knows_it() -> None:
+    signal = FreezeSignal(20, 40, 6, 4, 4.0)
+    assert decide(Schedule(1 / 3), signal, 2).is_held_back
+    assert not decide(Schedule(1 / 3), signal, 0).is_held_back

@@ -92,6 +92,10 @@ class FreezePolicy(ABC):
     def num_wanted(self, signal: FreezeSignal) -> float:
         """How many layers shall be frozen now; fractions are rounded up, less than now means no change."""
 
+    def most_wanted(self, signal: FreezeSignal) -> float:
+        """The largest answer that `num_wanted` may give, whatever is measured: to say at the start what may come."""
+        return signal.num_layers
+
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
         return clock.is_due(step)
@@ -185,13 +189,17 @@ class Schedule(FreezePolicy):
         self.alpha = alpha
 
     def num_wanted(self, signal: FreezeSignal) -> float:
+        return self.most_wanted(signal)
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
         return signal.num_wanted + self.alpha * (signal.num_layers - signal.num_wanted)
 
     def describe(self) -> str:
         return f"{self.name}, alpha {self.alpha:.3g}"
 
     def explain(self, signal: FreezeSignal) -> str:
-        return f"{self.name}: bound {Schedule.num_wanted(self, signal):.2f} layers"
+        bound = self.most_wanted(signal)
+        return f"{self.name}: at most {bound:.2f} layers, rounded up {math.ceil(bound - _ROUNDING)}"
 
 
 class GradientNorm(Schedule):
@@ -215,7 +223,7 @@ class GradientNorm(Schedule):
             return signal.num_wanted
         smallest = self.smallest(signal)
         limit = smallest if self.rule == "exclusive" else min(smallest + 1, signal.num_layers)
-        return min(super().num_wanted(signal), float(limit))
+        return min(self.most_wanted(signal), float(limit))
 
     @staticmethod
     def smallest(signal: FreezeSignal) -> int:
@@ -230,8 +238,8 @@ class GradientNorm(Schedule):
         if not signal.gradient_norms:
             return f"{self.name}: no gradient was finite"
         smallest = self.smallest(signal)
-        where = "the head" if smallest == signal.num_layers else f"layer {smallest}"
-        return f"{super().explain(signal)}, smallest gradient norm in {where}"
+        where = "the head" if smallest == signal.num_layers else f"layer {smallest + 1} of {signal.num_layers}"
+        return f"{super().explain(signal)}; smallest gradient norm in {where}"
 
 
 class Fixed(FreezePolicy):
@@ -249,6 +257,9 @@ class Fixed(FreezePolicy):
         self.table = dict(table)
 
     def num_wanted(self, signal: FreezeSignal) -> float:
+        return self.most_wanted(signal)
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
         return self.table.get(signal.step, signal.num_frozen)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
@@ -286,6 +297,11 @@ class Decision:
         """Whether anything is newly frozen."""
         return self.num_frozen > self.signal.num_frozen
 
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the policy wanted more layers than may freeze."""
+        return math.ceil(self.num_wanted - _ROUNDING) > self.num_frozen
+
     def as_event(self) -> dict[str, Any]:
         """The decision with its inputs as JSON values."""
         return {
@@ -306,10 +322,15 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
     answer = float(policy.num_wanted(signal))
     if not math.isfinite(answer):
         raise ValueError(f"{type(policy).__name__}.num_wanted returned {answer}: expected a number of layers.")
+    num_frozen = held(policy, answer, signal, min_active_layers)
+    return Decision(signal, max(answer, signal.num_wanted), num_frozen)
+
+
+def held(policy: FreezePolicy, answer: float, signal: FreezeSignal, min_active_layers: int) -> int:
+    """A policy's answer as layers, between what is frozen and what must stay active."""
     kept = min_active_layers if policy.keeps_minimum else 0
     most = max(signal.num_layers - kept, signal.num_frozen)
-    num_frozen = min(max(math.ceil(answer - _ROUNDING), signal.num_frozen), most)
-    return Decision(signal, max(answer, signal.num_wanted), num_frozen)
+    return min(max(math.ceil(answer - _ROUNDING), signal.num_frozen), most)
 
 
 def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_active_layers: int) -> list[str]:

@@ -114,6 +114,8 @@ class Beginning:
             write=self.journal.write,
             cache=None if cache is None else cache.planner,
         )
+        if self.topology.rank == 0 and self.replay is None and self.policy.freezes:
+            announce(decisions.outlook(stage.layout, steps_per_epoch))
         meter = pipeline.settings.meter
         samples, device = pipeline.start_up.samples, self.trainer.args.device
         probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
