@@ -251,10 +251,14 @@ class ActivationStore:
             How many rows were stored; 0 if the store was dropped.
 
         Raises:
-            ValueError: other fields, shapes, lengths or dtypes than the row format's, or integers beyond int32.
+            ValueError: other fields, shapes, lengths or dtypes than the row format's, or integers beyond int32; or the
+                store was opened to read only.
             StoreDamagedError: a file of the store has vanished or was cut.
         """
         assert weights_id > 0 and len(samples) == len(lengths) == len(input_digests) == len(activation)
+        arena = self._arena
+        if arena is None:
+            raise ValueError(f"The store in {self.folder} was opened to read only.")
         if len(samples) and not 1 <= min(lengths) <= max(lengths) <= activation.shape[1]:
             raise ValueError(f"lengths are {min(lengths)} to {max(lengths)}: expected 1 to {activation.shape[1]}.")
         columns, sample_fields = self.row_format.stored(activation, fields)
@@ -266,7 +270,7 @@ class ActivationStore:
         rows = np.fromiter(last_row.values(), np.int64, len(last_row))
         entries = self._index.entries(targets)
         entries["length"] = np.asarray(lengths)[rows]
-        is_placed = np.array([self._place(entry) for entry in entries], bool)
+        is_placed = np.array([self._place(entry, arena) for entry in entries], bool)
         targets, rows, entries = targets[is_placed], rows[is_placed], entries[is_placed]
         places = entries[_PLACE].tolist()
         values = [
@@ -288,20 +292,19 @@ class ActivationStore:
         self._index.put(targets, entries)
         return len(targets)
 
-    def _place(self, entry: np.void) -> bool:
+    def _place(self, entry: np.void, arena: Arena) -> bool:
         """Find room for a row; it keeps its place as long as it fits there."""
-        assert self._arena is not None, "opened to read only"
         length = int(entry["length"])
         if entry["capacity"] >= length:
             return True
-        slot = self._arena.allocate(length)
+        slot = arena.allocate(length)
         if slot is not None:
             entry["shard"], entry["start"] = slot
             entry["capacity"] = length
         elif not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"The activation cache in {self.folder} takes no more rows: {self._arena.reason}. The rows that are "
+                f"The activation cache in {self.folder} takes no more rows: {arena.reason}. The rows that are "
                 "in it are used, the others are computed anew each time."
             )
         return slot is not None

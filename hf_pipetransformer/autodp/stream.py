@@ -61,6 +61,7 @@ class StreamLoader(PipelineLoader):
         self.num_seen = 0
         """Samples of all replicas since the epoch began."""
         self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
+        self._coming: Iterator[Any] = iter(())
         self._ahead: Any = None
         self._size = 0
         self._last: int | None = None
@@ -103,14 +104,14 @@ class StreamLoader(PipelineLoader):
                     self._last = -1
                     break  # The stream was empty.
                 if part["is_last"]:
-                    self._last, self._batches = self._next, None
+                    self._last, self._coming = self._next, iter(())
                 self._next += 1
                 self.num_seen += self._size
                 self.end_of_dataloader = part["is_last"]
                 yield part["batch"]
             self._flush()
         finally:
-            self._batches = self._ahead = None
+            self._coming, self._ahead = iter(()), None
             self.end()
 
     @property
@@ -122,7 +123,7 @@ class StreamLoader(PipelineLoader):
         states = checkpoint.random_state(_CPU) if self._next else None
         shared = self.shared.get_state() if self.shared is not None and self._next else None
         with self._drawing():
-            self._batches = islice(iter(self.loader), self._next, None)
+            self._coming = islice(iter(self.loader), self._next, None)
         self._ahead = self._fetch()
         if states is not None:
             checkpoint.set_random_state(*states, _CPU)
@@ -130,9 +131,8 @@ class StreamLoader(PipelineLoader):
             self.shared.set_state(shared)
 
     def _fetch(self) -> Any:
-        assert self._batches is not None
         with self._drawing():
-            return next(self._batches, None)
+            return next(self._coming, None)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
