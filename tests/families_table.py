@@ -1,4 +1,4 @@
-"""The table of model families in README, made from what the tests cover.
+"""The table of model families in docs/models.md, made from what the tests cover.
 
     python -m tests.families_table
 
@@ -14,7 +14,7 @@ from hf_pipetransformer.splitters import find_splitter
 from tests.models import MODELS, attention_implementations, build_model
 
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN = "<!-- Made by `python -m tests.families_table`. -->\n"
 END = "<!-- End of the table. -->\n"
 
@@ -46,13 +46,13 @@ def families_table(release: str) -> str:
 
 
 def written_table() -> str:
-    """The table as it stands in README."""
-    return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    """The table as it stands there."""
+    return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
 
 
 def main() -> None:
-    before, after = README.read_text(encoding="utf-8").split(BEGIN + written_table() + END)
-    README.write_text(before + BEGIN + families_table(version("transformers")) + END + after, encoding="utf-8")
+    before, after = PAGE.read_text(encoding="utf-8").split(BEGIN + written_table() + END)
+    PAGE.write_text(before + BEGIN + families_table(version("transformers")) + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Case:
         return asdict(self)
 
 
-# One model of each family, in the order of the table in README.
+# One model of each family, in the order of the table in docs/models.md.
 FAMILY_MODELS = list({tiny.family: name for name, tiny in reversed(MODELS.items())}.values())[::-1]
 # The two shapes of layers, with every task of theirs: both schedules with both accumulations. The other families share
 # what is not in their splitter, and get each schedule and each accumulation once.
