@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import evaluate
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
 from qa_answers import AnswerOptions, QuestionAnsweringMixin, find_answers, write_answers
@@ -26,6 +25,7 @@ from script_utils import (
     TextDataArguments,
     TextModelArguments,
     finish,
+    load_metric,
     parse_arguments,
     read_config,
     report,
@@ -146,7 +146,7 @@ def answers_of(data_args: QuestionDataArguments, folder: Path | None) -> Callabl
 
 def metric_function(allows_no_answer: bool, metric_name: str | None, rank: int) -> Callable[..., dict[str, float]]:
     """SQuAD's exact match and F1; `metric_name` chooses a metric of `evaluate` that takes what those of SQuAD take."""
-    loaded = evaluate.load(metric_name, experiment_id=f"rank{rank}") if metric_name else None
+    loaded = load_metric(metric_name, rank)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         answers, truths = prediction.predictions, prediction.label_ids

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import numpy as np
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
@@ -228,9 +227,22 @@ def select_samples(data: DatasetDict, data_args: DataArguments, args: TrainingAr
     return DatasetDict(selected)
 
 
+def load_metric(name: str | None, rank: int) -> Any:
+    """A metric of `evaluate`, which only those install who ask for one; None without a name."""
+    if name is None:
+        return None
+    try:
+        import evaluate
+    except ModuleNotFoundError:
+        raise SystemExit(
+            f"--metric_name {name} is one of `evaluate`: pip install evaluate, or leave it out."
+        ) from None
+    return evaluate.load(name, experiment_id=f"rank{rank}")
+
+
 def metric_function(metrics: dict[str, Metric], is_regression: bool, metric_name: str | None, rank: int) -> Any:
     """A `compute_metrics` for Trainer; `metric_name` chooses a metric of `evaluate` over the built-in ones."""
-    loaded = evaluate.load(metric_name, experiment_id=f"rank{rank}") if metric_name else None
+    loaded = load_metric(metric_name, rank)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         predicted = predictions_from_logits(prediction.predictions, is_regression)
