@@ -234,9 +234,7 @@ def load_metric(name: str | None, rank: int) -> Any:
     try:
         import evaluate
     except ModuleNotFoundError:
-        raise SystemExit(
-            f"--metric_name {name} needs `evaluate`: pip install evaluate, or leave it out."
-        ) from None
+        raise SystemExit(f"--metric_name {name} needs `evaluate`: pip install evaluate, or leave it out.") from None
     return evaluate.load(name, experiment_id=f"rank{rank}")
 
 
