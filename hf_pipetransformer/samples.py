@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -18,39 +18,63 @@ NUM_SEARCHED_SAMPLES = 48
 """Samples among which labelled ones, and different labels, are looked for."""
 
 
-def read_batch(dataset: Any, collate: Any, num_samples: int) -> dict[str, Any]:
+Order = Callable[[], Iterable[int]]
+"""Indices of a batch as the run itself takes it: what its collator can put together."""
+
+
+def read_batch(dataset: Any, collate: Any, order: Order, num_samples: int) -> dict[str, Any]:
     """A batch of samples from all over the data set, of a stream its beginning."""
     if is_stream(dataset):
         return dict(collate(list(islice(dataset, num_samples))))
-    return dict(collate([dataset[i * len(dataset) // num_samples] for i in range(num_samples)]))
+    indices = [i * len(dataset) // num_samples for i in range(num_samples)]
+    return _collated(dataset, collate, indices, order, num_samples)[0]
+
+
+def _collated(
+    dataset: Any, collate: Any, indices: Iterable[int], order: Order, num_samples: int
+) -> tuple[dict[str, Any], int]:
+    """A batch of these samples, and how many it has; of the run's own where these cannot be put together.
+
+    Samples of different lengths, say, that a sampler would never put into one batch.
+    """
+    samples = [dataset[i] for i in indices]
+    try:
+        return dict(collate(samples)), len(samples)
+    except Exception as error:
+        own = [dataset[i] for i in islice(order(), num_samples)]
+        try:
+            return dict(collate(own)), len(own)
+        except Exception:
+            raise error from None
 
 
 def probe_samples(
-    dataset: Any, collate: Any, main_input: str, count: Callable[[Mapping[str, Any]], int]
+    dataset: Any, collate: Any, order: Order, main_input: str, count: Callable[[Mapping[str, Any]], int]
 ) -> dict[str, Any]:
     """A tiny batch from all over the data set: sorted data would show one label only. Of a stream its beginning.
 
     If the first few samples have no labels, or all the same one, it is searched for others.
 
     Args:
+        order: taken from where samples from all over the data set cannot be one batch.
         count: items of a batch that the mean of the loss runs over.
 
     Raises:
         ValueError: the data set is empty, or the batch is no batch of its samples.
     """
-    batch: Mapping[str, Any] = {}
+    batch: dict[str, Any] = {}
     rows: list[int] = []
     for num_samples in (NUM_PROBE_SAMPLES, NUM_SEARCHED_SAMPLES):
-        samples = _spread_samples(dataset, num_samples)
-        batch = collate(samples)
-        check_not_packed(batch, len(samples), main_input)
+        batch, size = _spread_batch(dataset, collate, order, num_samples)
+        check_not_packed(batch, size, main_input)
         rows, is_telling = _choose_rows(batch, count)
-        if is_telling or len(samples) < num_samples:
+        if is_telling or size < num_samples:
             break
-    return dict(batch) if len(rows) == batch_size(batch) else take_rows(batch, torch.tensor(rows))
+    return batch if len(rows) == batch_size(batch) else take_rows(batch, torch.tensor(rows))
 
 
-def _spread_samples(dataset: Any, num_samples: int) -> list[Any]:
+def _spread_batch(dataset: Any, collate: Any, order: Order, num_samples: int) -> tuple[dict[str, Any], int]:
+    """A batch from all over the data set, and how many samples it has."""
     if is_stream(dataset):
         if iter(dataset) is iter(dataset):
             raise ValueError(
@@ -58,13 +82,12 @@ def _spread_samples(dataset: Any, num_samples: int) -> list[Any]:
                 "it starts. Let `__iter__` begin anew each time."
             )
         samples = list(islice(dataset, num_samples))
+        if samples:
+            return dict(collate(samples)), len(samples)
     elif len(dataset):
-        samples = [dataset[i * len(dataset) // num_samples] for i in range(num_samples)]
-    else:
-        samples = []
-    if not samples:
-        raise ValueError("The data set is empty: expected at least one sample.")
-    return samples
+        indices = [i * len(dataset) // num_samples for i in range(num_samples)]
+        return _collated(dataset, collate, indices, order, num_samples)
+    raise ValueError("The data set is empty: expected at least one sample.")
 
 
 def _choose_rows(batch: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]) -> tuple[list[int], bool]:

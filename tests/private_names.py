@@ -18,7 +18,9 @@ CALLED = {
     "torch.nn.modules.batchnorm:_BatchNorm": None,  # Instances are asked for.
     "torch.nn.modules.dropout:_DropoutNd": None,
     "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
+    "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers:Trainer._get_output_dir": "self, trial",
+    "transformers:Trainer._get_train_sampler": "self, train_dataset",
     "transformers:Trainer._move_model_to_device": "self, model, device",
     "transformers:Trainer._prepare_inputs": "self, inputs",
     "transformers:Trainer._remove_unused_columns": "self, dataset, description",

@@ -27,7 +27,7 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.batches import count_items
 from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, find_loss_rule
-from hf_pipetransformer.samples import NUM_SEARCHED_SAMPLES, probe_samples, with_two_labels
+from hf_pipetransformer.samples import NUM_SEARCHED_SAMPLES, probe_samples, read_batch, with_two_labels
 
 
 # ---- the rule alone ----
@@ -86,11 +86,26 @@ def stacked(rows: list[Row]) -> dict[str, torch.Tensor]:
 def test_labelled_samples_and_different_labels_are_looked_for() -> None:
     rows = [{"input_ids": [index], "labels": 1} for index in range(1000)]
     rows[21 * 1000 // NUM_SEARCHED_SAMPLES]["labels"] = 4
-    assert set(probe_samples(rows, stacked, "input_ids", count_items)["labels"].tolist()) == {1, 4}
+    assert set(probe_samples(rows, stacked, lambda: range(6), "input_ids", count_items)["labels"].tolist()) == {1, 4}
     rows = [{"input_ids": [index] * 2, "labels": [-100, -100]} for index in range(1000)]
     for found in range(1, NUM_SEARCHED_SAMPLES, 5):
         rows[found * 1000 // NUM_SEARCHED_SAMPLES]["labels"] = [-100, found]
-    assert probe_samples(rows, stacked, "input_ids", count_items)["labels"][:, 1].min() > 0
+    assert probe_samples(rows, stacked, lambda: range(6), "input_ids", count_items)["labels"][:, 1].min() > 0
+
+
+def test_samples_that_no_sampler_would_put_together_are_probed_as_the_run_takes_them() -> None:
+    rows = [{"input_ids": [1] * (3 if i < 8 else 5), "labels": i % 2} for i in range(16)]
+    batch = probe_samples(rows, stacked, lambda: range(8, 12), "input_ids", count_items)
+    assert batch["input_ids"].shape == (4, 5)
+    assert read_batch(rows, stacked, lambda: range(16), 3)["input_ids"].shape == (3, 3)
+
+
+def test_a_collator_that_fails_on_any_batch_says_why() -> None:
+    def fails(rows: Any) -> Any:
+        raise KeyError(f"no mask in {len(rows)} rows")
+
+    with pytest.raises(KeyError, match="no mask in 6 rows"):
+        probe_samples([{"labels": 0}] * 9, fails, lambda: range(2), "input_ids", count_items)
 
 
 def test_where_all_labels_are_the_same_some_are_changed() -> None:

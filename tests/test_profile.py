@@ -35,9 +35,9 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
         return model(**inputs).loss
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    read = partial(read_batch, rows, collate) if with_batches else None
+    read = partial(read_batch, rows, collate, lambda: range(len(rows))) if with_batches else None
     args = arguments(folder, **options)
-    samples = probe_samples(rows, collate, model.main_input_name, count_items)
+    samples = probe_samples(rows, collate, lambda: range(len(rows)), model.main_input_name, count_items)
     subject = Subject(model, find_splitter(model), samples, compute, count_items)
     return look_at(subject, args, Topology(60, 1), torch.device("cpu"), True, read), sizes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -19,6 +20,14 @@ def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tu
     if isinstance(dataset, datasets.Dataset):
         return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+
+
+def own_order(trainer: Trainer, dataset: Any, is_training: bool) -> Iterator[int]:
+    """Indices of the samples of one batch of one device, as the trainer's own sampler draws them."""
+    sampler = (trainer._get_train_sampler if is_training else trainer._get_eval_sampler)(dataset)
+    args = trainer.args
+    size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+    return islice(range(len(dataset)) if sampler is None else sampler, size)
 
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:

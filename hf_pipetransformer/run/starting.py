@@ -94,7 +94,8 @@ class Starter:
         columns = host.dataset_and_collator(trainer, dataset, what)
         count = partial(host.items_of, trainer)
         with undisturbed(trainer.model):
-            parts = (*columns, main_input_of(trainer.model), count)
+            order = partial(host.own_order, trainer, dataset, is_training)
+            parts = (*columns, order, main_input_of(trainer.model), count)
             samples = self.topology.decide(lambda: probe_samples(*parts))
         needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
@@ -104,7 +105,7 @@ class Starter:
             self.topology,
             trainer.args.device,
             is_training,
-            partial(read_batch, *columns) if is_training else None,
+            partial(read_batch, *columns, order) if is_training else None,
             self.events if is_training else None,
         )
         if needs_loss and start_up.loss_rule.ignores_num_items:
