@@ -13,6 +13,7 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
 from hf_pipetransformer.autodp.topology import all_gather_trees
 from hf_pipetransformer.refusals import precision_of
+from hf_pipetransformer.splitters.base import config_value
 from hf_pipetransformer.transition import Stage
 
 
@@ -56,8 +57,9 @@ class FrozenWeights:
 
 def _context(model: Any, args: PipeTransformerArguments) -> str:
     """All that stored activations hang on beside the weights."""
-    attention = getattr(model.config, "_attn_implementation", None)
+    attention = config_value(model, "_attn_implementation")
     parts = (type(model).__name__, attention, precision_of(args), transformers.__version__, torch.__version__)
     # Saving a model writes these into its configuration, and the weights' dtype is in their digests.
-    settings = {key: value for key, value in model.config.to_dict().items() if key not in NOT_SETTINGS}
+    entries: dict[str, Any] = config_value(model, "to_dict", dict)()
+    settings = {key: value for key, value in entries.items() if key not in NOT_SETTINGS}
     return " ".join([*map(str, parts), json.dumps(settings, sort_keys=True, default=str)])

@@ -14,6 +14,11 @@ class UnsupportedModelError(ValueError):
     """The model cannot be cut into pipeline stages; the text says why."""
 
 
+def config_value(model: nn.Module, name: str, default: Any = None) -> Any:
+    """An entry of the model's config; the default where it has none, or no config at all."""
+    return getattr(getattr(model, "config", None), name, default)
+
+
 class Splitter(ABC):
     """How a model falls into embeddings | sublayers | head.
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value
 
 
 class BertSplitter(Splitter):
@@ -19,8 +19,8 @@ class BertSplitter(Splitter):
 
     def layers(self, model: Any) -> list[nn.Module]:
         # Families that are encoders only have neither option.
-        is_decoder = getattr(model.config, "is_decoder", False)
-        add_cross_attention = getattr(model.config, "add_cross_attention", False)
+        is_decoder = config_value(model, "is_decoder", False)
+        add_cross_attention = config_value(model, "add_cross_attention", False)
         if is_decoder or add_cross_attention:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is configured as a decoder (is_decoder={is_decoder}, "

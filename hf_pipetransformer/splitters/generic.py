@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value
 
 
 class GenericSplitter(Splitter):
@@ -18,15 +18,16 @@ class GenericSplitter(Splitter):
 
     def layers(self, model: Any) -> list[nn.Module]:
         name = type(model).__name__
-        expected = getattr(model.config, "num_hidden_layers", None)
+        expected = config_value(model, "num_hidden_layers")
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
         uniform = [stack for stack in stacks if len(stack) == expected and _is_uniform(stack)]
         if len(uniform) == 1:
             return list(uniform[0])
-        if getattr(model.config, "num_hidden_groups", None) is not None:
+        num_groups = config_value(model, "num_hidden_groups")
+        if num_groups is not None:
             raise UnsupportedModelError(
                 f"{name} runs the same layer weights several times (num_hidden_groups="
-                f"{model.config.num_hidden_groups}); shared layers cannot be put on different stages. "
+                f"{num_groups}); shared layers cannot be put on different stages. "
                 "Use transformers.Trainer for it."
             )
         found = [f"{len(stack)} x {type(stack[0]).__name__}" for stack in stacks]

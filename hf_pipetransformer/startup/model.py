@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.base import Splitter, config_value
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.units import block_of
 
@@ -47,7 +47,7 @@ class Subject:
     @property
     def pad_token_id(self) -> int:
         """What text is padded with."""
-        return getattr(self.model.config, "pad_token_id", None) or 0
+        return config_value(self.model, "pad_token_id") or 0
 
 
 def main_input_of(model: nn.Module) -> str:
@@ -58,7 +58,8 @@ def main_input_of(model: nn.Module) -> str:
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model draws random masks in training: a module, or the config, holds a rate above 0."""
-    holders: list[Any] = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
+    config = getattr(model, "config", None)
+    holders: list[Any] = [*model.modules(), *([config] if hasattr(config, "__dict__") else [])]
     rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name]
     rates += [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

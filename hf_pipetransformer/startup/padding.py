@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.autodp.padding import pad_batch
+from hf_pipetransformer.splitters.base import config_value
 from hf_pipetransformer.splitters.padding_check import sees_padding
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import Subject
@@ -40,7 +41,7 @@ def _is_text(subject: Subject) -> bool:
 def _padded_more(subject: Subject) -> dict[str, Any] | None:
     """The batch with one more position of padding; None where that is not possible."""
     length = subject.inputs[subject.main_input].shape[1]
-    longest = getattr(subject.model.config, "max_position_embeddings", length + 1)
+    longest = config_value(subject.model, "max_position_embeddings", length + 1)
     if "attention_mask" not in subject.inputs or length + 2 >= longest:
         return None
     return pad_batch(subject.inputs, subject.main_input, length + 1, subject.pad_token_id)
