@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.usages import USAGES, Line, assert_same, outcome, points
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said reaches `caplog`, whoever has announced something before."""
+    monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
 
 
 @pytest.mark.parametrize("name", list(USAGES))
