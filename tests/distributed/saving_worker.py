@@ -242,7 +242,13 @@ def recomputation(folder: Path, num_stages: int) -> None:
         for mode in RECOMPUTE_MODES:
             plan = even_plan(folder, NUM_LAYERS, num_stages, 4, schedule)
             args = arguments(
-                folder / "output", num_stages, max_steps=2, layout_plan=plan, pipeline_checkpoint=mode, logging_steps=1
+                folder / "output",
+                num_stages,
+                max_steps=2,
+                layout_plan=plan,
+                pipeline_schedule=schedule,
+                pipeline_checkpoint=mode,
+                logging_steps=1,
             )
             trainer = trainer_of(build_model("vit"), "vit", args)
             count = SavedBytes(trainer)

@@ -244,6 +244,9 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
     if kind == "single":
         if case.freeze_at:
             options |= {"freeze_policy": "fixed", "freeze_at": case.freeze_at, "freeze_min_active_layers": 0}
+        else:
+            # No decision comes so late; a run that never freezes is left to Trainer.
+            options |= {"freeze_policy": "schedule", "freeze_warmup": 0.999}
         return PipeTransformerArguments(**options)
     options["pipeline_schedule"] = case.schedule
     if case.cached:
