@@ -82,9 +82,9 @@ class Side:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {
-            "PYTHONPATH": f"{checkout.resolve()}{os.pathsep}{Path(__file__).resolve().parent}", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{checkout.resolve()}{os.pathsep}{checkout.resolve() / 'scripts'}", "PYTHONSAFEPATH": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "HF_HUB_OFFLINE": "1",
-            "LOCAL_WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         if world == 1:
             common = {key: value for key, value in common.items() if "WORLD_SIZE" not in key and "MASTER" not in key}
