@@ -19,7 +19,7 @@ from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.refusals import comparable
-from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.report.events import EventLog, announce
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
 from hf_pipetransformer.run.callbacks import (
@@ -220,6 +220,8 @@ class Run:
         """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
         pipeline, training, self.in_training = self.pipeline, self.training, None
         training.end()
+        if self.topology.rank == 0:
+            announce(training.summary.in_words())
         self._give_back(pipeline, training)
         shared, pipeline.shared_generator = pipeline.shared_generator, None
         if shared is not None:

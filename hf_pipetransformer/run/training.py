@@ -22,6 +22,7 @@ from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.resumption import Resumption
 from hf_pipetransformer.run.saving import Checkpoints
 from hf_pipetransformer.run.steps import Steps
+from hf_pipetransformer.run.summary import Summary
 from hf_pipetransformer.run.taking_up import take_up
 from hf_pipetransformer.run.transitions import Transitions
 
@@ -54,6 +55,7 @@ class Training:
     cache: TrainingCache | None
     checkpoints: Checkpoints
     first_epoch: FirstEpoch | None = field(default=None, init=False)
+    summary: Summary = field(default_factory=Summary, init=False)
     _shown: Layout | None = field(default=None, init=False)
 
     def begin(self, resumption: Resumption | None) -> None:
@@ -109,6 +111,7 @@ class Training:
             # fetched, and so undoes what collators drew and what a transition seeded anew.
             self.set_random_numbers()
         self.transitions.before_step()
+        self.summary.begin_step()
         batches = self.steps.begin(epoch_iterator, num_batches)
         self.patience.enter_step()
         return batches
@@ -139,6 +142,7 @@ class Training:
         if self.first_epoch is not None:
             self.first_epoch.correct_epoch()
         self.controller.end_step()
+        self.summary.end_step(self.pipeline.layout)
         if logs:
             # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
             self.patience.is_resting = True

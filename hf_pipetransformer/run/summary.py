@@ -1,0 +1,86 @@
+"""What a training was, said at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hf_pipetransformer.layout import Layout
+
+
+@dataclass
+class Stretch:
+    """Steps in a row under one layout.
+
+    Args:
+        layout: of all of them; M may change.
+        seconds: of each step.
+    """
+
+    layout: Layout
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        ordered = sorted(self.seconds)
+        return ordered[len(ordered) // 2]
+
+
+@dataclass
+class Summary:
+    """Notes how long each step took, under which layout. Evaluations and checkpoints between steps do not count.
+
+    Args:
+        clock: gives seconds.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    stretches: list[Stretch] = field(default_factory=list, init=False)
+    _start: float | None = field(default=None, init=False)
+
+    def begin_step(self) -> None:
+        """An optimizer step begins: the layout has changed, if it does."""
+        self._start = self.clock()
+
+    def end_step(self, layout: Layout) -> None:
+        """It is done. At the end of an epoch Trainer comes by without a step."""
+        if self._start is None:
+            return
+        seconds, self._start = self.clock() - self._start, None
+        last = self.stretches[-1] if self.stretches else None
+        if last is None or _kind(last.layout) != _kind(layout):
+            last = Stretch(layout)
+            self.stretches.append(last)
+        last.seconds.append(seconds)
+
+    def saved_seconds(self) -> float | None:
+        """Seconds that later steps took less than those of the start; None if nothing was frozen after it."""
+        if len(self.stretches) < 2:
+            return None
+        first, *later = self.stretches
+        return sum(first.median * len(stretch.seconds) - sum(stretch.seconds) for stretch in later)
+
+    def in_words(self) -> str:
+        """A line for each layout, and what freezing has saved."""
+        if not self.stretches:
+            return ""
+        total = sum(sum(stretch.seconds) for stretch in self.stretches)
+        num_steps = sum(len(stretch.seconds) for stretch in self.stretches)
+        lines = [f"{num_steps} steps in {total:.1f} s:"]
+        for stretch in self.stretches:
+            layout = stretch.layout
+            stored = f", {layout.cache_level} of them stored" if layout.cache_level else ""
+            lines.append(
+                f"  {len(stretch.seconds)} steps of {stretch.median * 1e3:.0f} ms with {layout.num_frozen_layers} of "
+                f"{layout.num_layers} layers frozen{stored}, K={layout.pipeline_size} x R={layout.num_replicas}"
+            )
+        saved = self.saved_seconds()
+        if saved is not None:
+            lines.append(f"  {saved:.1f} s less than if every step had taken as long as those at the start.")
+        return "\n".join(lines)
+
+
+def _kind(layout: Layout) -> tuple[int, ...]:
+    return (layout.pipeline_size, layout.num_replicas, layout.num_frozen_layers, layout.cache_level)

@@ -1,0 +1,45 @@
+"""The summary at the end of a training adds up what its steps took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.run.summary import Summary
+
+
+TWO_STAGES = Layout(4, 0, num_stages=2, num_replicas=1, boundaries=(0, 5, 10), num_microbatches=4, schedule="1f1b")
+TWO_REPLICAS = Layout(4, 2, 1, num_replicas=2, boundaries=(0, 10), num_microbatches=1, schedule="1f1b", cache_level=2)
+
+
+def noted(*steps: tuple[Layout, float]) -> Summary:
+    ticks: Iterator[float] = iter([time for start, (_, taken) in enumerate(steps) for time in (start, start + taken)])
+    summary = Summary(clock=lambda: next(ticks))
+    for layout, _ in steps:
+        summary.begin_step()
+        summary.end_step(layout)
+        summary.end_step(layout)  # Trainer comes by once more at the end of an epoch.
+    return summary
+
+
+def test_steps_are_counted_by_layout_and_what_freezing_saved_is_told() -> None:
+    before = [(TWO_STAGES, 0.5), (TWO_STAGES, 0.25), (TWO_STAGES, 0.5)]
+    summary = noted(*before, (TWO_REPLICAS, 0.125), (TWO_REPLICAS, 0.25))
+    assert [len(stretch.seconds) for stretch in summary.stretches] == [3, 2]
+    assert summary.saved_seconds() == 2 * 0.5 - 0.375
+    assert summary.in_words().splitlines() == [
+        "5 steps in 1.6 s:",
+        "  3 steps of 500 ms with 0 of 4 layers frozen, K=2 x R=1",
+        "  2 steps of 250 ms with 2 of 4 layers frozen, 2 of them stored, K=1 x R=2",
+        "  0.6 s less than if every step had taken as long as those at the start.",
+    ]
+
+
+def test_a_run_that_freezes_nothing_has_saved_nothing() -> None:
+    summary = noted((TWO_STAGES, 0.5))
+    assert summary.saved_seconds() is None
+    assert len(summary.in_words().splitlines()) == 2
+
+
+def test_a_run_without_steps_has_nothing_to_say() -> None:
+    assert Summary().in_words() == ""
