@@ -69,7 +69,6 @@ class TrainingCache:
         self._weights: FrozenWeights | None = None
         self._digests: Mapping[int, str] = {}
         self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
-        self._scalars: dict[str, float] = {}
         self._said_evaluation_mode = False
 
     def _fitting_share(self, loader: PipelineLoader) -> float:
@@ -235,12 +234,8 @@ class TrainingCache:
         self.journal.write("cache", what="epoch", bytes_stored=self._opened.store.bytes_stored, **totals)
         reads = totals["hits"] + totals["misses"]
         if reads:
-            self._scalars = {"cache_hit_rate": totals["hits"] / reads}
-
-    def take_scalars(self) -> dict[str, float]:
-        """What the next entry of Trainer's log shows, once."""
-        scalars, self._scalars = self._scalars, {}
-        return scalars
+            # An entry of its own, of this epoch: Trainer has logged the last step, and the run may be over.
+            self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
 
     def close(self) -> None:
         """Nothing is left behind, unless it was asked for."""

@@ -221,7 +221,7 @@ class Run:
         pipeline, training, self.in_training = self.pipeline, self.training, None
         training.end()
         if self.topology.rank == 0:
-            announce(training.summary.in_words())
+            announce(training.summary.in_words() or "No step was left to train.")
         self._give_back(pipeline, training)
         shared, pipeline.shared_generator = pipeline.shared_generator, None
         if shared is not None:

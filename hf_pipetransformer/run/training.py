@@ -150,11 +150,11 @@ class Training:
             self.patience.rest()
 
     def take_scalars(self) -> dict[str, float]:
-        """What Trainer's log shows beside the loss: once, of the layout and the cache."""
+        """What Trainer's log shows beside the loss: once, of each layout."""
         layout = self.pipeline.layout
         scalars = {} if layout is self._shown else layout.as_scalars()
         self._shown = layout
-        return scalars | ({} if self.cache is None else self.cache.take_scalars())
+        return scalars
 
     def end(self) -> None:
         """Also after an error: nothing is left on the optimizer or on the disk."""
