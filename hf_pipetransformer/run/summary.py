@@ -15,10 +15,12 @@ class Stretch:
 
     Args:
         layout: of all of them; M may change.
+        predicted: seconds a step, by the plan; None where nothing was predicted.
         seconds: of each step.
     """
 
     layout: Layout
+    predicted: float | None = None
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -38,11 +40,20 @@ class Summary:
 
     clock: Callable[[], float] = time.perf_counter
     stretches: list[Stretch] = field(default_factory=list, init=False)
+    num_hits: int = field(default=0, init=False)
+    num_misses: int = field(default=0, init=False)
+    _predicted: float | None = field(default=None, init=False)
     _start: float | None = field(default=None, init=False)
 
-    def begin_step(self) -> None:
-        """An optimizer step begins: the layout has changed, if it does."""
+    def begin_step(self, predicted: float | None = None) -> None:
+        """An optimizer step begins, after a move to a layout of which `predicted` seconds a step are expected."""
+        self._predicted = predicted
         self._start = self.clock()
+
+    def add_reads(self, num_hits: int, num_misses: int) -> None:
+        """An epoch is over in which the cache had so many of the samples asked for, and had not."""
+        self.num_hits += num_hits
+        self.num_misses += num_misses
 
     def end_step(self, layout: Layout) -> None:
         """It is done. At the end of an epoch Trainer comes by without a step."""
@@ -51,7 +62,7 @@ class Summary:
         seconds, self._start = self.clock() - self._start, None
         last = self.stretches[-1] if self.stretches else None
         if last is None or _kind(last.layout) != _kind(layout):
-            last = Stretch(layout)
+            last = Stretch(layout, self._predicted)
             self.stretches.append(last)
         last.seconds.append(seconds)
 
@@ -72,10 +83,15 @@ class Summary:
         for stretch in self.stretches:
             layout = stretch.layout
             stored = f", {layout.cache_level} of them stored" if layout.cache_level else ""
+            predicted = "" if stretch.predicted is None else f" (predicted: {stretch.predicted * 1e3:.0f})"
             lines.append(
-                f"  {len(stretch.seconds)} steps of {stretch.median * 1e3:.0f} ms with {layout.num_frozen_layers} of "
-                f"{layout.num_layers} layers frozen{stored}, K={layout.pipeline_size} x R={layout.num_replicas}"
+                f"  {len(stretch.seconds)} steps of {stretch.median * 1e3:.0f} ms{predicted} with "
+                f"{layout.num_frozen_layers} of {layout.num_layers} layers frozen{stored}, "
+                f"K={layout.pipeline_size} x R={layout.num_replicas}"
             )
+        if self.num_hits:
+            reads = self.num_hits + self.num_misses
+            lines.append(f"  {self.num_hits} of {reads} samples asked of the activation cache were stored.")
         saved = self.saved_seconds()
         if saved is not None:
             lines.append(f"  {saved:.1f} s less than if every step had taken as long as those at the start.")

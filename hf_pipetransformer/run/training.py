@@ -94,7 +94,7 @@ class Training:
                 self.steps.end_epoch()
             self.patience.rest()
             if self.cache is not None:
-                self.cache.report()
+                self.summary.add_reads(*self.cache.report())
         self.first_epoch = None
 
     def set_random_numbers(self) -> None:
@@ -110,8 +110,10 @@ class Training:
             # Trainer restores the generators in the middle of an epoch only after the batches of the first step are
             # fetched, and so undoes what collators drew and what a transition seeded anew.
             self.set_random_numbers()
-        self.transitions.before_step()
-        self.summary.begin_step()
+        moved = self.transitions.before_step()
+        if moved is not None:
+            self.transitions.trainer.log(self.take_scalars())
+        self.summary.begin_step(None if moved is None else moved.predicted)
         batches = self.steps.begin(epoch_iterator, num_batches)
         self.patience.enter_step()
         return batches
@@ -150,7 +152,7 @@ class Training:
             self.patience.rest()
 
     def take_scalars(self) -> dict[str, float]:
-        """What Trainer's log shows beside the loss: once, of each layout."""
+        """What Trainer's log shows of each layout, once: beside the first loss, and in an entry when it changes."""
         layout = self.pipeline.layout
         scalars = {} if layout is self._shown else layout.as_scalars()
         self._shown = layout

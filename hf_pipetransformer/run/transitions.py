@@ -49,9 +49,9 @@ class Transitions:
     cache: TrainingCache | None
     loader: PipelineLoader | None
 
-    def before_step(self) -> None:
-        """Have the controller decide, and take what it decided into effect."""
-        step, pipeline = self.trainer.state.global_step, self.pipeline
+    def before_step(self) -> Change | None:
+        """Have the controller decide, and take what it decided into effect; the move to another layout, if any."""
+        step, pipeline, moved = self.trainer.state.global_step, self.pipeline, None
         if self.controller.decides_before(step):
             self.patience.rest()  # Rank 0 may measure the disk while the others wait.
         for ask in (self.controller.change_before, self.controller.change_without_cache):
@@ -59,10 +59,12 @@ class Transitions:
             if change is not None and change.moves:
                 self.patience.rest()
                 self.move(change)
+                moved = change
             elif change is not None:
                 pipeline.stage.layout = change.layout
                 self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
         self.controller.begin_step(pipeline.stage)
+        return moved
 
     def move(self, change: Change) -> None:
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""

@@ -120,7 +120,7 @@ class Overrides(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's log; the first training entry under a layout shows the layout as scalars."""
+        """Trainer's log; the first training entry shows the layout as scalars."""
         self.pipeline_run.add_scalars(logs)
         super().log(logs, start_time)
 

@@ -26,6 +26,8 @@ TOLERANCE = 1e-5
 
 Layout = tuple[int, int]
 
+# Trainer puts these into entries of the pipeline's own too.
+IN_EVERY_ENTRY = {"epoch", "step", "num_input_tokens_seen"}
 LAYOUT_SCALARS = {
     *("pipeline_stages", "pipeline_chunks", "pipeline_replicas", "pipeline_microbatches"),
     *("frozen_layers", "cached_layers", "cache_hit_rate"),
@@ -142,4 +144,4 @@ def logged(outcome: Outcome) -> list[dict[str, Any]]:
     own = LAYOUT_SCALARS | {"total_flos"}
     entries = outcome.ranks[0]["log_history"]
     shared = [{key: value for key, value in untimed(entry).items() if key not in own} for entry in entries]
-    return [entry for entry in shared if entry.keys() - {"epoch", "step"}]
+    return [entry for entry in shared if entry.keys() - IN_EVERY_ENTRY]
