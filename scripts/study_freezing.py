@@ -130,10 +130,12 @@ def run(setting: str, seed: int, data: Path, folder: Path) -> dict[str, Any]:
     trainer.train()
     seconds = time.process_time() - start
     correct = trainer.evaluate()["eval_correct"]
+    # One process that freezes nothing is Trainer itself: it writes no events.
+    written = read_events(str(events)) if events.exists() else []
     return {
         "setting": setting, "seed": seed, "options": options_of(setting), "cpu_seconds": seconds,
         "num_correct": sum(correct), "num_sentences": len(correct),
-        "decisions": [event for event in read_events(str(events)) if event["event"] == "freeze"],
+        "decisions": [event for event in written if event["event"] == "freeze"],
         "max_steps": trainer.state.max_steps, "same_run_as": None,
     }  # fmt: skip
 
