@@ -173,8 +173,8 @@ class RunPlanner:
             cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"
             rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
         return {
-            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}. A step is expected to "
-            f"take {prediction.seconds * 1e3:.0f} ms.{bubble}{rule}",
+            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}. A step is expected "
+            f"to take {prediction.seconds * 1e3:.0f} ms.{bubble}{rule}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
