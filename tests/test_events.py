@@ -12,6 +12,7 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import (
     EVENTS_FILE,
     EventLog,
+    announce,
     read_events,
     read_known_microbatches,
     read_layouts,
@@ -123,3 +124,19 @@ def test_what_ran_out_of_memory_is_remembered_for_the_same_conditions(path: Path
         assert read_unfit(str(path), conditions) == 2
         assert f"K=2 ran out of memory in an earlier run in this folder ({path})" in caplog.text
     assert read_unfit(None, conditions) == 0
+
+
+def test_a_script_that_sets_up_logging_as_those_of_transformers_do_gets_the_lines(caplog: pytest.LogCaptureFixture):
+    root, own = logging.getLogger(), logging.getLogger("hf_pipetransformer")
+    levels = root.level, own.level
+    try:
+        root.setLevel(logging.WARNING)  # as after basicConfig(handlers=[...])
+        own.setLevel(logging.NOTSET)
+        announce("K=2")
+        assert "K=2" in caplog.text
+        own.setLevel(logging.WARNING)
+        announce("K=1")
+        assert "K=1" not in caplog.text
+    finally:
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])

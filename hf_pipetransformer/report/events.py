@@ -179,10 +179,11 @@ class _AboveProgressBar(logging.Handler):
 
 
 def announce(text: str) -> None:
-    """One readable line for the person who started the run."""
-    if not logger.handlers and not logging.getLogger().handlers:
+    """One readable line for the person who started the run, unless a level above INFO was set for this logger."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
         handler = _AboveProgressBar()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
     logger.info(text)
