@@ -11,6 +11,7 @@ import torch
 from hf_pipetransformer.autocache.padding_rule import PaddingRule, find_padding
 from hf_pipetransformer.autocache.probe import NUM_SAMPLES, Batch, Probe, UnfitError, random_states_kept
 from hf_pipetransformer.autocache.samples import MASK, field_digests, real_lengths
+from hf_pipetransformer.autodp.draws import generators_kept
 
 
 NUM_DRAWS = 16
@@ -46,7 +47,7 @@ def examine_inputs(
 
     Eight samples from all over the data set are read 16 times under different seeds, then in reversed order, in pairs
     and one by one. Some 160 samples are read, twice as many if something is random. No state of the random number
-    generators of Python, numpy and torch is changed; a generator that data set or collator hold themselves moves on.
+    generators of Python, numpy and torch is changed, nor of such that data set or collator hold themselves.
     What is random in far less than one sample out of a hundred may stay unnoticed.
 
     Args:
@@ -59,7 +60,7 @@ def examine_inputs(
     try:
         _check_dataset(dataset)
         probe = Probe(dataset, collate, main_input)
-        with random_states_kept():
+        with random_states_kept(), generators_kept(dataset, collate):
             return _examine(probe, placeholders)
     except UnfitError as error:
         unfit = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.draws import SharedDraws, States
 from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
@@ -74,8 +76,8 @@ class PipelineLoader(DataLoaderStateMixin):
         total_batch_size: samples in a full global batch.
         num_samples: samples of an epoch over all replicas.
         common_length: makes the replicas pad to one length; None where the loss does not see padding.
-        shared: in place of torch's global generator, which differs from rank to rank in training: it draws what
-            torch's loader draws in one process, so that orders that come from it are those of one process.
+        shared: in place of the global generators, torch's of which differs from rank to rank in training: what torch's
+            loader and samplers draw is drawn from it, as in one process.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class PipelineLoader(DataLoaderStateMixin):
         total_batch_size: int,
         num_samples: int,
         common_length: CommonLength | None,
-        shared: torch.Generator | None,
+        shared: SharedDraws | None,
     ) -> None:
         self.loader = loader
         self.groups = groups
@@ -104,6 +106,8 @@ class PipelineLoader(DataLoaderStateMixin):
         self._group_size: int | None = None
         self._origin = (0, 0)
         self._order_state: torch.Tensor | None = None
+        self._saved_ahead: States | None = None
+        self._seed_state: torch.Tensor | None = None
         self._was_open = False
         self._next = 0
         self._batches: Iterator[Any] | None = None
@@ -161,9 +165,11 @@ class PipelineLoader(DataLoaderStateMixin):
     def follow(self, groups: PipelineGroups) -> None:
         """Go on, with the next global batch, as a stage of another layout. Workers that read ahead stay alive."""
         self._outbox.flush()
-        self.groups = groups
+        old, self.groups = self.groups, groups
         if self.rows is not None:
             self.take_from(self.rows)
+        elif (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
+            return
         if groups.is_first and self._batches is not None:
             # What the workers have read ahead was cut for the old replicas.
             self._num_stale = self.batch_sampler.num_drawn - self._num_read
@@ -205,6 +211,7 @@ class PipelineLoader(DataLoaderStateMixin):
         order_state: torch.Tensor | None = None,
         num_done: int | None = None,
         group_size: int | None = None,
+        ahead: States | None = None,
     ) -> PipelineLoader:
         """Skip this many global batches of the next epoch that is read: where a resumed run goes on.
 
@@ -214,8 +221,9 @@ class PipelineLoader(DataLoaderStateMixin):
             num_done: samples that it had been trained with, if its batches were of another size: the others are dealt
                 anew, to the batches that are left.
             group_size: its `group_size`.
+            ahead: its `ahead_states`.
         """
-        self._first, self._order_state = num_batches, order_state
+        self._first, self._order_state, self._saved_ahead = num_batches, order_state, ahead
         self._num_done, self._group_size = num_done, group_size
         # Workers that persist had drawn their seed in the first epoch.
         self._was_open = self.groups.is_first and (num_batches > 0 or self.loader.persistent_workers)
@@ -224,17 +232,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
-        self._draw_seed()
-        in_whole_batches = self._first * self.total_batch_size
-        self._origin = (self._first, in_whole_batches if self._num_done is None else self._num_done)
-        dealt_from = 0 if self._origin[1] == in_whole_batches else self._origin[1]
-        self.batch_sampler.begin_epoch(dealt_from)
-        if self._order_state is not None:
-            self.batch_sampler.draw_as_from(self._order_state, dealt_from, self._group_size)
-        if not self.groups.is_first:
-            # This stage may take over the reading in the middle of the epoch; it must know the same order then.
-            self.batch_sampler.draw()
-        self._next, self._first, self._order_state, self._num_done = self._first, 0, None, None
+        self._begin_epoch()
         try:
             while self._next < len(self):
                 self._index = self._next
@@ -250,14 +248,42 @@ class PipelineLoader(DataLoaderStateMixin):
             self._batches = None
             self.end()
 
+    def ahead_states(self) -> States | None:
+        """What a batch that was read ahead was drawn from, for `starting_at`; None without."""
+        return None
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """What is drawn from the global generators inside is what one process draws."""
+        return nullcontext() if self.shared is None else self.shared.drawing()
+
+    def _begin_epoch(self) -> None:
+        """Draw what torch's loader and sampler draw in one process, alike on all ranks, and find the place."""
+        with self._drawing():
+            self._draw_seed()
+            self._begin_order()
+        self._next, self._first, self._order_state, self._num_done = self._first, 0, None, None
+
+    def _begin_order(self) -> None:
+        in_whole_batches = self._first * self.total_batch_size
+        self._origin = (self._first, in_whole_batches if self._num_done is None else self._num_done)
+        dealt_from = 0 if self._origin[1] == in_whole_batches else self._origin[1]
+        self.batch_sampler.begin_epoch(dealt_from)
+        if self._order_state is not None:
+            self.batch_sampler.draw_as_from(self._order_state, dealt_from, self._group_size)
+        if self.shared is not None or not self.groups.is_first:
+            # A later stage may take over the reading in the middle of the epoch; it must know the same order then.
+            self.batch_sampler.draw()
+
     def _draw_seed(self) -> None:
         """What torch's loader draws for its workers when it is iterated: once, if they persist.
 
         A run that goes on in the middle of an epoch had drawn it.
         """
         drawn = self._first or (self.loader.persistent_workers and self._num_epochs)
+        self._seed_state = None
         if self.shared is not None and not drawn:
-            torch.empty((), dtype=torch.int64).random_(generator=self.shared)
+            self._seed_state = torch.get_rng_state()
+            torch.empty((), dtype=torch.int64).random_()
         self._num_epochs += 1
 
     def read_again(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -294,11 +320,17 @@ class PipelineLoader(DataLoaderStateMixin):
         return dict(batch)
 
     def _opened(self) -> Iterator[Any]:
-        """The loader's iterator. It draws a seed for its workers; a resumed run's was drawn when the epoch began."""
-        if not self._was_open:
+        """The loader's iterator. It draws a seed for its workers; a resumed run's was drawn when the epoch began.
+
+        The first replica's workers are those of one process, the others' draw from seeds of their own.
+        """
+        seed_state = self._seed_state if self.groups.replica == 0 else None
+        if not self._was_open and seed_state is None:
             return iter(self.loader)
         self._was_open = False
         with torch.random.fork_rng(devices=[]):
+            if seed_state is not None:
+                torch.set_rng_state(seed_state)
             return iter(self.loader)
 
     def _padded(self, batch: Any, rule: CommonLength) -> dict[str, Any]:
@@ -343,7 +375,7 @@ def make_pipeline_loader(
     placeholders: frozenset[str],
     is_training: bool,
     common_length: CommonLength | None = None,
-    shared: torch.Generator | None = None,
+    shared: SharedDraws | None = None,
 ) -> PipelineLoader:
     """The loader of one replica for a map-style data set.
 
@@ -359,19 +391,34 @@ def make_pipeline_loader(
         common_length: see `PipelineLoader`.
         shared: see `PipelineLoader`.
     """
+    loader = torch_loader(dataset, collate, sampler, global_batch_size, args, groups, is_training, shared)
+    num_samples = len(loader.batch_sampler.global_batches.sampler)
+    return PipelineLoader(
+        loader, groups, placeholders, args.pipeline_timeout, global_batch_size, num_samples, common_length, shared
+    )
+
+
+def torch_loader(
+    dataset: Any,
+    collate: Any,
+    sampler: Sampler[int] | None,
+    global_batch_size: int,
+    args: PipeTransformerArguments,
+    groups: PipelineGroups,
+    is_training: bool,
+    shared: SharedDraws | None,
+) -> Any:
+    """Torch's loader over this replica's part of each global batch; see `make_pipeline_loader` for the arguments."""
     order = _same_on_every_rank(sampler or SequentialSampler(dataset), args, shared)
     global_batches = BatchSampler(order, global_batch_size, args.dataloader_drop_last)
-    own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training, shared)
+    own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
     worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
-    loader: DataLoader[Any] = DataLoader(
+    return DataLoader(
         Samples(dataset),
         batch_sampler=own_batches,
         collate_fn=SkipEmpty(collate),
         **worker_options(args),
         worker_init_fn=worker_init if is_training else None,
-    )
-    return PipelineLoader(
-        loader, groups, placeholders, args.pipeline_timeout, global_batch_size, len(order), common_length, shared
     )
 
 
@@ -387,8 +434,8 @@ def worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
     }
 
 
-def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: torch.Generator | None) -> Any:
-    """Trainer's order for this seed, not drawn from the global generators, in which ranks differ."""
+def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: SharedDraws | None) -> Any:
+    """Trainer's order for this seed, not drawn from generators in which ranks differ."""
     seed = args.data_seed if args.data_seed is not None else args.seed
     if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
         return SeedableRandomSampler(
@@ -403,8 +450,8 @@ def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: to
     if isinstance(sampler, LengthGroupedSampler):
         # It sorts within some batches; those are global ones here.
         sampler.batch_size *= args.world_size
-    if getattr(sampler, "generator", "none needed") is None:
-        sampler.generator = torch.Generator().manual_seed(seed) if shared is None else shared
+    if shared is None and getattr(sampler, "generator", "none needed") is None:
+        sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
 
 

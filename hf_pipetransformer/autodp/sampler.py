@@ -51,7 +51,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         repeat_small: for evaluation. A global batch smaller than R goes whole to every replica, so that each has
             something of the right shape to gather (only replica 0's copy is counted). For training False: a replica
             may then get an empty list.
-        shared: a generator that stands for torch's global one, the same on every rank: see `PipelineLoader`.
     """
 
     def __init__(
@@ -60,13 +59,11 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         replica: int,
         num_replicas: int,
         repeat_small: bool = False,
-        shared: torch.Generator | None = None,
     ) -> None:
         self.global_batches = global_batches
         self.replica = replica
         self.num_replicas = num_replicas
         self.repeat_small = repeat_small
-        self.shared = shared
         self.num_drawn = 0
         """Batches handed out since the sampler was made."""
         self.drawn: deque[Drawn] = deque()
@@ -116,9 +113,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         own: torch.Generator | None = getattr(getattr(self.global_batches, "sampler", None), "generator", None)
         return torch.default_generator if own is None else own
 
-    def _is_saved_elsewhere(self, stream: torch.Generator) -> bool:
-        return stream is torch.default_generator or stream is self.shared
-
     def order_state(self, is_mid_epoch: bool) -> torch.Tensor | None:
         """What `draw_as_from` needs to draw this epoch again, or the next one if this one is at its end.
 
@@ -127,7 +121,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         if is_mid_epoch:
             return self._drawn_from
         stream = self._stream()
-        return None if self._is_saved_elsewhere(stream) else stream.get_state()
+        return None if stream is torch.default_generator else stream.get_state()
 
     @property
     def group_size(self) -> int | None:
@@ -155,7 +149,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.draw()
         if own_size is not None:
             sampler.batch_size = own_size
-        if self._is_saved_elsewhere(stream):
+        if stream is torch.default_generator:
             stream.set_state(before)
 
     def seek(self, position: int, replica: int, num_replicas: int) -> None:

@@ -6,19 +6,16 @@ import os
 import socket
 from typing import Any
 
-import torch
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.draws import generators_kept
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.fingerprint import describe_data
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.refusals import TOLD_ARGUMENTS, comparable
-
-
-_CPU = torch.device("cpu")
 
 
 class RunDescription:
@@ -35,11 +32,8 @@ class RunDescription:
         It leaves no trace in the random numbers of the run.
         """
         if self._data is None:
-            states = checkpoint.random_state(_CPU)
-            try:
+            with generators_kept(self.trainer.train_dataset):
                 self._data = describe_data(self.trainer.train_dataset)
-            finally:
-                checkpoint.set_random_state(*states, _CPU)
         return self._data
 
 

@@ -41,7 +41,7 @@ class FirstEpoch:
         """Restore this rank's random number generators, once: Trainer asks for it at two places."""
         if not self._are_set:
             self._are_set = True
-            self.numbers.set(self.pipeline.shared_generator, self.trainer.args.device)
+            self.numbers.set(self.pipeline.shared_draws, self.trainer.args.device)
 
     @contextmanager
     def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
@@ -96,7 +96,7 @@ class FirstEpoch:
             # Trainer counts from the first step on where it does not know how long an epoch is.
             position = self.numbers.values.get(POSITION, num_batches)
             group_size = (self.resumption.place or {}).get("group_size")
-            return loader.starting_at(position, self.numbers.order, group_size=group_size)
+            return loader.starting_at(position, self.numbers.order, group_size=group_size, ahead=self.numbers.ahead)
 
         stock.skip_first_batches = skip
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 from transformers import Trainer
 
+from hf_pipetransformer.autodp.dealt import make_dealt_loader
+from hf_pipetransformer.autodp.draws import SharedDraws, States, draws_at_random, present_states
 from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
 from hf_pipetransformer.autodp.stream import is_stream, make_stream_loader
 from hf_pipetransformer.autodp.topology import Topology
@@ -47,25 +49,33 @@ def make_loader(
         "groups": pipeline.stage.groups,
         "placeholders": frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders,
         "is_training": is_training,
-        "shared": pipeline.shared_generator,
+        "shared": pipeline.shared_draws,
     }
     loader: PipelineLoader
     if is_stream(dataset):
         loader = make_stream_loader(**options)
     else:
-        sampler = sampler_fn(dataset) if sampler_fn is not None else None
-        loader = make_pipeline_loader(**options, sampler=sampler, common_length=start_up.common_length)
+        shared = pipeline.shared_draws
+        with nullcontext() if shared is None else shared.drawing():
+            options["sampler"] = sampler_fn(dataset) if sampler_fn is not None else None
+        # Workers draw from generators of their own, and read for all replicas at the same time.
+        if not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
+            loader = make_dealt_loader(**options)
+        else:
+            loader = make_pipeline_loader(**options, common_length=start_up.common_length)
     loader.pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     return loader
 
 
-def share_generator(topology: Topology) -> torch.Generator | None:
-    """Rank 0's random numbers, for what all ranks draw alike: one process draws it from its only generator.
+def share_draws(topology: Topology) -> SharedDraws | None:
+    """Rank 0's random numbers, for what data and orders draw, as in one process. None on one process.
 
-    The ranks' own generators part now; what one process draws from its one goes on here. None on one process.
+    The ranks' own generators part now; what one process draws from its goes on here.
     """
-    if topology.world_size == 1:
-        return None
-    generator = torch.Generator()
-    generator.set_state(topology.broadcast(torch.get_rng_state()).clone())
-    return generator
+    return None if topology.world_size == 1 else SharedDraws(states_of_first_rank(topology, present_states()))
+
+
+def states_of_first_rank(topology: Topology, own: States) -> States:
+    """Those that rank 0 has. A collective call."""
+    tensors, values = topology.broadcast([own[0], own[1]])
+    return {name: value.clone() for name, value in tensors.items()}, values

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
+from hf_pipetransformer.autodp.draws import SharedDraws
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
@@ -45,8 +44,8 @@ class Pipeline:
         self.settings = settings
         self.shifts_labels = shifts_labels
         self.has_labels = has_labels
-        self.shared_generator: torch.Generator | None = None
-        """In a training of several ranks it stands for the only generator of one process."""
+        self.shared_draws: SharedDraws | None = None
+        """In a training of several ranks they stand for the generators of one process."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Those of evaluations that outlive one."""
         self.warned_events: set[str] = set()

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.draws import set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
@@ -31,7 +31,7 @@ from hf_pipetransformer.run.callbacks import (
 from hf_pipetransformer.run.description import RunDescription, check_shared_folder
 from hf_pipetransformer.run.evaluation import Evaluation, evaluating
 from hf_pipetransformer.run.journal import Journal
-from hf_pipetransformer.run.loaders import make_loader, share_generator
+from hf_pipetransformer.run.loaders import make_loader, share_draws, states_of_first_rank
 from hf_pipetransformer.run.need import Need, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
@@ -204,7 +204,7 @@ class Run:
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
         beginning = Beginning(*own, replay, names, description, resumption, self._has_users_optimizer)
         beginning.announce()
-        pipeline.shared_generator = share_generator(topology)
+        pipeline.shared_draws = share_draws(topology)
         self.seeds.begin(pipeline.stage)
         self._beginning = beginning
         return pipeline.stage.active()
@@ -223,10 +223,10 @@ class Run:
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
         self._give_back(pipeline, training)
-        shared, pipeline.shared_generator = pipeline.shared_generator, None
+        shared, pipeline.shared_draws = pipeline.shared_draws, None
         if shared is not None:
-            # Rank 0 reads streams, and draws more from it than the others.
-            torch.set_rng_state(self.topology.broadcast(shared.get_state()).clone())
+            # Rank 0 reads what draws at random, and has drawn more than the others.
+            set_states(states_of_first_rank(self.topology, shared.states))
 
     def _leave(self) -> None:
         """Also after an error: a later training of the same model, or of the user's optimizer, is none of ours.

@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.autodp.draws import under_name
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
 from hf_pipetransformer.autodp.topology import Topology
@@ -33,8 +34,11 @@ ORDER = "order"
 POSITION = "position"
 """Key of the batches that were read of this pass over a stream without length."""
 
-SHARED = "shared generator"
-"""Key of the state of the generator that stands for the global one of one process."""
+SHARED = "shared"
+"""Name of the states that stand for the generators of one process."""
+
+AHEAD = "ahead"
+"""Name of the states that the batch which was read ahead was drawn from."""
 
 
 @dataclass
@@ -118,8 +122,12 @@ class Checkpoints:
         order = None if loader is None else loader.order_state()
         if order is not None:
             tensors[ORDER] = order
-        if self.pipeline.shared_generator is not None:
-            tensors[SHARED] = self.pipeline.shared_generator.get_state()
+        shared = None if self.pipeline.shared_draws is None else self.pipeline.shared_draws.states
+        for name, states in ((SHARED, shared), (AHEAD, None if loader is None else loader.ahead_states())):
+            if states is not None:
+                named_tensors, named_values = under_name(name, states)
+                tensors |= named_tensors
+                values |= named_values
         if loader is not None and not has_length(loader):
             values[POSITION] = loader.position
         values |= host.unlogged_loss(trainer)

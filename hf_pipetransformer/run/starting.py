@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.draws import generators_kept
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
@@ -93,21 +94,22 @@ class Starter:
         shell.training = is_training
         columns = host.dataset_and_collator(trainer, dataset, what)
         count = partial(host.items_of, trainer)
-        with undisturbed(trainer.model):
+        with undisturbed(trainer.model), generators_kept(*columns):
             order = partial(host.own_order, trainer, dataset, is_training)
             parts = (*columns, order, main_input_of(trainer.model), count)
             samples = self.topology.decide(lambda: probe_samples(*parts))
         needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
-        start_up = look_at(
-            Subject(trainer.model, splitter, samples, compute, count),
-            trainer.args,
-            self.topology,
-            trainer.args.device,
-            is_training,
-            partial(read_batch, *columns, order) if is_training else None,
-            self.events if is_training else None,
-        )
+        with generators_kept(*columns):
+            start_up = look_at(
+                Subject(trainer.model, splitter, samples, compute, count),
+                trainer.args,
+                self.topology,
+                trainer.args.device,
+                is_training,
+                partial(read_batch, *columns, order) if is_training else None,
+                self.events if is_training else None,
+            )
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).

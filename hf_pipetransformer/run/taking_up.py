@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.autodp.draws import SharedDraws, States, of_name, under_name
 from hf_pipetransformer.controller import ACTIVATIONS, WEIGHTS
 from hf_pipetransformer.plain_checkpoint import (
     read_plain_optimizer,
@@ -22,7 +24,7 @@ from hf_pipetransformer.plain_checkpoint import (
 from hf_pipetransformer.refusals import check_same_kinds
 from hf_pipetransformer.report.events import announce
 from hf_pipetransformer.run.resumption import Resumption
-from hf_pipetransformer.run.saving import ORDER, POSITION, SHARED, Checkpoints
+from hf_pipetransformer.run.saving import AHEAD, ORDER, POSITION, SHARED, Checkpoints
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,21 @@ class RandomNumbers:
         """What the order of the samples is drawn from; None draws it anew."""
         return self.tensors.get(ORDER)
 
-    def set(self, shared: torch.Generator | None, device: torch.device) -> None:
-        """Draw from them from now on; `shared` stands for the only generator of one process."""
+    @property
+    def shared(self) -> States | None:
+        """Those that stood for the generators of one process; None where one process trained."""
+        return of_name(SHARED, self.tensors, self.values)
+
+    @property
+    def ahead(self) -> States | None:
+        """What the batch that was read ahead was drawn from; None without."""
+        return of_name(AHEAD, self.tensors, self.values)
+
+    def set(self, shared: SharedDraws | None, device: torch.device) -> None:
+        """Draw from them from now on; `shared` stands for the generators of one process."""
         checkpoint.set_random_state(self.tensors, self.values, device)
-        if shared is not None:
-            shared.set_state(self.tensors[SHARED])
+        if shared is not None and self.shared is not None:
+            shared.states = self.shared
 
 
 def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
@@ -84,11 +96,12 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     own.hold(trained, {name: state for name, state in states.items() if name in trained})
     checkpoint.set_group_options(own.optimizer, options)
     into.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
-    if into.topology.world_size > 1 or not together(lambda: set_plain_random_state(folder)):
+    shared = into.pipeline.shared_draws
+    with nullcontext() if shared is None else shared.drawing():
+        are_set = together(lambda: set_plain_random_state(folder))
+    if shared is not None or not are_set:
         into.seeds.part(stage)
     tensors, values = checkpoint.random_state(into.trainer.args.device)
-    if into.pipeline.shared_generator is not None:
-        tensors[SHARED] = into.pipeline.shared_generator.get_state()
     if into.topology.rank == 0:
         announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")
     return RandomNumbers(tensors, values | {"unlogged_loss": 0.0, "last_logged_step": resumption.step})
@@ -133,16 +146,24 @@ def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNum
     layout, there, rank = into.pipeline.layout, resumption.layout, into.topology.rank
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
         return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
-    first, values = checkpoint.read_part(resumption.folder, checkpoint.random_file(0))
-    # What all ranks draw alike: one process draws it from its only generator.
-    common = first.get(SHARED, first["torch"])
+    first = RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(0)))
     seed = into.trainer.args.seed + 1_000_003 * (1 + rank) + 7_919 * (1 + resumption.step)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    tensors, own_values = checkpoint.random_state(into.trainer.args.device)
-    tensors |= {SHARED: common} if into.topology.world_size > 1 else {"torch": common}
-    if ORDER in first:
-        tensors[ORDER] = first[ORDER]
-    own_values |= {key: value for key, value in values.items() if key in (POSITION, "last_logged_step")}
-    return RandomNumbers(tensors, own_values | {"unlogged_loss": resumption.state["unlogged_loss"]})
+    tensors, values = checkpoint.random_state(into.trainer.args.device)
+    # What one process draws from its only generators: orders, and what data draw.
+    common = first.shared or (
+        {name: first.tensors[name] for name in ("torch", "numpy")},
+        {name: first.values[name] for name in ("python", "numpy")},
+    )
+    taken = [common if into.topology.world_size == 1 else under_name(SHARED, common)]
+    if first.ahead is not None:
+        taken.append(under_name(AHEAD, first.ahead))
+    for more_tensors, more_values in taken:
+        tensors |= more_tensors
+        values |= more_values
+    if ORDER in first.tensors:
+        tensors[ORDER] = first.tensors[ORDER]
+    values |= {key: value for key, value in first.values.items() if key in (POSITION, "last_logged_step")}
+    return RandomNumbers(tensors, values | {"unlogged_loss": resumption.state["unlogged_loss"]})

@@ -1,0 +1,208 @@
+"""Loaders of data that one process must read: rank 0 reads, and deals every pipeline its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autodp.draws import SharedDraws, States, present_states, set_states
+from hf_pipetransformer.autodp.loader import PipelineLoader, torch_loader
+from hf_pipetransformer.autodp.sampler import replica_slice
+from hf_pipetransformer.autodp.topology import PipelineGroups
+from hf_pipetransformer.autodp.wire import Outbox, take
+from hf_pipetransformer.batches import batch_size, take_samples
+from hf_pipetransformer.staging import pinned
+
+
+class DealtLoader(PipelineLoader):
+    """Yields this replica's part of every global batch, on every stage of its pipeline.
+
+    Rank 0, which is stage 0 of replica 0 under every layout, reads and collates global batches as one process would,
+    one batch ahead as accelerate does, and sends each replica its samples. So what data set and collator draw from
+    torch, numpy, Python or a generator of their own is what they draw in one process, and a transition changes
+    nothing of it.
+
+    Args:
+        loader: over global batches; only rank 0 iterates it.
+        groups: this rank's pipeline; a transition changes it (`follow`).
+        placeholders: see `PipelineLoader`.
+        timeout: seconds that a stage may wait for its batch.
+        total_batch_size: samples in a full global batch.
+        num_samples: samples of an epoch over all replicas.
+        repeat_small: for evaluation, see `ReplicaBatchSampler`.
+        shared: see `PipelineLoader`.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        groups: PipelineGroups,
+        placeholders: frozenset[str],
+        timeout: float,
+        total_batch_size: int,
+        num_samples: int,
+        repeat_small: bool,
+        shared: SharedDraws | None,
+    ) -> None:
+        super().__init__(loader, groups, placeholders, timeout, total_batch_size, num_samples, None, shared)
+        self.repeat_small = repeat_small
+        self.num_seen = 0
+        """Samples of all replicas since the epoch began."""
+        self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
+        self._coming: Iterator[Any] = iter(())
+        self._ahead: Any = None
+        self._drawn_from: States | None = None
+        self._size = 0
+        self._last: int | None = None
+
+    def follow(self, groups: PipelineGroups) -> None:
+        self._flush()
+        self.groups = groups
+
+    def ahead_states(self) -> States | None:
+        """What the batch that was read ahead was drawn from, and will be by a run that goes on from here."""
+        return None if self._ahead is None else self._drawn_from
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.begin()
+        self._begin_epoch()
+        self._last, self.num_seen = None, 0
+        if self._reads:
+            self._open()
+        try:
+            while self._last is None or self._next <= self._last:
+                part = self._read_part() if self.groups.is_first else self._receive()
+                if self.shared is not None:
+                    self.shared.torch_state = part["torch"]
+                self._size = part["size"]
+                if part["is_none"]:
+                    self._last = -1
+                    break
+                if part["is_last"]:
+                    self._last, self._coming = self._next, iter(())
+                self._next += 1
+                self.num_seen += self._size
+                self.end_of_dataloader = part["is_last"]
+                yield pinned(part["batch"]) if self.pins_memory else part["batch"]
+            self._flush()
+        finally:
+            self._coming, self._ahead = iter(()), None
+            self.end()
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._last is not None and self._next > self._last
+
+    def _open(self) -> None:
+        """Begin to read. A run that goes on within an epoch had drawn what is drawn to come to its place."""
+        saved, self._saved_ahead = self._saved_ahead, None
+        present = self._states() if self._next else None
+        with self._drawing():
+            self._coming = self._at_next()
+            if saved is not None:
+                set_states(saved)
+        self._ahead = self._fetch()
+        if present is not None and self.shared is not None:
+            self.shared.states = present
+        elif present is not None:
+            set_states(present)
+
+    def _at_next(self) -> Iterator[Any]:
+        """The loader's iterator, at the next batch."""
+        self.batch_sampler.seek(self._next, 0, 1)
+        self.batch_sampler.drawn.clear()
+        if self.shared is None:
+            return iter(self.loader)
+        # What it draws for workers was drawn on all ranks.
+        with torch.random.fork_rng(devices=[]):
+            return iter(self.loader)
+
+    def _fetch(self) -> Any:
+        self._drawn_from = self._states()
+        with self._drawing():
+            return next(self._coming, None)
+
+    def _states(self) -> States:
+        return present_states() if self.shared is None else self.shared.states
+
+    @property
+    def _reads(self) -> bool:
+        return self.groups.is_first and self.groups.replica == 0
+
+    def _batch_size(self) -> int:
+        return self._size
+
+    def _flush(self) -> None:
+        self._outbox.flush()
+        self._to_replicas.flush()
+
+    def _read_part(self) -> dict[str, Any]:
+        """This replica's part, for stage 0; the later stages of its pipeline get theirs."""
+        groups = self.groups
+        if self._reads:
+            part = self._dispatch()
+        else:
+            # Replica 0's stage 0 is rank 0 under every layout.
+            part = take(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
+        self._outbox.flush()
+        if groups.pipeline_size > 1:
+            sent = {key: self._as_sent(key, value) for key, value in part["batch"].items()}
+            self._outbox.send({**part, "batch": sent}, groups.pipeline_ranks[1:], groups.pipeline_control)
+        return part
+
+    def _dispatch(self) -> dict[str, Any]:
+        whole, num_replicas = self._global_batch(), self.groups.num_replicas
+        size, batch = whole["size"], whole["batch"]
+
+        def part_of(replica: int) -> dict[str, Any]:
+            where = replica_slice(size, replica, num_replicas)
+            if num_replicas == 1 or (self.repeat_small and size < num_replicas):
+                return whole
+            return {**whole, "batch": take_samples(batch, where) if where.start < where.stop else {}}
+
+        self._to_replicas.flush()
+        for replica in range(1, num_replicas):
+            self._to_replicas.send(part_of(replica), [self.groups.replica_ranks[replica]], self.groups.replica_control)
+        return part_of(0)
+
+    def _global_batch(self) -> dict[str, Any]:
+        """The next global batch and its size, whether there is none or none after it, and what torch has drawn."""
+        is_none, batch = self._ahead is None, {} if self._ahead is None else dict(self._ahead)
+        self._ahead = None if is_none else self._fetch()
+        return {
+            "batch": batch,
+            "size": batch_size(batch),
+            "is_none": is_none,
+            "is_last": self._ahead is None,
+            "torch": None if self.shared is None else self.shared.torch_state,
+        }
+
+
+def make_dealt_loader(
+    dataset: Any,
+    collate: Any,
+    sampler: Sampler[int] | None,
+    global_batch_size: int,
+    args: PipeTransformerArguments,
+    groups: PipelineGroups,
+    placeholders: frozenset[str],
+    is_training: bool,
+    shared: SharedDraws | None = None,
+) -> DealtLoader:
+    """The loader of a data set with indices that rank 0 reads; see `make_pipeline_loader` for the arguments."""
+    loader = torch_loader(dataset, collate, sampler, global_batch_size, args, groups, is_training, shared)
+    num_samples = len(loader.batch_sampler.global_batches.sampler)
+    return DealtLoader(
+        loader,
+        groups,
+        placeholders,
+        args.pipeline_timeout,
+        global_batch_size,
+        num_samples,
+        not is_training,
+        shared,
+    )

@@ -1,0 +1,58 @@
+"""Trainings on data that draw random numbers, on two processes: K stages, replicas, both in turn, and gone on with.
+
+    draws_worker.py FOLDER CASE ...
+
+Rank 0 writes the losses of each case to FOLDER/CASE.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.distributed.resume_worker import write_plan
+from tests.drawing import losses, trainer_of
+
+
+# Data, and the options of the runs: the second goes on from the checkpoint of the first.
+CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "images-2x1": ("images", [{"pipeline_parallel_size": 2}]),
+    "masks-1x2": ("masks", [{"pipeline_parallel_size": 1}]),
+    "seeded-masks-1x2": ("seeded masks", [{"pipeline_parallel_size": 1}]),
+    # In the middle of the first epoch two stages become two replicas.
+    "masks-2x1-1x2": ("masks", [{"layout_plan": {0: (2, 0), 2: (1, 0)}}]),
+    "images-2x1-then-1x2": ("images", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 1}]),
+    "masks-1x2-by-length": ("masks", [{"pipeline_parallel_size": 1, "train_sampling_strategy": "group_by_length"}]),
+    "masks-2x1-workers": ("masks", [{"pipeline_parallel_size": 2, "dataloader_num_workers": 1}]),
+}
+SAVED_AT = 4
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        data, runs = CASES[name]
+        found: list[Any] = []
+        for index, options in enumerate(runs):
+            options = dict(options)
+            if "layout_plan" in options:
+                plan = folder / f"{name}.jsonl"
+                write_plan(plan, options["layout_plan"])
+                options["layout_plan"] = str(plan)
+            saves = SAVED_AT if len(runs) > 1 else None
+            trainer = trainer_of(
+                data, PipeTransformerTrainer, folder / name, 2, save_at=saves, freeze_policy="none", **options
+            )
+            trainer.train(resume_from_checkpoint=index > 0)
+            found = losses(trainer)
+        if os.environ["RANK"] == "0":
+            (folder / f"{name}.json").write_text(json.dumps(found))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
