@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, Splitter
+from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.check import probe_model
 
 
 L, WIDTH, LENGTH = 4, 6, 3
@@ -88,3 +90,129 @@ def test_a_model_without_config_freezes_with_a_splitter_of_its_own(
     trainer.train()
     assert trainer.layout.num_frozen_layers == 2
     assert trainer.layout.cache_level == (2 if cache == "on" else 0)
+
+
+# ---- activations that are changed where they lie ----
+
+
+class AddingBlock(Block):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden += self.line(2 * hidden).tanh()
+        return hidden
+
+
+class AddsInLayers(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([AddingBlock() for _ in range(L)])
+
+
+class ChangesAround(Stack):
+    """Changes what enters the layers (`before`), or what leaves them."""
+
+    before = False
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.entry(x)
+        if self.before:
+            hidden += 0.5
+        for block in self.blocks:
+            hidden = block(hidden)
+        if not self.before:
+            hidden.relu_()
+        y = self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+class ChangesBefore(ChangesAround):
+    before = True
+
+
+@pytest.mark.parametrize("kind", [AddsInLayers, ChangesAround])
+def test_a_model_that_changes_activations_in_place_is_cut_everywhere(kind: type[nn.Module]) -> None:
+    model, inputs = kind(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    probe = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+    assert probe.structure.changes_in_place
+
+
+def test_what_is_changed_in_place_on_its_way_into_the_layers_is_refused_in_words() -> None:
+    model, inputs = ChangesBefore(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    with pytest.raises(UnsupportedModelError, match="Let a module do what comes between"):
+        probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+
+
+# ---- activations of another shape than (batch, seq, hidden) ----
+
+
+class Reduce(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.kind == "rows":
+            return hidden.flatten(0, 1)
+        return hidden.mean(dim={"sample": 1, "numbers": (1, 2), "one": (0, 1, 2)}[self.kind])
+
+
+class Flat(Stack):
+    """`(batch, hidden)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = Reduce("sample")
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.reduce(self.entry(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        y = self.head(hidden)[:, 0]
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+def test_activations_without_a_sequence_freeze_but_are_not_stored(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=4, use_cpu=True, report_to="none",
+        disable_tqdm=True, save_strategy="no", freeze_policy="fixed", freeze_at="3:2", activation_cache="on",
+        activation_cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    trainer = PipeTransformerTrainer(Flat(), args, train_dataset=rows(), splitter=OwnSplitter())
+    trainer.train()
+    assert (trainer.layout.num_frozen_layers, trainer.layout.cache_level) == (2, 0)
+    events = (tmp_path / "pipetransformer_events.jsonl").read_text()
+    assert "expected three dimensions, (batch, seq, hidden)" in events
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + (self.weight * hidden).tanh()
+
+
+class Numbers(Stack):
+    """One number a sample, one for the batch, or rows of several samples in one."""
+
+    kind = "numbers"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Gate() for _ in range(L)])
+        self.reduce = Reduce(self.kind)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.reduce(self.entry(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        y = hidden.reshape(len(x), -1).mean(dim=1) if hidden.dim() else hidden.expand(len(x))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "one", "rows"])
+def test_activations_without_a_row_a_sample_are_refused_in_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Numbers, "kind", kind)
+    model, inputs = Numbers(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    with pytest.raises(UnsupportedModelError, match="one row a sample"):
+        probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")

@@ -82,6 +82,9 @@ class CacheInputs:
                 f"the data set is an {type(loader.dataset).__name__}: without indices no sample is known again. Use a "
                 "data set with indices."
             )
+        elif len(self.start_up.probe.activation.hidden_shape) != 2:
+            shape = ("batch", *self.start_up.probe.activation.hidden_shape)
+            reason = f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."
         elif self.topology.world_size > self.topology.local_world_size:
             reason = "the run spans several nodes, and a sample may be drawn on another node than it was stored on."
         else:

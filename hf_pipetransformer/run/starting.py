@@ -187,14 +187,19 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     device = next(trainer.model.parameters()).device  # The CPU for a model that is too large for the device.
     passes = "labels" in inputs and host.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    loss: torch.Tensor = trainer.compute_loss(shell, dict(inputs), num_items_in_batch=items)
+    loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 
 
 def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
-    outputs = shell(**inputs)
+    outputs = shell(**_copied(inputs))
     logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
     return logits.float().square().mean()
+
+
+def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same batch runs many times: a model may change it where it lies."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
 
 
 def _length(dataset: Any) -> int | None:

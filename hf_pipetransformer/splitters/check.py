@@ -98,10 +98,10 @@ def probe_model(
         UnsupportedModelError: the split model differs from the whole one.
     """
     value = inputs.get(main_input)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not value.dim():
         raise UnsupportedModelError(
-            f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}; it has "
-            f"{sorted(inputs)}."
+            f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}, with one row a "
+            f"sample; it has {sorted(inputs)}."
         )
     structure = trace_structure(model, splitter, lambda: compute(inputs))
     chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
@@ -184,9 +184,10 @@ def _run_split(
 
 
 def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
+    if found != expected or len(found) < 2:
+        rule = expected if found != expected else "(batch, ..., hidden)"
         raise UnsupportedModelError(
-            f"{type(model).__name__} gives its layers activations of shape {found}; expected {expected}, one row a "
+            f"{type(model).__name__} gives its layers activations of shape {found}; expected {rule}, one row a "
             "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
         )
 

@@ -28,6 +28,7 @@ class Structure:
         units_of_parameter: name of each parameter to the units that use it, in increasing order; more than one for
             tied weights and relative position biases.
         units_of_buffer: the same for buffers, also for those that are not saved.
+        changes_in_place: an activation that enters a layer, or leaves the last one, is changed where it lies.
     """
 
     layers: list[nn.Module]
@@ -36,6 +37,7 @@ class Structure:
     returns_tuple: int
     units_of_parameter: dict[str, tuple[int, ...]]
     units_of_buffer: dict[str, tuple[int, ...]]
+    changes_in_place: bool
 
     @property
     def num_layers(self) -> int:
@@ -59,7 +61,8 @@ class _Trace:
         self.spanning: list[nn.Module] = []
         self.before: list[tuple[nn.Module, nn.Module | None]] = []
         self.after: list[nn.Module] = []
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, tuple[Any, int | None]] = {}
+        self.versions: list[tuple[Any, int | None]] = []
         self.layer_calls: list[int] = []
         self.layer_outputs: list[Any] = []
         self.entered_input: Any = None
@@ -84,11 +87,13 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
             f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
         )
     outer = [module for module, parent in trace.before if parent in trace.spanning]
-    makers = [i for i, module in enumerate(outer) if trace.outputs.get(id(module)) is trace.entered_input]
+    found = {key: output for key, (output, version) in trace.outputs.items() if version == trace.versions[0][1]}
+    makers = [i for i, module in enumerate(outer) if found.get(id(module)) is trace.entered_input]
     if not makers:
         raise UnsupportedModelError(
-            f"No module of {name} returns the tensor that enters its first layer, so a later stage cannot take over "
-            "there. Pass `splitter=` with a Splitter for this model family."
+            f"No module of {name} returns the tensor that enters its first layer as it is then, so a later stage "
+            "cannot take over there. Let a module do what comes between, also what changes the tensor in place "
+            "(`hidden += x`), or pass `splitter=` with a Splitter for this model family."
         )
     entries, beside = outer[: makers[-1] + 1], outer[makers[-1] + 1 :]
     first_output = trace.layer_outputs[0]
@@ -102,7 +107,13 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
         returns_tuple=len(first_output) if isinstance(first_output, tuple) else 0,
         units_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
         units_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
+        changes_in_place=any(_version(value) != version for value, version in trace.versions),
     )
+
+
+def _version(value: Any) -> int | None:
+    """How often a tensor was changed in place."""
+    return value._version if isinstance(value, torch.Tensor) else None
 
 
 @contextmanager
@@ -112,9 +123,11 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if id(module) in index_of:
+            hidden = args[0] if args else kwargs.get("hidden_states")
             if not trace.layer_calls:
                 trace.spanning = list(trace.stack)
-                trace.entered_input = args[0] if args else kwargs.get("hidden_states")
+                trace.entered_input = hidden
+            trace.versions.append((hidden, _version(hidden)))
             trace.layer_calls.append(index_of[id(module)])
         elif id(module) not in inside:
             trace.stack.append(module)
@@ -122,11 +135,13 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
     def after(module: nn.Module, _args: Any, output: Any) -> None:
         if id(module) in index_of:
             trace.layer_outputs.append(output)
+            hidden = output[0] if isinstance(output, tuple) else output
+            trace.versions.append((hidden, _version(hidden)))
         elif id(module) not in inside:
             trace.stack.pop()
             if not trace.layer_calls:
                 trace.before.append((module, trace.stack[-1] if trace.stack else None))
-                trace.outputs[id(module)] = output
+                trace.outputs[id(module)] = output, _version(output)
             elif module not in trace.spanning:
                 trace.after.append(module)
 

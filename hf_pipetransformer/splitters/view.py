@@ -143,7 +143,8 @@ class StageView:
 
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
-        return self.received
+        # Autograd does not let a leaf be changed where it lies, and others still read it.
+        return self.received.clone() if self.structure.changes_in_place else self.received
 
     def _layer_forward(self, index: int, layer: nn.Module, units: range) -> Callable[..., Any] | None:
         """What `layer` does in a stage that owns `units`; None if its own forward serves."""
