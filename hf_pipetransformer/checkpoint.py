@@ -6,8 +6,11 @@ A checkpoint folder holds the model as `from_pretrained` reads it, `trainer_stat
     random-rank-<r>.safetensors       by every rank: its random number generators, and what else only it knows
     state.json                        by rank 0, last: names, sizes and hashes of all other files of the whole folder
 
+Where one stage trains all that its user wants trained, Trainer's own files (`optimizer.pt`, `scheduler.pt`) lie beside
+them, for plain Trainer alone.
+
 All files are on the disk before `state.json` is written: a folder without it is incomplete, and one that is not as it
-says is damaged. Nothing is pickled. A header is the metadata of a safetensors file: one entry, JSON.
+says is damaged. Nothing that is read here is pickled. A header is the metadata of a safetensors file: one entry, JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
 VERSION = 4
 
-_TRAINER_STATE = "trainer_state.json"
+_OF_TRAINER = re.compile(r"trainer_state\.json|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
@@ -80,8 +83,9 @@ def random_file(rank: int) -> str:
 def clear(folder: str) -> None:
     """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come."""
     shutil.rmtree(os.path.join(folder, STATE_FOLDER), ignore_errors=True)
-    if os.path.exists(os.path.join(folder, _TRAINER_STATE)):
-        os.remove(os.path.join(folder, _TRAINER_STATE))
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if _OF_TRAINER.fullmatch(name):
+            os.remove(os.path.join(folder, name))
 
 
 def begin(folder: str) -> None:

@@ -148,7 +148,9 @@ class Layout:
         return cls(**{**fields, "boundaries": tuple(fields["boundaries"])})
 
     def as_scalars(self) -> dict[str, float]:
-        """What trackers show of the layout."""
+        """What trackers show of the layout; nothing while it is one that Trainer has too."""
+        if self.pipeline_size == 1 and not self.num_frozen_layers:
+            return {}
         return {
             "pipeline_stages": self.pipeline_size,
             **({"pipeline_chunks": self.num_chunks} if self.num_chunks > 1 else {}),

@@ -247,8 +247,6 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
     Raises:
         ValueError: names what was found and what to do.
     """
-    if getattr(model, "peft_config", None):
-        raise ValueError("PEFT adapters are not supported in a pipeline yet: merge them, or use Trainer.")
     if getattr(model, "hf_device_map", None):
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if getattr(model, "is_quantized", False):

@@ -32,6 +32,13 @@ def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog
     assert len(said) == 1 and "Line has no config.model_type" in said[0]
 
 
+@pytest.mark.parametrize("name", ["gone on with", "gone on with from the start"])
+def test_what_was_left_to_trainer_is_gone_on_with(name: str, tmp_path: Path) -> None:
+    """Freezing is asked for, so it is looked at anew what the model can."""
+    ours = outcome(USAGES[name], PipeTransformerTrainer, {}, tmp_path / "ours")
+    assert_same(ours, outcome(USAGES[name], Trainer, {}, tmp_path / "plain"))
+
+
 def test_plain_arguments_get_the_options_of_a_pipeline(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), learning_rate=0.25, use_cpu=True, report_to="none")
     trainer = PipeTransformerTrainer(Line(), args, train_dataset=points())

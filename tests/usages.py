@@ -10,6 +10,8 @@ from typing import Any
 
 import datasets
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import (
@@ -145,6 +147,22 @@ def gpt2() -> PreTrainedModel:
 def on_a_map() -> nn.Module:
     model = build_model("bert_sequence")
     model.hf_device_map = {"": "cpu"}
+    return model
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, lora_alpha=4, target_modules=["query", "value"], modules_to_save=["classifier"])
+
+
+def with_adapters() -> nn.Module:
+    """A model inside one of PEFT."""
+    return get_peft_model(build_model("bert_sequence"), lora())
+
+
+def with_added_adapter() -> nn.Module:
+    """A model of transformers that carries an adapter."""
+    model = build_model("bert_sequence")
+    model.add_adapter(lora())
     return model
 
 
@@ -353,6 +371,17 @@ def save_and_load(trainer: Any) -> Any:
     return sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
 
 
+def files_of_adapters(trainer: Any) -> Any:
+    """Names and adapters of what is saved, at the end and on the way."""
+    folder = Path(trainer.args.output_dir)
+    trainer.train()
+    trainer.save_model()
+    metrics = trainer.evaluate()  # All processes meet in it: what one has saved is there.
+    adapters = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("adapter_model.safetensors")}
+    assert len(adapters) > 1
+    return [adapters, sorted(str(path.relative_to(folder)) for path in folder.rglob("*")), metrics]
+
+
 def evaluate_two(trainer: Any) -> Any:
     trainer.train()
     return trainer.evaluate({"first": points(5), "second": points(7)})
@@ -383,6 +412,9 @@ USAGES = {
     "GPT-2": Usage(model=gpt2, data=tokens, act=train_and_evaluate),
     "BERT": Usage(**BERT, act=train_and_evaluate),
     "a device map": Usage(**{**BERT, "model": on_a_map}),
+    "adapters": Usage({"save_steps": 2}, **{**BERT, "model": with_adapters}, act=files_of_adapters),
+    "an added adapter": Usage({"save_steps": 2}, **{**BERT, "model": with_added_adapter}, act=files_of_adapters),
+    "adapters gone on with": Usage(**{**BERT, "model": with_adapters}, options=STEPS, act=resume_early),
     "a frozen parameter": Usage(model=half_frozen),
     "made by a function": Usage(given=lambda: {"model_init": Line}, model=lambda: None),  # type: ignore[arg-type, return-value]
     # data and loaders

@@ -305,9 +305,9 @@ class OptimizerState:
     def hold(self, named: Mapping[str, torch.nn.Parameter], received: Mapping[str, dict[str, Any]]) -> None:
         """Train exactly the parameters `named`; state of others is dropped, `received` state is taken in."""
         groups = [list(foreign) for foreign in self._foreign]
-        for name, parameter in named.items():
-            if name in self.group_of:
-                groups[self.group_of[name]].append(parameter)
+        for name, index in self.group_of.items():  # In the order that they had at first.
+            if name in named:
+                groups[index].append(named[name])
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
         kept = {id(parameter) for parameters in groups for parameter in parameters}

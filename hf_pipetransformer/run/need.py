@@ -15,7 +15,8 @@ class Need(Enum):
 
     NONE = "none"
     WISH = "wish"
-    """Where it does not work, Trainer does: the numbers of one process on several replicas, stored activations."""
+    """Where it does not work, Trainer does: the numbers of one process on several replicas, stored activations, and
+    with adapters also layers that freeze."""
     MUST = "must"
 
 
@@ -38,6 +39,8 @@ def need_of(
         or args.layout_plan is not None
         or splitter is not None
     )
+    if has_adapters(model) and not asks_for_parts:
+        return Need.WISH if freezes or args.activation_cache == "on" else Need.NONE
     is_divided = args.world_size > 1 and args.pipeline_size != 1
     if is_divided or freezes or asks_for_parts or args.activation_cache == "on":
         return Need.MUST
@@ -45,3 +48,8 @@ def need_of(
         return Need.WISH
     has_frozen = model is not None and any(not parameter.requires_grad for parameter in model.parameters())
     return Need.WISH if has_frozen and args.activation_cache == "auto" else Need.NONE
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a model carries adapters of PEFT, around it or added to it."""
+    return bool(getattr(model, "peft_config", None))

@@ -132,7 +132,8 @@ class Run:
         try:
             return self.starter.look(dataset, is_training)
         except (UnsupportedModelError, LossDoesNotDecomposeError) as error:
-            if not self._may_do_without or self.resumption is not None:
+            # A run that Trainer did is one that it goes on with.
+            if not self._may_do_without or not (self.resumption is None or self.resumption.is_plain):
                 raise
             say_left_to_trainer(error)
         host.place_model(self.trainer)

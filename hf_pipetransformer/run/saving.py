@@ -96,6 +96,12 @@ class Checkpoints:
             vars(state).pop("save_to_json", None)
         self.journal.write("checkpoint", content="model" if only_model else "full")
 
+    @property
+    def are_trainers_too(self) -> bool:
+        """Whether Trainer could go on from the optimizer as it is here: whole, and with nothing left out."""
+        stage = self.pipeline.stage
+        return stage.layout.pipeline_size == 1 and stage.store.trains_all
+
     def save_optimizer(self, folder: str) -> None:
         """The state of what this rank trains; replicas agree on it, the first one writes."""
         stage, own = self.pipeline.stage, self.optimizer_state

@@ -26,10 +26,10 @@ from hf_pipetransformer.refusals import (
 )
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
-from hf_pipetransformer.run.need import Need, need_of
+from hf_pipetransformer.run.need import Need, has_adapters, need_of
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples, read_batch
-from hf_pipetransformer.splitters import Splitter, find_splitter
+from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.startup import StartUp, Subject, check_agreement, look_at, main_input_of
 from hf_pipetransformer.transition import apply_layout
@@ -134,6 +134,7 @@ class Starter:
 
 
 def check_given(
+    below: Any,
     model: Any,
     args: PipeTransformerArguments,
     policy: FreezePolicy | None = None,
@@ -144,6 +145,10 @@ def check_given(
 ) -> bool:
     """Refuse what a trainer is given and cannot work, before Trainer takes it, and say what is taken differently.
 
+    Args:
+        below: the trainer as the classes after the mixin know it.
+        model: and what else it is given.
+
     Returns:
         Whether the run needs a pipeline; one that does not is Trainer's, and nothing of it is refused.
     """
@@ -152,6 +157,7 @@ def check_given(
     if need is Need.NONE:
         return False
     try:
+        host.check_taken_over(below)
         check_arguments(args)
         if model is not None:
             check_trained_model(model, args, optimizers[0])
@@ -174,6 +180,11 @@ def say_left_to_trainer(error: ValueError) -> None:
 
 def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:
     """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
+    if has_adapters(model):
+        raise UnsupportedModelError(
+            "a model with PEFT adapters is neither split nor frozen layer by layer. With pipeline_parallel_size=1 it "
+            "is trained as by Trainer; or merge the adapters first (`merge_and_unload`)."
+        )
     num_stages = 1 if args.world_size == 1 else args.pipeline_size
     check_model(model, num_stages, is_undivided(args), (users_optimizer, None))
 

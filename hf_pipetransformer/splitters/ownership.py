@@ -51,6 +51,11 @@ class ParameterStore:
         """Whether a parameter is trained: neither frozen by the user nor by the run."""
         return self.trainable[name] and name not in self.frozen
 
+    @property
+    def trains_all(self) -> bool:
+        """Whether everything is trained that the user did not freeze."""
+        return not any(self.trainable[name] for name in self.frozen)
+
     def freeze(self, names: frozenset[str]) -> None:
         """Freeze exactly these parameters, beside those that the user froze."""
         self.frozen = names

@@ -15,7 +15,6 @@ from hf_pipetransformer.autodp.topology import Topology, let_group_threads_finis
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import EventLog
-from hf_pipetransformer.run import host
 from hf_pipetransformer.run.run import Run
 from hf_pipetransformer.run.starting import check_given
 from hf_pipetransformer.splitters import Splitter
@@ -52,10 +51,8 @@ class PipeTransformerMixin(Overrides):
         args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else with_pipeline_options(args)
         given = inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments
         own = {"model": model, "args": args, "policy": policy, "splitter": splitter}
-        needs_pipeline = check_given(**{**named, **given, **own})
+        needs_pipeline = check_given(super(Overrides, self), **{**named, **given, **own})
         args.places_model = needs_pipeline and args.world_size > 1
-        if needs_pipeline:
-            host.check_taken_over(super(Overrides, self))
         super().__init__(model, args, *positional, **named)
         self.pipeline_run = Run(self, policy, splitter, needs_pipeline)
 

@@ -207,13 +207,21 @@ class Overrides(_Trainer):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.pipeline_run.training.checkpoints.save_optimizer(output_dir)
+        checkpoints = self.pipeline_run.training.checkpoints
+        checkpoints.save_optimizer(output_dir)
+        if checkpoints.are_trainers_too:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing here: it is in `state.json`."""
+        """For Trainer alone, where it could go on; ours is in `state.json`."""
+        if self.pipeline_run.training.checkpoints.are_trainers_too:
+            super()._save_scaler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        self.pipeline_run.training.checkpoints.save_random_numbers(output_dir)
+        checkpoints = self.pipeline_run.training.checkpoints
+        if checkpoints.are_trainers_too and self.args.world_size == 1:
+            super()._save_rng_state(output_dir)  # Of several processes ours draw others than Trainer's.
+        checkpoints.save_random_numbers(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Called by `Trainer.train` while the model is whole. Trainer's own only warns of weights that it misses."""

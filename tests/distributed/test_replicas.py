@@ -13,17 +13,38 @@ WORKER = Path(__file__).with_name("replica_worker.py")
 
 USED = (
     "a tuple with the loss first",
+    "a dictionary as output",
+    "several outputs",
+    "a loss divided by the items of the step",
+    "labels under another name",
     "a model of transformers without layers",
+    "made by a function",
     "T5",
+    "adapters",
+    "an added adapter",
+    "freezing: adapters",
     "batch normalisation",
+    "columns of datasets",
+    "a stream",
+    "loaders of its own",
+    "a sampler of its own",
     "split batches",
+    "accumulation",
+    "an optimizer of its own class",
+    "a class of optimizers",
+    "a loss function",
     "a loss of its own class",
+    "steps of its own class",
+    "the best model at the end",
     "evaluation alone",
+    "prediction after training",
+    "gone on with from the start",
 )
 
 pytestmark = pytest.mark.distributed
 
 
 def test_what_no_pipeline_runs_is_data_parallel_as_in_trainer(tmp_path: Path) -> None:
-    output = launch(WORKER, [tmp_path, *USED], num_processes=2, timeout=120).output
+    output = launch(WORKER, [tmp_path, *USED], num_processes=2, timeout=240).output
     assert [name for name in USED if output.count(f"same: {name}\n") != 2] == []
+    assert output.count("exchanged\n") == 2
