@@ -51,10 +51,16 @@ def test_help_and_version_take_no_torch() -> None:
         subprocess.run([sys.executable, "-c", code, option], check=True, timeout=60, cwd=REPOSITORY)
 
 
-def test_the_package_is_a_command() -> None:
-    command = [sys.executable, "-m", "hf_pipetransformer", "--version"]
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--version", f"hf-pipetransformer {hf_pipetransformer.__version__}\n"), ("--help", "simulate")],
+)
+def test_the_package_is_a_command_that_takes_no_torch_to_say_what_it_is(option: str, text: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "hf_pipetransformer", option]
     result = subprocess.run(command, check=True, timeout=60, cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.stdout == f"hf-pipetransformer {hf_pipetransformer.__version__}\n"
+    assert text in result.stdout
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "hf_pipetransformer.cli" in imported and not {"torch", "transformers", "datasets"} & imported
 
 
 def test_public_names_are_where_the_package_shows_them() -> None:
