@@ -65,12 +65,11 @@ def test_log_entries_have_trainers_keys_until_something_is_frozen(tmp_path: Path
     plain, ours = make(Trainer, tmp_path / "plain"), make(PipeTransformerTrainer, tmp_path / "ours", **FREEZES)
     plain.train()
     ours.train()
-    more = [
-        sorted(mine.keys() ^ theirs.keys())
-        for mine, theirs in zip(ours.state.log_history, plain.state.log_history, strict=True)
-    ]
-    scalars = ["cached_layers", "frozen_layers", "pipeline_microbatches", "pipeline_replicas", "pipeline_stages"]
-    assert more == [[], [], [], [], scalars, [], []]
+    entries = ours.state.log_history
+    own = [index for index, entry in enumerate(entries) if "frozen_layers" in entry]
+    assert own == [4]  # Of its own, when it happens.
+    others = [entry.keys() for index, entry in enumerate(entries) if index not in own]
+    assert others == [entry.keys() for entry in plain.state.log_history]
 
 
 def test_ours_goes_on_from_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
