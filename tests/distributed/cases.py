@@ -201,7 +201,7 @@ BF16 = Case("bf16", "bert_sequence", "1f1b", 2, options={"bf16": True}, toleranc
 BF16_IMAGES = Case("bf16-images", "vit", "1f1b", 2, options={"bf16": True}, tolerance=2e-2)
 
 # A pruned product for every change: each model, schedule, accumulation and special case at least once, and on the
-# layout where it can fail. What runs on more processes need not run on two.
+# layout where it can fail.
 CI_CASES: dict[tuple[int, int], list[Case]] = {
     (1, 1): [
         _product("bert_sequence", "1f1b", 2),
@@ -227,9 +227,12 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         _product("bert_masked", "1f1b", 2),
         _product("roberta_sequence", "1f1b", 1),
         _product("vit", "1f1b", 2),
+        _product("deit", "gpipe", 1),
         _product("xlm_roberta_token", "1f1b", 1),
         _product("distilbert_masked", "gpipe", 2),
         _product("electra_token", "1f1b", 1),
+        _product("mpnet_question", "1f1b", 1),
+        _product("deberta_sequence", "gpipe", 2),
         _product("modernbert_masked", "gpipe", 2),
         _product("dinov2", "1f1b", 1),
         _product("dinov2_with_registers", "1f1b", 1),
