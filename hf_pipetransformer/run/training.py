@@ -111,8 +111,8 @@ class Training:
             # fetched, and so undoes what collators drew and what a transition seeded anew.
             self.set_random_numbers()
         moved = self.transitions.before_step()
-        if moved is not None:
-            self.transitions.trainer.log(self.take_scalars())
+        if moved is not None and (scalars := self.take_scalars()):
+            self.transitions.trainer.log(scalars)
         self.summary.begin_step(None if moved is None else moved.predicted)
         batches = self.steps.begin(epoch_iterator, num_batches)
         self.patience.enter_step()
