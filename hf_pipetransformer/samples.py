@@ -1,15 +1,18 @@
-"""The few samples that a run looks at before it starts: those that tell the most."""
+"""The few samples that a run looks at before it starts: of its own first batches those that tell the most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from hf_pipetransformer.autodp.draws import generators_kept
 from hf_pipetransformer.autodp.stream import is_stream
-from hf_pipetransformer.batches import IGNORED_LABEL, batch_size, take_rows
+from hf_pipetransformer.batches import IGNORED_LABEL, batch_size, take_rows, take_samples
 from hf_pipetransformer.splitters.packing import check_not_packed
 
 
@@ -18,80 +21,111 @@ NUM_SEARCHED_SAMPLES = 48
 """Samples among which labelled ones, and different labels, are looked for."""
 
 
-Order = Callable[[], Iterable[int]]
-"""Indices of a batch as the run itself takes it: what its collator can put together."""
+class FirstBatches(Protocol):
+    """The batches that a run begins with."""
+
+    def collated(self) -> Generator[tuple[dict[str, Any], int]]:
+        """One after the other, and how many samples are in each."""
+
+    def read(self, num_samples: int) -> dict[str, Any]:
+        """The first samples, at most so many, in one batch."""
 
 
-def read_batch(dataset: Any, collate: Any, order: Order, num_samples: int) -> dict[str, Any]:
-    """A batch of samples from all over the data set, of a stream its beginning."""
-    if is_stream(dataset):
-        return dict(collate(list(islice(dataset, num_samples))))
-    indices = [i * len(dataset) // num_samples for i in range(num_samples)]
-    return _collated(dataset, collate, indices, order, num_samples)[0]
+@dataclass(frozen=True)
+class OwnBatches:
+    """As the run's own sampler and collator make them; what they draw is drawn again by the run.
 
-
-def _collated(
-    dataset: Any, collate: Any, indices: Iterable[int], order: Order, num_samples: int
-) -> tuple[dict[str, Any], int]:
-    """A batch of these samples, and how many it has; of the run's own where these cannot be put together.
-
-    Samples of different lengths, say, that a sampler would never put into one batch.
+    Args:
+        dataset: samples by index, or a stream.
+        collate: samples to a batch.
+        size: samples of a batch of one device.
+        order: indices in the order of the run; not asked for of a stream.
+        sampler: that the order comes from.
     """
-    samples = [dataset[i] for i in indices]
-    try:
-        return dict(collate(samples)), len(samples)
-    except Exception as error:
-        own = [dataset[i] for i in islice(order(), num_samples)]
-        try:
-            return dict(collate(own)), len(own)
-        except Exception:
-            raise error from None
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    size: int
+    order: Callable[[], Iterable[int]] = tuple
+    sampler: Any = None
+
+    def collated(self) -> Generator[tuple[dict[str, Any], int]]:
+        """See `FirstBatches`."""
+        with generators_kept(self.dataset, self.collate, self.sampler):
+            samples = self._samples()
+            while rows := list(islice(samples, min(self.size, NUM_SEARCHED_SAMPLES))):
+                yield dict(self.collate(rows)), len(rows)
+
+    def read(self, num_samples: int) -> dict[str, Any]:
+        """See `FirstBatches`."""
+        with generators_kept(self.dataset, self.collate, self.sampler):
+            return dict(self.collate(list(islice(self._samples(), num_samples))))
+
+    def _samples(self) -> Iterator[Any]:
+        if not is_stream(self.dataset):
+            return (self.dataset[index] for index in self.order())
+        if iter(self.dataset) is iter(self.dataset):
+            raise ValueError(
+                f"The {type(self.dataset).__name__} can be iterated once only, and a run looks at its first samples "
+                "before it starts. Let `__iter__` begin anew each time."
+            )
+        return iter(self.dataset)
+
+
+@dataclass(frozen=True)
+class UsersBatch:
+    """The first batch of a loader of the user's own."""
+
+    batch: dict[str, Any]
+
+    def collated(self) -> Generator[tuple[dict[str, Any], int]]:
+        """See `FirstBatches`."""
+        yield self.batch, batch_size(self.batch)
+
+    def read(self, num_samples: int) -> dict[str, Any]:
+        """See `FirstBatches`."""
+        return take_samples(self.batch, slice(0, num_samples))
 
 
 def probe_samples(
-    dataset: Any, collate: Any, order: Order, main_input: str, count: Callable[[Mapping[str, Any]], int]
+    batches: FirstBatches, main_input: str, count: Callable[[Mapping[str, Any]], int], most: int = NUM_PROBE_SAMPLES
 ) -> dict[str, Any]:
-    """A tiny batch from all over the data set: sorted data would show one label only. Of a stream its beginning.
+    """A few samples of one of the batches that the run begins with: no others are sure to fit into one batch.
 
-    If the first few samples have no labels, or all the same one, it is searched for others.
+    It is the first in which samples have labels, and different ones, or if there is none soon, what comes closest.
 
     Args:
-        order: taken from where samples from all over the data set cannot be one batch.
+        batches: that the run begins with.
+        main_input: name of the input that the embeddings read.
         count: items of a batch that the mean of the loss runs over.
+        most: samples of it that are taken.
 
     Raises:
-        ValueError: the data set is empty, or the batch is no batch of its samples.
+        ValueError: the data set is empty, or a batch is no batch of its samples.
     """
-    batch: dict[str, Any] = {}
-    rows: list[int] = []
-    for num_samples in (NUM_PROBE_SAMPLES, NUM_SEARCHED_SAMPLES):
-        batch, size = _spread_batch(dataset, collate, order, num_samples)
-        check_not_packed(batch, size, main_input)
-        rows, is_telling = _choose_rows(batch, count)
-        if is_telling or size < num_samples:
-            break
+    num_seen, best, found = 0, (-1, -1), None
+    with closing(batches.collated()) as collated:
+        for batch, size in collated:
+            check_not_packed(batch, size, main_input)
+            rows, num_labels, num_labelled = _choose_rows(batch, count, most)
+            if (min(num_labels, 2), num_labelled) > best:
+                best, found = (min(num_labels, 2), num_labelled), (batch, rows)
+            num_seen, wanted = num_seen + size, min(size, most)
+            if num_seen >= NUM_SEARCHED_SAMPLES or best >= (min(2, wanted), wanted):
+                break
+    if found is None:
+        raise ValueError("The data set is empty: expected at least one sample.")
+    batch, rows = found
     return batch if len(rows) == batch_size(batch) else take_rows(batch, torch.tensor(rows))
 
 
-def _spread_batch(dataset: Any, collate: Any, order: Order, num_samples: int) -> tuple[dict[str, Any], int]:
-    """A batch from all over the data set, and how many samples it has."""
-    if is_stream(dataset):
-        if iter(dataset) is iter(dataset):
-            raise ValueError(
-                f"The {type(dataset).__name__} can be iterated once only, and a run looks at its first samples before "
-                "it starts. Let `__iter__` begin anew each time."
-            )
-        samples = list(islice(dataset, num_samples))
-        if samples:
-            return dict(collate(samples)), len(samples)
-    elif len(dataset):
-        indices = [i * len(dataset) // num_samples for i in range(num_samples)]
-        return _collated(dataset, collate, indices, order, num_samples)
-    raise ValueError("The data set is empty: expected at least one sample.")
+def _choose_rows(
+    batch: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int], most: int
+) -> tuple[list[int], int, int]:
+    """Rows of a batch to probe with, labelled ones and of each label in turn; how many labels and labelled rows.
 
-
-def _choose_rows(batch: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]) -> tuple[list[int], bool]:
-    """Rows of a batch to probe with, labelled ones and of each label in turn; and whether they tell enough."""
+    Labels that are no classes count as different.
+    """
     size = batch_size(batch)
     by_label: dict[Any, list[int]] = {}
     without_items = []
@@ -102,8 +136,8 @@ def _choose_rows(batch: Mapping[str, Any], count: Callable[[Mapping[str, Any]], 
         else:
             without_items.append(row)
     in_turn = [row for group in zip_longest(*by_label.values()) for row in group if row is not None]
-    is_telling = len(in_turn) >= min(size, NUM_PROBE_SAMPLES) and (len(by_label) > 1 or None in by_label)
-    return sorted([*in_turn, *without_items][:NUM_PROBE_SAMPLES]), is_telling
+    num_labels = size if None in by_label else len(by_label)
+    return sorted([*in_turn, *without_items][:most]), num_labels, min(len(in_turn), most)
 
 
 def _label_of(sample: Mapping[str, Any]) -> Any:

@@ -27,7 +27,14 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.batches import count_items
 from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, find_loss_rule
-from hf_pipetransformer.samples import NUM_SEARCHED_SAMPLES, probe_samples, read_batch, with_two_labels
+from hf_pipetransformer.run.loaders import request_of
+from hf_pipetransformer.samples import (
+    NUM_PROBE_SAMPLES,
+    NUM_SEARCHED_SAMPLES,
+    OwnBatches,
+    probe_samples,
+    with_two_labels,
+)
 
 
 # ---- the rule alone ----
@@ -83,21 +90,55 @@ def stacked(rows: list[Row]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
+def probed(rows: list[Row], size: int = 6, order: Any = None, most: int = NUM_PROBE_SAMPLES) -> dict[str, Any]:
+    batches = OwnBatches(rows, stacked, size, (lambda: range(len(rows))) if order is None else order)
+    return probe_samples(batches, "input_ids", count_items, most)
+
+
 def test_labelled_samples_and_different_labels_are_looked_for() -> None:
     rows = [{"input_ids": [index], "labels": 1} for index in range(1000)]
-    rows[21 * 1000 // NUM_SEARCHED_SAMPLES]["labels"] = 4
-    assert set(probe_samples(rows, stacked, lambda: range(6), "input_ids", count_items)["labels"].tolist()) == {1, 4}
+    rows[NUM_SEARCHED_SAMPLES - 3]["labels"] = 4
+    assert set(probed(rows)["labels"].tolist()) == {1, 4}
     rows = [{"input_ids": [index] * 2, "labels": [-100, -100]} for index in range(1000)]
-    for found in range(1, NUM_SEARCHED_SAMPLES, 5):
-        rows[found * 1000 // NUM_SEARCHED_SAMPLES]["labels"] = [-100, found]
-    assert probe_samples(rows, stacked, lambda: range(6), "input_ids", count_items)["labels"][:, 1].min() > 0
+    for found in range(NUM_SEARCHED_SAMPLES - 6, NUM_SEARCHED_SAMPLES):
+        rows[found]["labels"] = [-100, found]
+    assert probed(rows)["labels"][:, 1].min() > 0
+
+
+def test_of_a_search_in_vain_the_best_batch_is_taken() -> None:
+    rows = [{"input_ids": [index], "labels": -100} for index in range(1000)]
+    rows[14]["labels"] = 3
+    assert 14 in probed(rows)["input_ids"]
+    assert probed(rows, order=lambda: iter(range(3)))["input_ids"].flatten().tolist() == [0, 1, 2]
+
+
+def test_no_more_is_read_than_is_looked_at() -> None:
+    read: list[int] = []
+
+    class Noting(list[Row]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    rows = Noting({"input_ids": [index], "labels": index % 2} for index in range(1000))
+    assert len(probed(rows, size=512)["input_ids"]) == NUM_PROBE_SAMPLES
+    assert len(read) == NUM_SEARCHED_SAMPLES
+    read.clear()
+    assert len(probed(rows, size=4)["input_ids"]) == len(read) == 4
+    read.clear()
+    assert len(probed(rows, size=1)["input_ids"]) == len(read) == 1
+
+
+def test_no_more_samples_are_run_than_are_asked_for() -> None:
+    rows = [{"input_ids": [index], "labels": index % 2} for index in range(100)]
+    assert [len(probed(rows, size=8, most=most)["input_ids"]) for most in (1, 3, 6)] == [1, 3, 6]
 
 
 def test_samples_that_no_sampler_would_put_together_are_probed_as_the_run_takes_them() -> None:
     rows = [{"input_ids": [1] * (3 if i < 8 else 5), "labels": i % 2} for i in range(16)]
-    batch = probe_samples(rows, stacked, lambda: range(8, 12), "input_ids", count_items)
+    batch = probed(rows, size=4, order=lambda: range(8, 16))
     assert batch["input_ids"].shape == (4, 5)
-    assert read_batch(rows, stacked, lambda: range(16), 3)["input_ids"].shape == (3, 3)
+    assert OwnBatches(rows, stacked, 4, lambda: range(16)).read(3)["input_ids"].shape == (3, 3)
 
 
 def test_a_collator_that_fails_on_any_batch_says_why() -> None:
@@ -105,7 +146,12 @@ def test_a_collator_that_fails_on_any_batch_says_why() -> None:
         raise KeyError(f"no mask in {len(rows)} rows")
 
     with pytest.raises(KeyError, match="no mask in 6 rows"):
-        probe_samples([{"labels": 0}] * 9, fails, lambda: range(2), "input_ids", count_items)
+        probe_samples(OwnBatches([{"labels": 0}] * 9, fails, 6, lambda: range(9)), "input_ids", count_items)
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="empty: expected at least one"):
+        probed([])
 
 
 def test_where_all_labels_are_the_same_some_are_changed() -> None:
@@ -280,7 +326,7 @@ def decide(probe: Probe, folder: Path) -> FoundRule | None:
     )
     accepts = trainer.model_accepts_loss_kwargs
     try:
-        found = trainer.pipeline_run.starter.look(trainer.train_dataset, is_training=True)
+        found = trainer.pipeline_run.starter.look(request_of(trainer.get_train_dataloader()), is_training=True)
     except LossDoesNotDecomposeError:
         return None
     ignores = accepts and not trainer.model_accepts_loss_kwargs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
-from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, probe_samples, read_batch
+from hf_pipetransformer.run.first_batches import most_samples
+from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, OwnBatches, probe_samples
 from hf_pipetransformer.splitters import find_splitter, profile
 from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
 from hf_pipetransformer.startup import StartUp, Subject, look_at, samples_per_microbatch, start
@@ -35,9 +35,10 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
         return model(**inputs).loss
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    read = partial(read_batch, rows, collate, lambda: range(len(rows))) if with_batches else None
     args = arguments(folder, **options)
-    samples = probe_samples(rows, collate, lambda: range(len(rows)), model.main_input_name, count_items)
+    batches = OwnBatches(rows, collate, args.per_device_train_batch_size, lambda: range(len(rows)))
+    read = batches.read if with_batches else None
+    samples = probe_samples(batches, model.main_input_name, count_items, most_samples(args))
     subject = Subject(model, find_splitter(model), samples, compute, count_items)
     return look_at(subject, args, Topology(60, 1), torch.device("cpu"), True, read), sizes
 
@@ -55,6 +56,38 @@ def test_units_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model:
 def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
     assert start_up.plans.describe(start_up.plans.layout(2), 2, "none")["measured_samples"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 3), ({"bf16": True}, 1), ({"activation_checkpointing": True}, 1), ({"per_device_train_batch_size": 40}, 6)],
+)
+def test_the_probe_runs_no_more_samples_than_a_step_has_memory_for(
+    tmp_path: Path, options: dict[str, Any], most: int
+) -> None:
+    assert most_samples(arguments(tmp_path, **{"per_device_train_batch_size": 3, **options})) == most
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_gradients_are_taken_of_no_more_samples_than_a_device_has_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    with_gradient: list[int] = []
+
+    def noting(model: Any) -> Any:
+        def note(_module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                with_gradient.append(inputs["input_ids"].shape[0])
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+        return model
+
+    build = build_model
+    monkeypatch.setitem(globals(), "build_model", lambda name: noting(build(name)))
+    start_up, sizes = started(tmp_path, "bert_sequence", per_device_train_batch_size=size)
+    assert max(with_gradient) == size
+    assert max(sizes) == max(2, size)
+    assert start_up.loss_rule.refusal is None
 
 
 def test_what_only_evaluates_measures_what_it_probed_with(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class RowSource(Protocol):
 class PipelineLoader(DataLoaderStateMixin):
     """Yields this replica's part of every global batch, on every stage of its pipeline.
 
-    A replica without samples in a global batch gets an empty dict. Batches stay on the CPU.
+    A replica without samples in a global batch gets an empty dict. Batches stay on the CPU. To whom it may concern it
+    is a `DataLoader`: what it does not know itself, the loader that it reads from does.
 
     Args:
         loader: a loader over `ReplicaBatchSampler`; only stage 0 iterates it.
@@ -119,6 +121,20 @@ class PipelineLoader(DataLoaderStateMixin):
         """Whether batches are handed out in pinned memory, on their way to a device."""
         self.rows: RowSource | None = None
         """Where samples come from that need not be read from the data set."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return DataLoader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # Before it is set.
+        return getattr(self.loader, name)
+
+    @property
+    def sampler(self) -> Any:
+        """The order of the samples of all replicas."""
+        return self.batch_sampler.sampler
 
     @property
     def collate(self) -> Any:
@@ -409,7 +425,7 @@ def torch_loader(
     shared: SharedDraws | None,
 ) -> Any:
     """Torch's loader over this replica's part of each global batch; see `make_pipeline_loader` for the arguments."""
-    order = _same_on_every_rank(sampler or SequentialSampler(dataset), args, shared)
+    order = order_of_run(dataset, sampler, args, shared)
     global_batches = BatchSampler(order, global_batch_size, args.dataloader_drop_last)
     own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
     worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
@@ -434,8 +450,14 @@ def worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
     }
 
 
-def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: SharedDraws | None) -> Any:
-    """Trainer's order for this seed, not drawn from generators in which ranks differ."""
+def order_of_run(
+    dataset: Any, given: Sampler[int] | None, args: PipeTransformerArguments, shared: SharedDraws | None
+) -> Any:
+    """Trainer's order for this seed, not drawn from generators in which ranks differ; a sampler.
+
+    For the arguments see `make_pipeline_loader`.
+    """
+    sampler: Any = given or SequentialSampler(dataset)
     seed = args.data_seed if args.data_seed is not None else args.seed
     if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
         return SeedableRandomSampler(
@@ -447,6 +469,7 @@ def _same_on_every_rank(sampler: Any, args: PipeTransformerArguments, shared: Sh
         )
     if args.world_size == 1:
         return sampler
+    sampler = copy.copy(sampler)  # The user's own may be asked again.
     if isinstance(sampler, LengthGroupedSampler):
         # It sorts within some batches; those are global ones here.
         sampler.batch_size *= args.world_size

@@ -79,6 +79,21 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """That this epoch was drawn with, if an earlier run had another."""
         self._position = 0
 
+    @property
+    def sampler(self) -> Any:
+        """The order that global batches are cut from, if there is one."""
+        return getattr(self.global_batches, "sampler", None)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a global batch."""
+        return getattr(self.global_batches, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+        return bool(getattr(self.global_batches, "drop_last", False))
+
     def begin_epoch(self, num_done: int = 0) -> None:
         """Forget the order of the last epoch; the new one is drawn when it is first needed.
 
@@ -110,7 +125,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     def _stream(self) -> torch.Generator:
         """Where the order of an epoch comes from: the underlying sampler's own generator, or torch's global one."""
-        own: torch.Generator | None = getattr(getattr(self.global_batches, "sampler", None), "generator", None)
+        own: torch.Generator | None = getattr(self.sampler, "generator", None)
         return torch.default_generator if own is None else own
 
     def order_state(self, is_mid_epoch: bool) -> torch.Tensor | None:
@@ -129,7 +144,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return self._drawn_group_size or self._own_group_size()
 
     def _own_group_size(self) -> int | None:
-        return getattr(getattr(self.global_batches, "sampler", None), "batch_size", None)
+        return getattr(self.sampler, "batch_size", None)
 
     def draw_as_from(self, order_state: torch.Tensor, num_done: int = 0, group_size: int | None = None) -> None:
         """Draw the order of this epoch as an earlier run did; a generator that the run saves stays where it is.
@@ -141,7 +156,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """
         stream = self._stream()
         before, own_size = stream.get_state(), self._own_group_size()
-        sampler: Any = getattr(self.global_batches, "sampler", None)
+        sampler = self.sampler
         stream.set_state(order_state)
         self.begin_epoch(num_done)
         if own_size is not None and group_size is not None:
@@ -198,6 +213,5 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Reseed the order for `epoch`, where the underlying sampler knows epochs."""
-        sampler: Any = getattr(self.global_batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)

@@ -51,6 +51,10 @@ class StreamLoader(DealtLoader):
     def dataset(self) -> Any:
         return self.loader.dataset
 
+    @property
+    def sampler(self) -> Any:
+        return self.loader.sampler
+
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

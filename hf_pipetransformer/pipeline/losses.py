@@ -114,8 +114,8 @@ def _equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float, smalle
 
 
 def _rule_of(measure: Measure, inputs: Mapping[str, Any], rows: list[int], total: int) -> LossRule:
-    """What half of the samples give once and twice; all of them twice might not fit into memory."""
-    half = torch.tensor(rows[: (len(rows) + 1) // 2])
+    """What half of the samples give once and twice; more of them twice might not fit into memory."""
+    half = torch.tensor(rows[: max(1, len(rows) // 2)])
     once, twice = (measure([(take_rows(inputs, half.repeat(times)), 1.0)], total) for times in (1, 2))
     adds_up = (twice - 2 * once).norm() < (twice - once).norm()
     return LossRule.SUM if adds_up else LossRule.MEAN

@@ -38,6 +38,7 @@ from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.run.transitions import Transitions
+from hf_pipetransformer.startup import check_agreement
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,12 @@ class Beginning:
             max_steps: of the run.
 
         Raises:
-            ValueError: the loader knows nothing of stages, or an option does not fit the model.
+            ValueError: the ranks' own loaders differ in length, or an option does not fit the model.
         """
-        loader = self._checked(given)
+        loader = given if isinstance(given, PipelineLoader) else None
+        if loader is None:
+            length = len(given) if has_length(given) else None
+            check_agreement(self.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
         cache = self._cache(given, steps_per_epoch)
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
@@ -144,16 +148,6 @@ class Beginning:
                 began_under,
             ),
         )
-
-    def _checked(self, loader: Any) -> PipelineLoader | None:
-        if isinstance(loader, PipelineLoader):
-            return loader
-        if self.topology.world_size > 1:
-            raise ValueError(
-                f"get_train_dataloader returned a {type(loader).__name__}, which knows nothing of stages. "
-                "Build it with self._get_dataloader, or override _get_train_sampler or the data collator instead."
-            )
-        return None
 
     def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
         args, policy = self.trainer.args, self.policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,17 +24,11 @@ class Evaluation:
         trainer: whose loop it is.
         pipeline: runs the batches.
         loader: gives them.
-
-    Raises:
-        ValueError: the loader knows nothing of stages.
     """
 
-    def __init__(self, trainer: Trainer, pipeline: Pipeline, loader: Any) -> None:
-        if not isinstance(loader, PipelineLoader):
-            raise ValueError(
-                f"get_eval_dataloader or get_test_dataloader returned a {type(loader).__name__}, which knows "
-                "nothing of stages. Build it with self._get_dataloader, or override _get_eval_sampler instead."
-            )
+    is_users = False
+
+    def __init__(self, trainer: Trainer, pipeline: Pipeline, loader: PipelineLoader) -> None:
         self.trainer = trainer
         self.pipeline = pipeline
         self.loader = loader
@@ -76,6 +70,31 @@ class Evaluation:
         if not self.trainer.args.logging_nan_inf_filter or not is_counted.any():
             is_counted[:] = True
         return float((losses * weights)[is_counted].sum() / weights[is_counted].sum())
+
+
+class UsersEvaluation:
+    """One pass over a loader of the user's own, with the whole model on each rank: it means what it does to Trainer.
+
+    Args:
+        loader: this rank's.
+    """
+
+    is_users = True
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def sending(self, _inputs: dict[str, Any], _loss_only: bool) -> AbstractContextManager[None]:
+        """See `Evaluation`."""
+        return nullcontext()
+
+    def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
+        """Each rank's own."""
+        return loss
+
+    def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
+        """Trainer's output."""
+        return output
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from types import CodeType, FunctionType
 from typing import Any
 
 import datasets
@@ -22,12 +22,10 @@ def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tu
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
 
-def own_order(trainer: Trainer, dataset: Any, is_training: bool) -> Iterator[int]:
-    """Indices of the samples of one batch of one device, as the trainer's own sampler draws them."""
-    sampler = (trainer._get_train_sampler if is_training else trainer._get_eval_sampler)(dataset)
-    args = trainer.args
-    size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
-    return islice(range(len(dataset)) if sampler is None else sampler, size)
+def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
+    """Makes the order of an evaluation."""
+    make: Callable[[Any], Any] = trainer._get_eval_sampler
+    return make
 
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -99,6 +97,32 @@ def check_taken_over(below: Any) -> None:
                 f"the steps through the pipeline. Override compute_loss, or override {name} in a class that stands "
                 "before the mixin and calls super()."
             )
+
+
+_MAKERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
+_DATALOADER = "_get_dataloader"
+
+
+def check_loaders(kind: type, num_stages: int) -> None:
+    """Refuse a class that makes its loaders itself, where its source says so: a pipeline reads through its own.
+
+    Others are refused when they have made one.
+    """
+    for name in _MAKERS:
+        method = getattr(kind, name)
+        names = _names_in(method.__code__) if isinstance(method, FunctionType) else set()
+        if method is not getattr(Trainer, name) and "DataLoader" in names and not names & {*_MAKERS, _DATALOADER}:
+            raise ValueError(
+                f"{method.__qualname__} makes a DataLoader, which knows nothing of the {num_stages} stages: build it "
+                "with self._get_dataloader, override the sampler or the data collator instead, or set "
+                "pipeline_parallel_size=1."
+            )
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Global names and attributes that a function uses, and those inside it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def place_model(trainer: Trainer) -> None:

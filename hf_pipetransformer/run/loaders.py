@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Trainer
@@ -17,38 +19,117 @@ from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.staging import is_apart
 
 
-def make_loader(
-    trainer: Trainer,
-    topology: Topology,
-    pipeline: Pipeline,
-    given: Any,
-    description: str,
-    batch_size: int,
-    sampler_fn: Any,
-    is_training: bool,
-) -> PipelineLoader:
+@dataclass
+class Request:
+    """What Trainer was asked for when it made a loader: a pipeline can make its own from it.
+
+    Args:
+        dataset: as the user gave it.
+        description: what it is for, in a word.
+        batch_size: samples of a batch by rank.
+        sampler_fn: makes Trainer's sampler; None for a stream.
+        is_training: what the loader is for.
+        key: name of an evaluation's loader that may persist.
+    """
+
+    dataset: Any
+    description: str
+    batch_size: int
+    sampler_fn: Callable[[Any], Any] | None = None
+    is_training: bool = False
+    key: str | None = None
+    _made: list[Any] = field(default_factory=list, init=False)
+
+    def sampler(self, dataset: Any) -> Any:
+        """Trainer's sampler, made once: making it may draw random numbers."""
+        if not self._made:
+            self._made.append(None if self.sampler_fn is None else self.sampler_fn(dataset))
+        return self._made[0]
+
+
+_REQUEST = "pipeline_request"
+
+
+def note_request(loader: Any, request: Request) -> None:
+    """A loader of Trainer's own was made for `request`."""
+    vars(loader)[_REQUEST] = request
+
+
+def request_of(loader: Any) -> Request | None:
+    """What a loader of Trainer's own was made for; None for one of the user's."""
+    request: Request | None = getattr(loader, "__dict__", {}).get(_REQUEST)
+    return request
+
+
+def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
+    """Refuse a loader of the user's own where a batch goes through several stages.
+
+    Raises:
+        ValueError: there are, or may be, several.
+    """
+    if num_stages != 1:
+        raise ValueError(
+            f"{method} returned a {type(loader).__name__}, which knows nothing of stages: build it with "
+            "self._get_dataloader, override the sampler or the data collator instead, or set "
+            "pipeline_parallel_size=1."
+        )
+
+
+class UsersLoader:
+    """A user's own loader on one of several replicas: as with Trainer, all draw the same random numbers.
+
+    Args:
+        loader: this rank's.
+        shared: see `PipelineLoader`.
+    """
+
+    def __init__(self, loader: Any, shared: SharedDraws) -> None:
+        self.loader = loader
+        self.shared = shared
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # Before it is set.
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.shared.drawing():
+            batches = iter(self.loader)
+        while True:
+            with self.shared.drawing():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+def drawing_alike(loader: Any, shared: SharedDraws | None) -> Any:
+    """A user's own loader, which draws from `shared` if there is one."""
+    return loader if shared is None else UsersLoader(loader, shared)
+
+
+def make_loader(trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request) -> PipelineLoader:
     """A loader of a data set for this rank's place in a pipeline.
 
     Args:
         trainer: of the options, the columns and the collator.
         topology: the ranks.
         pipeline: that the batches are for.
-        given: the data set.
-        description: what it is for, in a word.
-        batch_size: samples of a batch by rank.
-        sampler_fn: makes Trainer's sampler; None for a stream.
-        is_training: what the loader is for.
+        request: what Trainer was asked for.
     """
     args, start_up = trainer.args, pipeline.start_up
-    dataset, collate = host.dataset_and_collator(trainer, given, description)
+    dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
     options: dict[str, Any] = {
         "dataset": dataset,
         "collate": collate,
-        "global_batch_size": batch_size * topology.world_size,
+        "global_batch_size": request.batch_size * topology.world_size,
         "args": args,
         "groups": pipeline.stage.groups,
         "placeholders": frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders,
-        "is_training": is_training,
+        "is_training": request.is_training,
         "shared": pipeline.shared_draws,
     }
     loader: PipelineLoader
@@ -57,7 +138,7 @@ def make_loader(
     else:
         shared = pipeline.shared_draws
         with nullcontext() if shared is None else shared.drawing():
-            options["sampler"] = sampler_fn(dataset) if sampler_fn is not None else None
+            options["sampler"] = request.sampler(dataset)
         # Workers draw from generators of their own, and read for all replicas at the same time.
         if not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
             loader = make_dealt_loader(**options)

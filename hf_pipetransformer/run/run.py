@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -29,9 +29,17 @@ from hf_pipetransformer.run.callbacks import (
     giving_whole_model,
 )
 from hf_pipetransformer.run.description import RunDescription, check_shared_folder
-from hf_pipetransformer.run.evaluation import Evaluation, evaluating
+from hf_pipetransformer.run.evaluation import Evaluation, UsersEvaluation, evaluating
 from hf_pipetransformer.run.journal import Journal
-from hf_pipetransformer.run.loaders import make_loader, share_draws, states_of_first_rank
+from hf_pipetransformer.run.loaders import (
+    Request,
+    check_undivided,
+    drawing_alike,
+    make_loader,
+    request_of,
+    share_draws,
+    states_of_first_rank,
+)
 from hf_pipetransformer.run.need import Need, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
@@ -88,12 +96,14 @@ class Run:
         self.in_training: Training | None = None
         self.resumption: Resumption | None = None
         self._beginning: Beginning
-        self._evaluation: Evaluation | None = None
+        self._evaluation: Evaluation | UsersEvaluation | None = None
         self._needs_pipeline = needs_pipeline
         self._may_do_without = is_undivided(args) or need_of(args, policy, splitter, trainer.model) is not Need.MUST
         self.is_left_to_trainer = self._evaluates_alone = not needs_pipeline or is_undivided(args)
         """Whether Trainer's own methods run now."""
-        self._loaders_of_trainer: dict[str, Any] = {}
+        self._in_loop = ExitStack()
+        self.training_loader: Any = None
+        """What the training under way reads."""
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
         """The pipeline starts.
@@ -114,23 +124,27 @@ class Run:
             raise RuntimeError("The pipeline has not started: train(), evaluate() or predict() come first.")
         return self.in_force
 
-    def is_started(self, dataset: Any) -> bool:
-        """Whether there is a pipeline of the model as it is now; without one it starts, to evaluate `dataset`.
+    @property
+    def _is_of_this_model(self) -> bool:
+        """Whether there is a pipeline of the model as it is now."""
+        return self.in_force is not None and self.in_force.stage.view.model is self.trainer.model
+
+    def is_started(self, request: Request | None) -> bool:
+        """Whether there is a pipeline of the model as it is now; without one it starts, to evaluate what is asked for.
 
         False where Trainer evaluates.
         """
-        pipeline, trainer = self.in_force, self.trainer
-        if pipeline is None or pipeline.stage.view.model is not trainer.model:
-            found = self._look(dataset, is_training=False)
-            if found is None:
-                return False
-            self.start(found, found.start_up.plans.layout(trainer.args.per_device_train_batch_size))
-        return True
+        if self._is_of_this_model:
+            return True
+        found = None if request is None else self._look(request, is_training=False)
+        if found is not None:
+            self.start(found, found.start_up.plans.layout(self.trainer.args.per_device_train_batch_size))
+        return found is not None
 
-    def _look(self, dataset: Any, is_training: bool) -> Found | None:
+    def _look(self, given: Request | Any, is_training: bool) -> Found | None:
         """See `Starter.look`; None if the model or its loss does not do, and from now on Trainer does without us."""
         try:
-            return self.starter.look(dataset, is_training)
+            return self.starter.look(given, is_training)
         except (UnsupportedModelError, LossDoesNotDecomposeError) as error:
             # A run that Trainer did is one that it goes on with.
             if not self._may_do_without or not (self.resumption is None or self.resumption.is_plain):
@@ -175,15 +189,30 @@ class Run:
         finally:
             self._leave()
 
-    def begin_training(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def training_loop(self) -> Iterator[None]:
+        """Trainer's loop runs inside. From `begin_training` on the model is the stage's there."""
+        with ExitStack() as self._in_loop:
+            yield
+
+    def begin_training(self, loader: Any) -> Any:
         """The model goes onto its stages, and the ranks' random numbers part. A collective call.
 
         A model that cannot be split is left to Trainer in one process: then nothing is frozen.
 
+        Args:
+            loader: that Trainer would read, maybe the user's own.
+
         Returns:
-            Inside, the model is the stage's.
+            The loader to read.
+
+        Raises:
+            ValueError: a loader of the user's own, and more than one stage.
         """
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
+        request = request_of(loader)
+        if request is None:
+            check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
         # What it remembers of an earlier training is nothing to this one; a checkpoint's memory comes with the rest.
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
@@ -191,15 +220,17 @@ class Run:
         self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
-        found = self._look(trainer.train_dataset, is_training=True)
+        found = self._look(loader if request is None else request, is_training=True)
         if found is None:
-            return nullcontext()
+            return loader
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args, start_up.probe.structure, topology)
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size)
         else:
             layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
+        if request is None:
+            check_undivided(loader, "get_train_dataloader", layout.pipeline_size)
         pipeline = self.start(found, layout)
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
@@ -208,7 +239,12 @@ class Run:
         pipeline.shared_draws = share_draws(topology)
         self.seeds.begin(pipeline.stage)
         self._beginning = beginning
-        return pipeline.stage.active()
+        self._in_loop.enter_context(pipeline.stage.active())
+        if request is None:
+            self.training_loader = drawing_alike(loader, pipeline.shared_draws)
+        else:
+            self.training_loader = self.loader(request)
+        return self.training_loader
 
     def prepare_training(self, loader: Any, max_steps: int) -> None:
         """Trainer has made the optimizer: the training begins. A collective call."""
@@ -298,70 +334,92 @@ class Run:
 
     # ---- data and evaluation ----
 
-    def loader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any, is_training: bool, key: str | None
-    ) -> PipelineLoader:
-        """A loader of a data set, see `make_loader`.
-
-        Args:
-            key: name of an evaluation's loader that may persist.
-        """
+    def loader(self, request: Request) -> PipelineLoader:
+        """The pipeline's loader of what Trainer was asked for; of an evaluation it may persist."""
         trainer, pipeline = self.trainer, self.pipeline
-        loader = make_loader(
-            trainer, self.topology, pipeline, dataset, description, batch_size, sampler_fn, is_training
-        )
+        persists = request.key is not None and trainer.args.dataloader_persistent_workers
+        if persists and request.key in pipeline.persistent_loaders:
+            return pipeline.persistent_loaders[request.key]
+        loader = make_loader(trainer, self.topology, pipeline, request)
         cache = None if self.in_training is None else self.in_training.cache
-        if cache is not None and not is_training and not isinstance(loader, StreamLoader):
-            cache.serve(loader, dataset)
-        if key is not None and trainer.args.dataloader_persistent_workers:
-            pipeline.persistent_loaders[key] = loader
+        if cache is not None and not request.is_training and not isinstance(loader, StreamLoader):
+            cache.serve(loader, request.dataset)
+        if persists:
+            pipeline.persistent_loaders[str(request.key)] = loader
         return loader
 
     @property
-    def persistent_loaders(self) -> dict[str, Any]:
-        """Loaders of evaluations that outlive one, by name."""
-        if self.is_left_to_trainer:
-            return self._loaders_of_trainer
-        return {} if self.in_force is None else self.in_force.persistent_loaders
-
-    @property
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> Evaluation | UsersEvaluation:
         """The pass over a data set that is under way."""
         if self._evaluation is None:
             raise RuntimeError("There is no evaluation: evaluate() and predict() alone call this.")
         return self._evaluation
 
     @contextmanager
-    def evaluating(self, dataset: Any) -> Iterator[None]:
-        """The pipeline is up inside, for an evaluation of `dataset`: one, its name or several by name."""
-        with self.patience.reporting_faults():
-            own = self.trainer.eval_dataset
-            dataset = own if dataset is None else dataset
-            dataset = own[dataset] if isinstance(dataset, str) else dataset
-            first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-            if not self.is_started(first):
-                yield
-                return
-            with giving_whole_model(self.trainer, self.pipeline), evaluating(self.pipeline):
-                yield
+    def evaluating(self, dataset: Any, method: str) -> Iterator[None]:
+        """The pipeline is up inside, for an evaluation of `dataset`: one, its name or several by name.
+
+        Args:
+            method: makes the loader. One of the user's own may give any loader if there is one stage only, so nothing
+                starts before it is known.
+        """
+        awaits_loader = self._num_stages == 1 and host.is_overridden(self.trainer, method)
+        with self._up(None if awaits_loader else self._asked_for(dataset)):
+            yield
+
+    @property
+    def _num_stages(self) -> int | None:
+        """K now, or at the next start as far as it is known."""
+        if self._is_of_this_model:
+            return self.pipeline.layout.pipeline_size
+        size: int | None = self.trainer.args.pipeline_size
+        return 1 if self.topology.world_size == 1 else size
+
+    def _asked_for(self, dataset: Any) -> Request:
+        """What Trainer will be asked for: of several data sets by name for the first."""
+        own = self.trainer.eval_dataset
+        dataset = own if dataset is None else dataset
+        dataset = own[dataset] if isinstance(dataset, str) else dataset
+        first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+        return Request(first, "Evaluation", self.trainer.args.eval_batch_size, host.eval_sampler(self.trainer))
 
     @contextmanager
-    def passing_over(self, loader: Any) -> Iterator[Evaluation]:
-        """Trainer's evaluation loop runs inside."""
-        trainer = self.trainer
-        outer = self._evaluation, trainer.gather_function
-        evaluation = Evaluation(trainer, self.pipeline, loader)
+    def _up(self, request: Request | None) -> Iterator[bool]:
+        """Whether the pipeline is up inside; it starts if it is known for what."""
+        with self.patience.reporting_faults():
+            if not self.is_started(request):
+                yield False
+                return
+            with giving_whole_model(self.trainer, self.pipeline), evaluating(self.pipeline):
+                yield True
+
+    @contextmanager
+    def passing_over(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
+        """Trainer's evaluation loop runs inside, over the pipeline's loader of what was asked for, or the user's."""
+        trainer, request = self.trainer, request_of(given)
+        is_users = request is None and not isinstance(given, PipelineLoader)
+        if is_users:
+            check_undivided(given, "get_eval_dataloader or get_test_dataloader", self._num_stages)
+        outer, left = (self._evaluation, trainer.gather_function), self.is_left_to_trainer
         cache = None if self.in_training is None else self.in_training.cache
-        self._evaluation, trainer.gather_function = evaluation, evaluation.gather
         try:
             # Entered here too: an `evaluate` of a user's own calls the loop itself.
-            with (
-                self.evaluating(evaluation.loader.dataset),
-                nullcontext() if cache is None else cache.storing_for(loader),
-            ):
-                yield evaluation
+            with self._up(request) as is_up:
+                if is_users or not is_up:
+                    shared = self.pipeline.shared_draws if is_up else None
+                    self._evaluation = UsersEvaluation(drawing_alike(given, shared))
+                    self.is_left_to_trainer = left or not is_up
+                    yield self._evaluation
+                    return
+                loader = given if request is None else self.loader(request)
+                self._evaluation = evaluation = Evaluation(trainer, self.pipeline, loader)
+                trainer.gather_function = evaluation.gather
+                with nullcontext() if cache is None else cache.storing_for(loader):
+                    yield evaluation
         finally:
             self._evaluation, trainer.gather_function = outer
+            if is_users:
+                self.is_left_to_trainer = left
 
     @property
     def layout(self) -> Layout | None:

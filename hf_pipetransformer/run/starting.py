@@ -11,7 +11,6 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autodp.draws import generators_kept
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
@@ -26,9 +25,11 @@ from hf_pipetransformer.refusals import (
 )
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.first_batches import first_batches, most_samples
+from hf_pipetransformer.run.loaders import Request
 from hf_pipetransformer.run.need import Need, has_adapters, need_of
 from hf_pipetransformer.run.pipeline import Pipeline
-from hf_pipetransformer.samples import probe_samples, read_batch
+from hf_pipetransformer.samples import probe_samples
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
 from hf_pipetransformer.splitters.check import undisturbed
 from hf_pipetransformer.startup import StartUp, Subject, check_agreement, look_at, main_input_of
@@ -74,42 +75,45 @@ class Starter:
     def __post_init__(self) -> None:
         self._took_loss_kwargs = False
 
-    def look(self, dataset: Any, is_training: bool) -> Found:
+    def look(self, given: Request | Any, is_training: bool) -> Found:
         """Check data set, model and loss, and measure the model.
+
+        Args:
+            given: what Trainer's loader was asked for, or a loader of the user's own.
+            is_training: what the pipeline is for.
 
         Raises:
             ValueError: something cannot work with a pipeline.
         """
         trainer, what = self.trainer, "Training" if is_training else "Evaluation"
-        if dataset is None:
-            raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
-        check_dataset(dataset, what.lower())
+        if isinstance(given, Request):
+            if given.dataset is None:
+                raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
+            check_dataset(given.dataset, what.lower())
+            check_agreement(self.topology, "data set", {"number of samples": _length(given.dataset)})
         if self._took_loss_kwargs:
             trainer.model_accepts_loss_kwargs = True  # As the model declares, which may be another one now.
             self._took_loss_kwargs = False
-        check_agreement(self.topology, "data set", {"number of samples": _length(dataset)})
         check_trained_model(trainer.model, trainer.args, trainer.optimizer if is_training else None)
         splitter = self.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training
-        columns = host.dataset_and_collator(trainer, dataset, what)
         count = partial(host.items_of, trainer)
-        with undisturbed(trainer.model), generators_kept(*columns):
-            order = partial(host.own_order, trainer, dataset, is_training)
-            parts = (*columns, order, main_input_of(trainer.model), count)
+        with undisturbed(trainer.model):
+            batches = first_batches(trainer, given)
+            parts = (batches, main_input_of(trainer.model), count, most_samples(trainer.args))
             samples = self.topology.decide(lambda: probe_samples(*parts))
         needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
-        with generators_kept(*columns):
-            start_up = look_at(
-                Subject(trainer.model, splitter, samples, compute, count),
-                trainer.args,
-                self.topology,
-                trainer.args.device,
-                is_training,
-                partial(read_batch, *columns, order) if is_training else None,
-                self.events if is_training else None,
-            )
+        start_up = look_at(
+            Subject(trainer.model, splitter, samples, compute, count),
+            trainer.args,
+            self.topology,
+            trainer.args.device,
+            is_training,
+            batches.read if is_training else None,
+            self.events if is_training else None,
+        )
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
             # (transformers#47688).

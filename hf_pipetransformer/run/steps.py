@@ -28,10 +28,12 @@ class _Step:
     Args:
         batches: an iterator, that of the epoch.
         items: of each batch over all replicas, those that are still to run.
+        is_short: the iterator had fewer batches than a step takes.
     """
 
     batches: Any = None
     items: deque[int] = field(default_factory=deque)
+    is_short: bool = False
 
 
 @dataclass
@@ -53,17 +55,33 @@ class Steps:
 
     def are_over(self, batches: Any) -> bool:
         """Whether an epoch's iterator is at its end: Trainer keeps requesting batches, to its number of steps."""
-        return batches is self._step.batches and self.loader is not None and self.loader.is_at_end
+        is_at_end = self._step.is_short if self.loader is None else self.loader.is_at_end
+        return batches is self._step.batches and is_at_end
 
     def begin(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
         """Fetch the batches of one step and count, over all replicas, what their losses average over."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        items = self.pipeline.runner.over_replicas([host.items_of(self.trainer, batch) for batch in batches])
-        self._step = _Step(epoch_iterator, deque(items))
+        counts = [host.items_of(self.trainer, batch) for batch in batches]
+        if self.loader is None:
+            items = self._items_of_users(counts, num_batches)
+        else:
+            items = self.pipeline.runner.over_replicas(counts)
+        self._step = _Step(epoch_iterator, deque(items), is_short=len(batches) < num_batches)
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self.pipeline.has_labels and host.takes_num_items(self.trainer)
         device = self.trainer.args.device
         return batches, torch.full((), float(sum(items)), device=device) if passes else None
+
+    def _items_of_users(self, counts: list[int], num_batches: int) -> list[int]:
+        """The items of batches of the user's own loaders, of which each replica must give as many."""
+        given = len(counts)
+        *items, total = self.pipeline.runner.over_replicas([*counts, *[0] * (num_batches - given), given])
+        if total != given * self.pipeline.layout.num_replicas:
+            raise ValueError(
+                f"The loader that get_train_dataloader returned gave {given} batches for a step on rank "
+                f"{self.topology.rank} and another number on others, {total} together: give every rank as many."
+            )
+        return items[:given]
 
     def end_epoch(self) -> None:
         """Let go of the epoch's iterator: that closes the loader's generator, and with it the workers."""

@@ -27,7 +27,7 @@ from hf_pipetransformer.startup.model import Subject
 
 
 ReadBatch = Callable[[int], dict[str, Any]]
-"""A batch of so many samples from all over the data set."""
+"""A batch of so many samples, with which the run begins."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import CommonLength
 from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.batches import batch_size, take_rows
 from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, Parts, find_loss_rule
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.samples import with_two_labels
@@ -157,8 +158,14 @@ def _padding(exact: Subject, args: PipeTransformerArguments, topology: Topology,
 
 
 def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topology) -> FoundRule:
+    inputs = exact.inputs
+    is_alone = batch_size(inputs) == 1
+    if is_alone:
+        # Two of them with gradients may not fit into memory: then the losses alone are compared.
+        inputs = take_rows(inputs, torch.tensor([0, 0]))
+
     def measure(parts: Parts, num_items: int) -> torch.Tensor:
-        with gradients_discarded(exact.model):
+        with gradients_discarded(exact.model), torch.set_grad_enabled(not is_alone):
             sum_of_losses = torch.zeros((), dtype=torch.float64)
             for part, weight in parts:
                 if weight:
@@ -169,7 +176,7 @@ def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topolog
             return torch.cat([sum_of_losses.reshape(1), gradient_norms(exact.model).double().cpu()])
 
     def find() -> list[Any]:
-        found = find_loss_rule(measure, with_two_labels(exact.inputs), exact.count)
+        found = find_loss_rule(measure, with_two_labels(inputs), exact.count)
         return [found.rule.value, found.ignores_num_items, found.refusal]
 
     rule, ignores_num_items, refusal = topology.decide(find)

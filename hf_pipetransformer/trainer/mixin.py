@@ -15,6 +15,7 @@ from hf_pipetransformer.autodp.topology import Topology, let_group_threads_finis
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.run import host
 from hf_pipetransformer.run.run import Run
 from hf_pipetransformer.run.starting import check_given
 from hf_pipetransformer.splitters import Splitter
@@ -53,6 +54,9 @@ class PipeTransformerMixin(Overrides):
         own = {"model": model, "args": args, "policy": policy, "splitter": splitter}
         needs_pipeline = check_given(super(Overrides, self), **{**named, **given, **own})
         args.places_model = needs_pipeline and args.world_size > 1
+        num_stages = args.pipeline_size or 1
+        if args.world_size > 1 and num_stages > 1:
+            host.check_loaders(type(self), num_stages)
         super().__init__(model, args, *positional, **named)
         self.pipeline_run = Run(self, policy, splitter, needs_pipeline)
 

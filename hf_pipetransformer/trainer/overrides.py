@@ -16,6 +16,7 @@ from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.refusals import check_dataset
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.loaders import Request, note_request
 from hf_pipetransformer.run.run import Run
 from hf_pipetransformer.staging import is_apart
 from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
@@ -42,19 +43,24 @@ class Overrides(_Trainer):
     # ---- a training ----
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.pipeline_run.begin_training():
+        with self.pipeline_run.training_loop():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         return self.pipeline_run.pipeline.shell
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.pipeline_run.prepare_training(train_dataloader, max_steps)
+        loader = self.pipeline_run.training_loader
+        prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
+        self.pipeline_run.prepare_training(loader, max_steps)
         return prepared
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size."""
+        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size.
+
+        What is to be read is known now, so the pipeline starts here.
+        """
+        dataloader = self.pipeline_run.begin_training(dataloader)
         values = super().set_initial_training_values(args, dataloader)
         return (
             values if self.pipeline_run.resumption is None else self.pipeline_run.resumption.counts(values, dataloader)
@@ -138,27 +144,22 @@ class Overrides(_Trainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:  # fmt: skip
+        """Trainer's loader. Where the pipeline is to pass over it, it makes its own of what was asked for."""
         check_dataset(dataset, description.lower())
-        given = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        return (
-            self.pipeline_run.loader(*given)
-            if self.pipeline_run.is_started(dataset)
-            else super()._get_dataloader(*given)
-        )
-
-    @property
-    def _eval_dataloaders(self) -> dict[str, Any]:
-        """Trainer takes one that persists from here."""
-        return self.pipeline_run.persistent_loaders
+        request = Request(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        sampler = None if sampler_fn is None else request.sampler
+        loader = super()._get_dataloader(dataset, description, batch_size, sampler, is_training, dataloader_key)
+        note_request(loader, request)
+        return loader
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self.pipeline_run.evaluating(eval_dataset):
+        with self.pipeline_run.evaluating(eval_dataset, "get_eval_dataloader"):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
-        with self.pipeline_run.evaluating(test_dataset):
+        with self.pipeline_run.evaluating(test_dataset, "get_test_dataloader"):
             return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(
@@ -169,10 +170,10 @@ class Overrides(_Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Trainer's loop; one that is given another loader than this trainer makes is refused."""
+        """Trainer's loop; with more than one stage a loader that this trainer has not made is refused."""
         with self.pipeline_run.passing_over(dataloader) as evaluation:
             output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                evaluation.loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         return evaluation.completed(output, metric_key_prefix)
 
@@ -192,6 +193,8 @@ class Overrides(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
         # Called by Trainer's `prediction_step`; training counts over all replicas in `get_batch_samples`.
+        if self.pipeline_run.evaluation.is_users:
+            return super()._get_num_items_in_batch(batch_samples, device)
         if not any("labels" in batch for batch in batch_samples) or not host.takes_num_items(self):
             return None
         return torch.tensor(float(sum(host.items_of(self, batch) for batch in batch_samples)), device=device)

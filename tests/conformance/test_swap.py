@@ -74,4 +74,4 @@ def test_a_subclass_gives_trainers_numbers(launches: Launches, run: Run):
 def test_a_loader_of_ones_own_is_refused_with_more_processes(launches: Launches, run: Run):
     for rank in launches.ranks(run):
         assert "ValueError" in rank["error"]
-        assert re.search(r"dataloader returned a DataLoader, .*self\._get_dataloader", rank["error"])
+        assert re.search(r"dataloader makes a DataLoader, .*self\._get_dataloader", rank["error"])

@@ -1,0 +1,291 @@
+"""Loaders of scripts, and what is read before a run starts: in one process that may freeze layers, as with Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.run.steps import Steps
+from tests.models import build_model, collate, make_dataset
+from tests.usages import same, untimed
+
+
+MODEL = "bert_sequence"
+FREEZES = {"freeze_policy": "fixed", "freeze_at": "1000:1", "activation_cache": "off"}
+"""A pipeline that nothing freezes in."""
+
+OWN = ("pipeline_", "frozen_layers", "cache")
+"""Names of what a pipeline adds to the log."""
+
+Row = dict[str, Any]
+
+
+def arguments(base: type, folder: Path, **options: Any) -> TrainingArguments:
+    kind = TrainingArguments if issubclass(base, Trainer) and base is Trainer else PipeTransformerArguments
+    return kind(
+        output_dir=str(folder), per_device_train_batch_size=4, per_device_eval_batch_size=3, num_train_epochs=2,
+        learning_rate=1e-2, logging_steps=1, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+        **options,
+    )  # fmt: skip
+
+
+def made(base: type, folder: Path, subclass: Any = None, given: dict[str, Any] | None = None, **options: Any) -> Any:
+    set_seed(3)
+    args = arguments(base, folder, **({} if base is Trainer else FREEZES), **options)
+    trainer = (base if subclass is None else subclass(base))(build_model(MODEL), args, **(given or {}))
+    trainer.model_accepts_loss_kwargs = False  # Else Trainer takes BERT's loss for one that honours the items.
+    return trainer
+
+
+def close(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(close, found, expected))
+    if isinstance(expected, torch.Tensor) and expected.is_floating_point():
+        return float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+    return bool(found == pytest.approx(expected, rel=1e-5)) if isinstance(expected, float) else same(found, expected)
+
+
+def logs_of(trainer: Any) -> list[Any]:
+    entries = [untimed(entry) for entry in trainer.state.log_history]
+    kept = ({name: value for name, value in entry.items() if not name.startswith(OWN)} for entry in entries)
+    return [entry for entry in kept if entry.keys() - {"epoch", "step"}]
+
+
+# ---- loaders of a script's own ----
+
+
+def with_own_loaders(base: type) -> type:
+    class OwnLoaders(base):
+        """Brings its data along: the trainer gets no collator, and nothing to train on."""
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(make_dataset(MODEL, 22), batch_size=5, shuffle=True, collate_fn=collate)
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(make_dataset(MODEL, 7), batch_size=3, collate_fn=collate)
+
+        def get_test_dataloader(self, test_dataset: Any) -> Any:
+            return self.get_eval_dataloader()
+
+    return OwnLoaders
+
+
+def use_all(trainer: Any) -> list[Any]:
+    first = untimed(trainer.evaluate())
+    trainer.train()
+    predicted = trainer.predict(None)
+    return [first, untimed(trainer.evaluate()), torch.as_tensor(predicted.predictions), untimed(predicted.metrics)]
+
+
+def test_loaders_of_a_class_work_without_data_sets(tmp_path: Path) -> None:
+    options = {"eval_strategy": "epoch", "gradient_accumulation_steps": 2}
+    given = {"eval_dataset": [{}]}  # Trainer wants one where it evaluates by epochs.
+    plain = made(Trainer, tmp_path / "plain", with_own_loaders, given, **options)
+    expected = use_all(plain)
+    ours = made(PipeTransformerTrainer, tmp_path / "ours", with_own_loaders, given, **options)
+    found = use_all(ours)
+    assert ours.layout is not None
+    assert close(found, expected)
+    assert close(logs_of(ours), logs_of(plain))
+
+
+def test_a_loader_of_ones_own_trains_on_while_layers_freeze(tmp_path: Path) -> None:
+    args = arguments(PipeTransformerTrainer, tmp_path, freeze_policy="fixed", freeze_at="3:2")
+    trainer = with_own_loaders(PipeTransformerTrainer)(build_model(MODEL), args)
+    assert trainer.train().global_step == 10
+    assert trainer.layout.num_frozen_layers == 2
+
+
+def test_a_loader_that_is_put_in_place_of_a_trainers_works(tmp_path: Path) -> None:
+    given = {"train_dataset": make_dataset(MODEL, 22), "data_collator": collate}
+    logs = []
+    for base in (Trainer, PipeTransformerTrainer):
+        trainer = made(base, tmp_path / base.__name__, given=given)
+        loader = DataLoader(given["train_dataset"], batch_size=5, collate_fn=collate)
+        trainer.get_train_dataloader = lambda loader=loader: loader
+        trainer.train()
+        logs.append(logs_of(trainer))
+    assert close(logs[1], logs[0])
+
+
+def test_a_loader_that_can_be_read_once_only_is_refused(tmp_path: Path) -> None:
+    trainer = made(PipeTransformerTrainer, tmp_path, max_steps=2)
+    trainer.get_train_dataloader = lambda: iter([{}])
+    with pytest.raises(ValueError, match="can be iterated once only"):
+        trainer.train()
+
+
+def steps_beside(counts_of_another: list[int]) -> Steps:
+    """Steps of one of two replicas with loaders of a script's own; what the other one counts in a step."""
+
+    def over_replicas(counts: list[int]) -> list[int]:
+        return [own + other for own, other in zip(counts, counts_of_another, strict=True)]
+
+    trainer: Any = SimpleNamespace(_loss_shifts_labels=False, model_accepts_loss_kwargs=False, compute_loss_func=None)
+    trainer.args = SimpleNamespace(device="cpu")
+    pipeline: Any = SimpleNamespace(runner=SimpleNamespace(over_replicas=over_replicas), has_labels=True)
+    pipeline.layout = SimpleNamespace(num_replicas=2)
+    return Steps(trainer, SimpleNamespace(rank=0), pipeline, None)  # type: ignore[arg-type]
+
+
+def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:
+    batches = [{"labels": torch.zeros(3, dtype=torch.long)}] * 2
+    assert len(steps_beside([2, 4, 2]).begin(iter(batches), 2)[0]) == 2
+    with pytest.raises(ValueError, match="gave 2 batches for a step on rank 0 and another number on others, 3"):
+        steps_beside([2, 0, 1]).begin(iter(batches), 2)
+
+
+def test_an_epoch_of_unknown_length_is_over_when_its_loader_is() -> None:
+    steps, batches = steps_beside([2, 0, 1]), iter([{"labels": torch.zeros(3, dtype=torch.long)}])
+    assert not steps.are_over(batches)
+    steps.begin(batches, 2)
+    assert steps.are_over(batches)
+    assert not steps.are_over(iter([]))
+
+
+class Look(TrainerCallback):
+    """What a callback and a script find as training loader."""
+
+    trainer: Any
+    seen: list[Any]
+
+    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
+        self.seen = [kwargs["train_dataloader"], self.trainer.get_train_dataloader()]
+
+
+def test_the_loader_of_a_training_is_a_data_loader_to_callbacks(tmp_path: Path) -> None:
+    data, look = make_dataset(MODEL, 22), Look()
+    given = {"train_dataset": data, "data_collator": collate, "callbacks": [look]}
+    look.trainer = made(PipeTransformerTrainer, tmp_path, given=given, dataloader_drop_last=True)
+    look.trainer.train()
+    for loader in look.seen:
+        assert isinstance(loader, DataLoader)
+        assert (len(loader), len(loader.dataset)) == (5, 22)
+        assert isinstance(loader.sampler, Sampler) and len(loader.sampler) == 22
+        assert isinstance(loader.batch_sampler, Sampler)
+        assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, True)
+        assert sorted(loader.batch_sampler.sampler) == list(range(22))
+        assert (loader.num_workers, loader.collate_fn is not None) == (0, True)
+
+
+# ---- what is read before the first step ----
+
+
+def rows(num: int = 22) -> list[Row]:
+    """Lengths in buckets of four, which no collator pads."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = [4 + index // 4 for index in range(num)]
+    return [
+        {"input_ids": torch.randint(5, 60, (length,), generator=generator), "labels": torch.tensor(index % 3)}
+        for index, length in enumerate(lengths)
+    ]
+
+
+class Drawing:
+    """Samples with words that are drawn anew each time, from a generator of its own, numpy's and torch's."""
+
+    def __init__(self) -> None:
+        self.rows = make_dataset(MODEL, 22)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[index]
+        drawn = [np.random.randint(5, 60), int(torch.randint(5, 60, ())), self._own()]
+        return {**row, "input_ids": [row["input_ids"][0], *drawn, *row["input_ids"][4:]][: len(row["input_ids"])]}
+
+    def _own(self) -> int:
+        return int(torch.randint(5, 60, (), generator=self.generator))
+
+
+class DrawingStream(IterableDataset):
+    def __init__(self) -> None:
+        self.rows = Drawing()
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.rows.__getitem__, range(22))
+
+
+class LateGenerator:
+    """A collator that makes its generator when it first needs it."""
+
+    def __init__(self) -> None:
+        self.generator: Any = None
+
+    def __call__(self, samples: list[Row]) -> dict[str, torch.Tensor]:
+        if self.generator is None:
+            self.generator = np.random.default_rng(7)
+        batch = collate(samples)
+        batch["input_ids"][:, 1] = torch.from_numpy(self.generator.integers(5, 60, len(samples)))
+        return batch
+
+
+class OwnGenerator(Sampler[int]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self.generator = torch.Generator().manual_seed(6)
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.num, generator=self.generator).tolist())
+
+
+def with_own_sampler(base: type) -> type:
+    class OwnSampler(base):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            if not hasattr(self, "only"):
+                self.only = OwnGenerator(len(self.train_dataset))
+            return self.only
+
+    return OwnSampler
+
+
+def with_buckets(base: type) -> type:
+    class Buckets(base):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    return Buckets
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "random": {},
+    "drawn samples": {"data": Drawing},
+    "a stream": {"data": DrawingStream, "max_steps": 5},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "a sampler with a generator": {"subclass": with_own_sampler},
+    "a collator with a generator": {"collator": LateGenerator},
+    "buckets without padding": {"data": rows, "collator": lambda: None, "subclass": with_buckets},
+    "fewer samples than a batch": {"data": lambda: make_dataset(MODEL, 3)},
+    "one sample": {"data": lambda: make_dataset(MODEL, 1)},
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_run_reads_and_draws_what_it_would_without_a_look_before(name: str, tmp_path: Path) -> None:
+    case = dict(CASES[name])
+    data, collator = case.pop("data", lambda: make_dataset(MODEL, 22)), case.pop("collator", lambda: collate)
+    logs = []
+    for base in (Trainer, PipeTransformerTrainer):
+        given = {"train_dataset": data(), "data_collator": collator()}
+        trainer = made(base, tmp_path / base.__name__, given=given, **case)
+        trainer.args.activation_cache = "auto"  # Reads samples too.
+        trainer.train()
+        logs.append(logs_of(trainer))
+    assert trainer.layout is not None
+    assert close(logs[1], logs[0])
