@@ -270,7 +270,7 @@ NAMED = {
     "plan_of_another_schedule": "layout_plan.*step 0.*'zb_h1'.*set pipeline_schedule='zb_h1'",
     "plan_from_the_middle": "layout_plan.*step 5",
     "batch_norm": "batch normalisation",
-    "weighted_loss_on_sorted_data": "loss of 6 samples",
+    "weighted_loss_on_sorted_data": "loss of 4 samples",
     "multiple_choice": "MultipleChoice.*shape",
     "no_train_dataset": "train_dataset",
     "unseeded_order": "use_seedable_sampler",
