@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer.autodp.loader import Samples
+from hf_pipetransformer.autodp.reading import Samples
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import PipelineGroups
@@ -153,7 +153,7 @@ ALONE = PipelineGroups(1, 1, 0, 0, (0,), (0,), None, None, None, None)
 
 def stream(num_rows: int, batch: int = 4) -> StreamLoader:
     loader = DataLoader(Rows(num_rows), batch_size=batch, collate_fn=lambda rows: {"x": torch.tensor(rows)})
-    return StreamLoader(loader, ALONE, frozenset(), 5.0, batch, repeat_small=False, shared=None)
+    return StreamLoader(loader, ALONE, frozenset(), 5.0, batch, is_training=True, shared=None)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 8, 10])

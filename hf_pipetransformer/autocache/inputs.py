@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.autocache.padding_rule import PaddingRule, find_padding
-from hf_pipetransformer.autocache.probe import NUM_SAMPLES, Batch, Probe, UnfitError, random_states_kept
+from hf_pipetransformer.autocache.probe import NUM_SAMPLES, Batch, Probe, UnfitError
 from hf_pipetransformer.autocache.samples import MASK, field_digests, real_lengths
 from hf_pipetransformer.autodp.draws import generators_kept
 
@@ -60,7 +60,7 @@ def examine_inputs(
     try:
         _check_dataset(dataset)
         probe = Probe(dataset, collate, main_input)
-        with random_states_kept(), generators_kept(dataset, collate):
+        with generators_kept(dataset, collate):
             return _examine(probe, placeholders)
     except UnfitError as error:
         unfit = error

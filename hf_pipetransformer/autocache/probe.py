@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,6 @@ class UnfitError(Exception):
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"found {found}; to use the cache {remedy}.")
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """No state of the random number generators of Python, numpy and torch is another one after this."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 class Probe:

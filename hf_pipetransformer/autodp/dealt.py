@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import SharedDraws, States, present_states, set_states
-from hf_pipetransformer.autodp.loader import PipelineLoader, torch_loader
+from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.sampler import replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
@@ -26,15 +25,7 @@ class DealtLoader(PipelineLoader):
     torch, numpy, Python or a generator of their own is what they draw in one process, and a transition changes
     nothing of it.
 
-    Args:
-        loader: over global batches; only rank 0 iterates it.
-        groups: this rank's pipeline; a transition changes it (`follow`).
-        placeholders: see `PipelineLoader`.
-        timeout: seconds that a stage may wait for its batch.
-        total_batch_size: samples in a full global batch.
-        num_samples: samples of an epoch over all replicas.
-        repeat_small: for evaluation, see `ReplicaBatchSampler`.
-        shared: see `PipelineLoader`.
+    For the arguments see `PipelineLoader`; `loader` reads global batches, and rank 0 alone iterates it.
     """
 
     def __init__(
@@ -44,12 +35,10 @@ class DealtLoader(PipelineLoader):
         placeholders: frozenset[str],
         timeout: float,
         total_batch_size: int,
-        num_samples: int,
-        repeat_small: bool,
+        is_training: bool,
         shared: SharedDraws | None,
     ) -> None:
-        super().__init__(loader, groups, placeholders, timeout, total_batch_size, num_samples, None, shared)
-        self.repeat_small = repeat_small
+        super().__init__(loader, groups, placeholders, timeout, total_batch_size, is_training, shared)
         self.num_seen = 0
         """Samples of all replicas since the epoch began."""
         self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
@@ -160,7 +149,7 @@ class DealtLoader(PipelineLoader):
 
         def part_of(replica: int) -> dict[str, Any]:
             where = replica_slice(size, replica, num_replicas)
-            if num_replicas == 1 or (self.repeat_small and size < num_replicas):
+            if num_replicas == 1 or (not self.is_training and size < num_replicas):
                 return whole
             return {**whole, "batch": take_samples(batch, where) if where.start < where.stop else {}}
 
@@ -180,29 +169,3 @@ class DealtLoader(PipelineLoader):
             "is_last": self._ahead is None,
             "torch": None if self.shared is None else self.shared.torch_state,
         }
-
-
-def make_dealt_loader(
-    dataset: Any,
-    collate: Any,
-    sampler: Sampler[int] | None,
-    global_batch_size: int,
-    args: PipeTransformerArguments,
-    groups: PipelineGroups,
-    placeholders: frozenset[str],
-    is_training: bool,
-    shared: SharedDraws | None = None,
-) -> DealtLoader:
-    """The loader of a data set with indices that rank 0 reads; see `make_pipeline_loader` for the arguments."""
-    loader = torch_loader(dataset, collate, sampler, global_batch_size, args, groups, is_training, shared)
-    num_samples = len(loader.batch_sampler.global_batches.sampler)
-    return DealtLoader(
-        loader,
-        groups,
-        placeholders,
-        args.pipeline_timeout,
-        global_batch_size,
-        num_samples,
-        not is_training,
-        shared,
-    )

@@ -121,7 +121,8 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
         )
 
     try:
-        yield has_drawn
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield has_drawn
     finally:
         set_states(states)
         for generator, state in held:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import seed_worker
+from torch.utils.data import DataLoader
 
-from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import SharedDraws, States
 from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
-from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
+from hf_pipetransformer.autodp.sampler import replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
 from hf_pipetransformer.cache_tags import detach_tags, without_hidden
@@ -76,10 +71,10 @@ class PipelineLoader(DataLoaderStateMixin):
             shape and dtype without memory behind it.
         timeout: seconds that a stage may wait for its batch.
         total_batch_size: samples in a full global batch.
-        num_samples: samples of an epoch over all replicas.
-        common_length: makes the replicas pad to one length; None where the loss does not see padding.
+        is_training: whether a replica may be left without samples.
         shared: in place of the global generators, torch's of which differs from rank to rank in training: what torch's
             loader and samplers draw is drawn from it, as in one process.
+        common_length: makes the replicas pad to one length; None where the loss does not see padding.
     """
 
     def __init__(
@@ -89,15 +84,15 @@ class PipelineLoader(DataLoaderStateMixin):
         placeholders: frozenset[str],
         timeout: float,
         total_batch_size: int,
-        num_samples: int,
-        common_length: CommonLength | None,
+        is_training: bool,
         shared: SharedDraws | None,
+        common_length: CommonLength | None = None,
     ) -> None:
         self.loader = loader
         self.groups = groups
         self.placeholders = placeholders
         self.total_batch_size = total_batch_size
-        self.num_samples = num_samples
+        self.is_training = is_training
         self.common_length = common_length
         self.shared = shared
         self.gradient_state = GradientState()
@@ -150,6 +145,11 @@ class PipelineLoader(DataLoaderStateMixin):
     @property
     def batch_sampler(self) -> Any:
         return self.loader.batch_sampler
+
+    @property
+    def num_samples(self) -> int:
+        """Of an epoch, over all replicas."""
+        return len(self.sampler)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -379,129 +379,3 @@ class PipelineLoader(DataLoaderStateMixin):
             source, self.groups.pipeline_control, f"receiving a batch from stage 0 (rank {source})"
         )
         return batch
-
-
-def make_pipeline_loader(
-    dataset: Any,
-    collate: Any,
-    sampler: Sampler[int] | None,
-    global_batch_size: int,
-    args: PipeTransformerArguments,
-    groups: PipelineGroups,
-    placeholders: frozenset[str],
-    is_training: bool,
-    common_length: CommonLength | None = None,
-    shared: SharedDraws | None = None,
-) -> PipelineLoader:
-    """The loader of one replica for a map-style data set.
-
-    Args:
-        dataset: samples by index.
-        collate: samples to a batch.
-        sampler: Trainer's sampler; None reads in order. One that is random becomes the same on every rank.
-        global_batch_size: samples of a loader batch over all replicas.
-        args: for the loader's own options and seeds.
-        groups: this rank's pipeline.
-        placeholders: see `PipelineLoader`.
-        is_training: whether a replica may be left without samples, and workers are seeded.
-        common_length: see `PipelineLoader`.
-        shared: see `PipelineLoader`.
-    """
-    loader = torch_loader(dataset, collate, sampler, global_batch_size, args, groups, is_training, shared)
-    num_samples = len(loader.batch_sampler.global_batches.sampler)
-    return PipelineLoader(
-        loader, groups, placeholders, args.pipeline_timeout, global_batch_size, num_samples, common_length, shared
-    )
-
-
-def torch_loader(
-    dataset: Any,
-    collate: Any,
-    sampler: Sampler[int] | None,
-    global_batch_size: int,
-    args: PipeTransformerArguments,
-    groups: PipelineGroups,
-    is_training: bool,
-    shared: SharedDraws | None,
-) -> Any:
-    """Torch's loader over this replica's part of each global batch; see `make_pipeline_loader` for the arguments."""
-    order = order_of_run(dataset, sampler, args, shared)
-    global_batches = BatchSampler(order, global_batch_size, args.dataloader_drop_last)
-    own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
-    worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
-    return DataLoader(
-        Samples(dataset),
-        batch_sampler=own_batches,
-        collate_fn=SkipEmpty(collate),
-        **worker_options(args),
-        worker_init_fn=worker_init if is_training else None,
-    )
-
-
-def worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
-    """What torch's loader is told of workers and memory."""
-    return {
-        "num_workers": args.dataloader_num_workers,
-        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
-        "persistent_workers": args.dataloader_persistent_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-        "in_order": args.dataloader_in_order,
-    }
-
-
-def order_of_run(
-    dataset: Any, given: Sampler[int] | None, args: PipeTransformerArguments, shared: SharedDraws | None
-) -> Any:
-    """Trainer's order for this seed, not drawn from generators in which ranks differ; a sampler.
-
-    For the arguments see `make_pipeline_loader`.
-    """
-    sampler: Any = given or SequentialSampler(dataset)
-    seed = args.data_seed if args.data_seed is not None else args.seed
-    if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
-        return SeedableRandomSampler(
-            data_source=sampler.data_source,
-            replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
-            generator=torch.Generator(),
-            data_seed=seed,
-        )
-    if args.world_size == 1:
-        return sampler
-    sampler = copy.copy(sampler)  # The user's own may be asked again.
-    if isinstance(sampler, LengthGroupedSampler):
-        # It sorts within some batches; those are global ones here.
-        sampler.batch_size *= args.world_size
-    if shared is None and getattr(sampler, "generator", "none needed") is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
-    return sampler
-
-
-class Samples(Dataset[Any]):
-    """A data set that is not asked for a batch of no samples: a user's transform need not take one."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        if not indices:
-            return []
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return fetch(indices) if fetch is not None else [self.dataset[index] for index in indices]
-
-
-class SkipEmpty:
-    """A collator that turns an empty list of samples into an empty batch instead of calling the user's collator."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.collate(samples) if samples else {}

@@ -8,13 +8,9 @@ from typing import Any
 
 import datasets
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.dealt import DealtLoader
-from hf_pipetransformer.autodp.draws import SharedDraws
-from hf_pipetransformer.autodp.loader import SkipEmpty, worker_options
-from hf_pipetransformer.autodp.topology import PipelineGroups
 
 
 def is_stream(dataset: Any) -> bool:
@@ -25,27 +21,8 @@ def is_stream(dataset: Any) -> bool:
 class StreamLoader(DealtLoader):
     """Yields this replica's part of every global batch of a stream, on every stage of its pipeline.
 
-    Args:
-        loader: over global batches; only rank 0 iterates it.
-        groups: this rank's pipeline; a transition changes it (`follow`).
-        placeholders: see `PipelineLoader`.
-        timeout: seconds that a stage may wait for its batch.
-        total_batch_size: samples in a full global batch.
-        repeat_small: for evaluation, see `ReplicaBatchSampler`.
-        shared: see `PipelineLoader`.
+    For the arguments see `PipelineLoader`; `loader` reads global batches, and rank 0 alone iterates it.
     """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        groups: PipelineGroups,
-        placeholders: frozenset[str],
-        timeout: float,
-        total_batch_size: int,
-        repeat_small: bool,
-        shared: SharedDraws | None,
-    ) -> None:
-        super().__init__(loader, groups, placeholders, timeout, total_batch_size, 0, repeat_small, shared)
 
     @property
     def dataset(self) -> Any:
@@ -58,6 +35,11 @@ class StreamLoader(DealtLoader):
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+    @property
+    def num_samples(self) -> int:
+        """Nobody knows."""
+        return 0
 
     @property
     def num_done(self) -> int:
@@ -78,28 +60,3 @@ class StreamLoader(DealtLoader):
         for _ in islice(coming, self._next):
             pass
         return coming
-
-
-def make_stream_loader(
-    dataset: Any,
-    collate: Any,
-    global_batch_size: int,
-    args: PipeTransformerArguments,
-    groups: PipelineGroups,
-    placeholders: frozenset[str],
-    is_training: bool,
-    shared: SharedDraws | None = None,
-) -> StreamLoader:
-    """The loader of a data set that can only be iterated; see `make_pipeline_loader` for the arguments."""
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_size=global_batch_size, collate_fn=SkipEmpty(collate), **worker_options(args)
-    )
-    return StreamLoader(
-        loader,
-        groups,
-        placeholders,
-        args.pipeline_timeout,
-        global_batch_size,
-        not is_training,
-        shared,
-    )

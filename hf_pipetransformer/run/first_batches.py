@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import SharedDraws, generators_kept, present_states
-from hf_pipetransformer.autodp.loader import order_of_run
+from hf_pipetransformer.autodp.reading import order_of_run
 from hf_pipetransformer.autodp.stream import is_stream
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.loaders import Request

@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_pipetransformer.autodp.dealt import make_dealt_loader
+from hf_pipetransformer.autodp.dealt import DealtLoader
 from hf_pipetransformer.autodp.draws import SharedDraws, States, draws_at_random, present_states
-from hf_pipetransformer.autodp.loader import PipelineLoader, make_pipeline_loader
-from hf_pipetransformer.autodp.stream import is_stream, make_stream_loader
+from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.reading import indexed_reader, stream_reader
+from hf_pipetransformer.autodp.stream import StreamLoader, is_stream
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.pipeline import Pipeline
@@ -120,30 +121,23 @@ def make_loader(trainer: Trainer, topology: Topology, pipeline: Pipeline, reques
         pipeline: that the batches are for.
         request: what Trainer was asked for.
     """
-    args, start_up = trainer.args, pipeline.start_up
+    args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_draws
     dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
-    options: dict[str, Any] = {
-        "dataset": dataset,
-        "collate": collate,
-        "global_batch_size": request.batch_size * topology.world_size,
-        "args": args,
-        "groups": pipeline.stage.groups,
-        "placeholders": frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders,
-        "is_training": request.is_training,
-        "shared": pipeline.shared_draws,
-    }
+    batch_size, groups = request.batch_size * topology.world_size, pipeline.stage.groups
+    placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
+    place = (groups, placeholders, args.pipeline_timeout, batch_size, request.is_training, shared)
     loader: PipelineLoader
     if is_stream(dataset):
-        loader = make_stream_loader(**options)
+        loader = StreamLoader(stream_reader(dataset, collate, batch_size, args), *place)
     else:
-        shared = pipeline.shared_draws
         with nullcontext() if shared is None else shared.drawing():
-            options["sampler"] = request.sampler(dataset)
+            sampler = request.sampler(dataset)
+        reader = indexed_reader(dataset, collate, sampler, batch_size, args, groups, request.is_training, shared)
         # Workers draw from generators of their own, and read for all replicas at the same time.
         if not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
-            loader = make_dealt_loader(**options)
+            loader = DealtLoader(reader, *place)
         else:
-            loader = make_pipeline_loader(**options, common_length=start_up.common_length)
+            loader = PipelineLoader(reader, *place, start_up.common_length)
     loader.pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     return loader
 
