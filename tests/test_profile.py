@@ -50,12 +50,19 @@ def test_units_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model:
     )
     assert max(sizes) == 13
     layout = start_up.plans.layout(26)
-    assert start_up.plans.describe(layout, 26, "none")["measured_samples"] == 13
+    assert start_up.plans.describe(layout, 26, "none", False)["measured_samples"] == 13
 
 
 def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
-    assert start_up.plans.describe(start_up.plans.layout(2), 2, "none")["measured_samples"] == 2
+    assert start_up.plans.describe(start_up.plans.layout(2), 2, "none", False)["measured_samples"] == 2
+
+
+@pytest.mark.parametrize(("freezes", "cache"), [(False, "off"), (True, "auto")])
+def test_a_run_says_whether_activations_may_be_stored(tmp_path: Path, freezes: bool, cache: str) -> None:
+    start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
+    described = start_up.plans.describe(start_up.plans.layout(2), 2, "any", freezes)
+    assert f"Activation cache: {cache}." in described["expectation"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,9 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
     monkeypatch.setattr(profile, "PROFILE_SECONDS", 1e-6)
     start_up, sizes = started(tmp_path, "vit", per_device_train_batch_size=26)
     assert max(sizes) == NUM_PROBE_SAMPLES
-    assert start_up.plans.describe(start_up.plans.layout(26), 26, "none")["measured_samples"] == NUM_PROBE_SAMPLES
+    assert (
+        start_up.plans.describe(start_up.plans.layout(26), 26, "none", False)["measured_samples"] == NUM_PROBE_SAMPLES
+    )
 
 
 def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:

@@ -77,8 +77,9 @@ class Beginning:
         """Say what begins, in the events and on the screen."""
         layout, saved = self.pipeline.layout, self.resumption
         policy = self.policy.describe() if self.replay is None else "replayed"
+        freezes = self.policy.freezes or self.replay is not None
         samples = self.trainer.args.per_device_train_batch_size
-        fields = self.pipeline.start_up.plans.describe(layout, samples, policy)
+        fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
         step, epoch = 0, 0.0
         if saved is not None:
             step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder

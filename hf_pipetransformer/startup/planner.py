@@ -158,12 +158,14 @@ class RunPlanner:
             num_chunks=self._num_chunks(size),
         )
 
-    def describe(self, layout: Layout, samples_per_device: int, policy: str) -> dict[str, Any]:
+    def describe(self, layout: Layout, samples_per_device: int, policy: str, freezes: bool) -> dict[str, Any]:
         """The start-up line's honest expectation, and the inputs of the choice, for the event."""
         costs, samples = self.costs, samples_per_device * layout.pipeline_size
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
         k, m = layout.pipeline_size, layout.num_microbatches
+        # Without frozen layers there is nothing to store.
+        cache = self.args.activation_cache if freezes or layout.num_frozen_layers else "off"
         bubble = ""
         if k > 1:
             busy = 1 - simulate_equal(find_schedule(layout.schedule), layout.places, m).bubble
@@ -173,7 +175,7 @@ class RunPlanner:
             cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"
             rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
         return {
-            "expectation": f"Freezing: {policy}. Activation cache: {self.args.activation_cache}. A step is expected "
+            "expectation": f"Freezing: {policy}. Activation cache: {cache}. A step is expected "
             f"to take {prediction.seconds * 1e3:.0f} ms.{bubble}{rule}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
