@@ -27,8 +27,8 @@ from hf_pipetransformer.transition import Stage
 from hf_pipetransformer.units import block_of
 
 
-WEIGHTS, ACTIVATIONS = "weights", "activations"
-"""What `LayoutController.tensors` holds: a key begins with either."""
+WEIGHTS, ACTIVATIONS, SAMPLES = "weights", "activations", "samples"
+"""What `LayoutController.tensors` holds: a key begins with one of them."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,9 @@ class LayoutController:
         return dict(plain(state, "What decides on layouts"))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank's weights, and on rank 0 the activations, were at the last decision; for a checkpoint.
+        """What this rank's weights, and on rank 0 the activations of some samples, were at the last decision.
+
+        For a checkpoint. A run that goes on with batches of another size would look at other samples.
 
         Empty unless the policy asks for them.
         """
@@ -316,6 +318,7 @@ class LayoutController:
             found = {f"{WEIGHTS}|{name}": value for name, value in self._weights.state().items()}
         if self._similarity is not None and self.topology.rank == 0:
             found |= {f"{ACTIVATIONS}|{layer}": value for layer, value in self._similarity.state().items()}
+            found |= {f"{SAMPLES}|{name}": value for name, value in self.probe.tensors().items()}
         return found
 
     def load_state(
@@ -349,7 +352,7 @@ class LayoutController:
         if self._recall is None:
             return
         recall, self._recall = self._recall, None
-        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}}
+        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}, SAMPLES: {}}
         for key, value in self.topology.together(recall).items():
             kind, _, name = key.partition("|")
             parts[kind][name] = value
@@ -357,3 +360,4 @@ class LayoutController:
             self._weights.load_state(parts[WEIGHTS])
         if self._similarity is not None:
             self._similarity.load_state(parts[ACTIVATIONS])
+            self.probe.set_tensors(parts[SAMPLES])

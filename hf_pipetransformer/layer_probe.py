@@ -32,9 +32,20 @@ class LayerProbe:
         device: torch.device,
     ) -> None:
         self.compute = compute
-        self.samples = samples
+        self.samples = dict(samples)
         self.topology = topology
         self.device = device
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the samples, for a checkpoint."""
+        found = {name: value for name, value in self.samples.items() if isinstance(value, torch.Tensor)}
+        return {name: value.contiguous().cpu() for name, value in found.items()}
+
+    def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with those of `tensors`; with the own samples if there are none."""
+        if tensors:
+            others = {name: value for name, value in self.samples.items() if not isinstance(value, torch.Tensor)}
+            self.samples = {**others, **tensors}
 
     def outputs(self, stage: Stage) -> dict[str, torch.Tensor]:
         """Number of each layer to its output, `(samples, hidden)`, of the first pipeline. A collective call."""

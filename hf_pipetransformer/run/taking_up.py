@@ -14,7 +14,7 @@ import torch
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.autodp.draws import SharedDraws, States, of_name, under_name
-from hf_pipetransformer.controller import ACTIVATIONS, WEIGHTS
+from hf_pipetransformer.controller import ACTIVATIONS, SAMPLES, WEIGHTS
 from hf_pipetransformer.plain_checkpoint import (
     read_plain_optimizer,
     read_plain_scheduler,
@@ -135,7 +135,7 @@ def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, 
         name = checkpoint.decisions_file(position)
         if checkpoint.has_part(resumption.folder, name):
             tensors, _ = checkpoint.read_part(
-                resumption.folder, name, lambda key: key in weights or key.startswith(ACTIVATIONS)
+                resumption.folder, name, lambda key: key in weights or key.startswith((ACTIVATIONS, SAMPLES))
             )
             found |= tensors
     return {key: value.to(into.trainer.args.device) if key in weights else value for key, value in found.items()}

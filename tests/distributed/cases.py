@@ -222,7 +222,6 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
     ],
     (2, 1): [
         _product("bert_sequence", "1f1b", 1),
-        _product("bert_question", "gpipe", 2),
         _product("bert_token", "gpipe", 1),
         _product("bert_masked", "1f1b", 2),
         _product("roberta_sequence", "1f1b", 1),
@@ -240,9 +239,7 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         _product("siglip", "1f1b", 1),
         _product("ast", "gpipe", 2),
         EAGER["bert_sequence"],
-        EAGER["vit"],
         UNEVEN_MICROBATCHES,
-        MANY_MICROBATCHES,
         FEW_MICROBATCHES,
         AUTO_MICROBATCHES,
         SHORT_DATA,
@@ -254,7 +251,6 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
         NAN_FILTERED,
         NAN_LOGGED,
         BF16,
-        BF16_IMAGES,
         CHUNKED["vit", "zb_h1"],
         CHUNKED["bert_masked", "zb_v"],
     ],
@@ -273,7 +269,6 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
     ],
     (4, 1): [
         _product("bert_masked", "1f1b", 1),
-        _product("deit", "1f1b", 2),
         _product("deberta_sequence", "gpipe", 2),
         FEW_MICROBATCHES,
         RECOMPUTED,
@@ -284,7 +279,7 @@ CI_CASES: dict[tuple[int, int], list[Case]] = {
 # Each of these features by itself; tests/conformance has them with others in every run of CI.
 BY_ITSELF = [
     *(SMOOTHED, SMOOTHED_IMAGES, OVERRIDDEN_LOSS, LOSS_FUNCTION, METRICS, CLASS_METRICS, MAX_STEPS, EARLY_STOP),
-    *(BEST_MODEL, LONG_LOGS, NO_CLIPPING, ACTIVATION_CHECKPOINTING),
+    *(BEST_MODEL, LONG_LOGS, NO_CLIPPING, ACTIVATION_CHECKPOINTING, MANY_MICROBATCHES, BF16_IMAGES),
 ]
 
 # What `make test-all` adds on a layout.

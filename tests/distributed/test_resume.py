@@ -340,8 +340,10 @@ def test_a_policy_that_remembers_decides_the_same_elsewhere(folder: Path, dying:
     assert [(event["step"], event["num_frozen"]) for event in (first, expected, found)] == [(4, 0), (8, 1), (8, 1)]
     assert found["weight_changes"] == pytest.approx(expected["weight_changes"], rel=1e-4)
     assert all(change > 0 for change in expected["weight_changes"])
-    assert found["activation_similarity"] == pytest.approx(expected["activation_similarity"], rel=1e-4)
-    assert all(0 < similarity < 1 - 1e-4 for similarity in expected["activation_similarity"])
+    # What is missing to 1 counts: where little has changed that is little.
+    changes = [[1 - value for value in event["activation_similarity"]] for event in (found, expected)]
+    assert changes[0] == pytest.approx(changes[1], rel=1e-2)
+    assert all(1e-5 < change < 1 for change in changes[1])
 
 
 def test_what_is_left_of_an_epoch_is_dealt_anew(folder: Path, dying: LaunchResult):

@@ -246,14 +246,12 @@ CASES = [
     planned("adamw-vit", "vit", options=EVALUATED),
     planned("sgd-bert", "bert_sequence", COARSE_CHAIN, options=SGD, accumulation=2, epochs=9),
     planned("tied-embedding-moves-only", "bert_masked", MOVES_ONLY, epochs=2),
-    planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
     planned("all-at-once", "vit", AT_ONCE, epochs=1),
     planned("interleaved", "vit", CHUNKED_AT_ONCE, epochs=1, schedule="interleaved_1f1b", num_chunks=2),
     # In a V the embedding and the head that is tied to it lie on one rank.
     planned("tied-embedding-in-a-v", "bert_masked", CHUNKED_MOVES, epochs=2, schedule="zb_v", num_chunks=2),
     planned("best-model", "bert_masked", options=BEST),
     planned("loader-workers", "bert_sequence", options=WORKERS, epochs=4),
-    planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
     # Each pass over the stream ends where a decision is due; Trainer, which does not know, asks on for batches.
     TransitionCase(
         "stream-own-decisions",
@@ -359,6 +357,8 @@ CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [
+    planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
+    planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
     planned("sgd-vit", "vit", options=SGD, schedule="gpipe", num_samples=49),
     planned("tokens-gpipe-accumulation", "bert_token", schedule="gpipe", accumulation=2, epochs=9),
     planned(
