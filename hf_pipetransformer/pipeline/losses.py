@@ -60,7 +60,8 @@ loss and the norms of its gradient by parameter."""
 
 _REMEDY = (
     "Micro-batches and replicas need a loss that is a mean (or a sum divided by num_items_in_batch) over samples or "
-    "label tokens. Use such a loss, or one process with pipeline_parallel_num_microbatches=1."
+    "label tokens. Use such a loss (of one with class weights the plain mean of cross_entropy(..., weight=w, "
+    "reduction='none')), or one process with pipeline_parallel_num_microbatches=1."
 )
 
 
