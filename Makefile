@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+LOWEST := .venv-lowest
 # Installed before everything else. On a machine with GPUs name the build that fits its driver, with pip's options:
 # make TORCH="torch==2.13.0 --index-url ADDRESS" test
 TORCH ?= torch==2.13.0
@@ -21,11 +22,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
-.PHONY: help demo test test-all test-faults gpu-check quality style benchmark benchmark-cache benchmark-features study clean
+.PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
+.PHONY: benchmark benchmark-cache benchmark-features study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make test       the tests of every change; make test-all: all of them"
+	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
@@ -59,6 +62,11 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu"
+
+# The lower bounds of pyproject.toml as constraints of pip, in an environment of its own.
+test-lowest:
+	grep -oE '"[a-z0-9-]+>=[0-9.]+' pyproject.toml | sed 's/^"//; s/>=/==/' > $(LOWEST).txt
+	PIP_CONSTRAINT=$(CURDIR)/$(LOWEST).txt $(MAKE) VENV=$(LOWEST) test
 
 # Half an hour or more; it goes on where it stopped. For other code or settings remove the folder.
 test-faults: $(INSTALLED)
