@@ -344,6 +344,7 @@ def wrong_decisions(seeds: range, folder: Path) -> list[str]:
 
 def test_sixty_random_probes_are_decided_right(tmp_path: Path) -> None:
     assert wrong_decisions(range(60), tmp_path) == []
+    assert not torch.is_autocast_enabled("cpu"), "a probe that stops a forward half way has left autocast on"
 
 
 @pytest.mark.slow

@@ -370,7 +370,9 @@ def official(questions: Dataset, unanswered: tuple[str, ...] = ()) -> str:
     """The questions as an official file of SQuAD v2; those `unanswered` have plausible answers only."""
     paragraphs = []
     for row in questions:
-        found = [{"text": text, "answer_start": start} for text, start in zip(*row["answers"].values(), strict=True)]
+        names = ("text", "answer_start")
+        columns = (row["answers"][name] for name in names)
+        found = [dict(zip(names, answer, strict=True)) for answer in zip(*columns, strict=True)]
         is_impossible = row["id"] in unanswered
         asked = {"id": row["id"], "question": row["question"], "is_impossible": is_impossible}
         asked |= {"answers": [], "plausible_answers": found} if is_impossible else {"answers": found}
