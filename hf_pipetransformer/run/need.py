@@ -32,13 +32,7 @@ def need_of(
         model: None where it is not made yet.
     """
     freezes = args.freeze_policy != "none" if policy is None else policy.freezes
-    asks_for_parts = (
-        args.pipeline_size not in (None, 1)
-        or args.num_microbatches not in (None, 1)
-        or args.pipeline_checkpoint != "never"
-        or args.layout_plan is not None
-        or splitter is not None
-    )
+    asks_for_parts = _asks_for_parts(args, splitter)
     if has_adapters(model) and not asks_for_parts:
         return Need.WISH if freezes or args.activation_cache == "on" else Need.NONE
     is_divided = args.world_size > 1 and args.pipeline_size != 1
@@ -48,6 +42,21 @@ def need_of(
         return Need.WISH
     has_frozen = model is not None and any(not parameter.requires_grad for parameter in model.parameters())
     return Need.WISH if has_frozen and args.activation_cache == "auto" else Need.NONE
+
+
+def does_without_layers(args: PipeTransformerArguments, splitter: Splitter | None) -> bool:
+    """Whether a model without layers is trained all the same: nobody said that it shall be split or stored."""
+    return not _asks_for_parts(args, splitter) and args.activation_cache != "on"
+
+
+def _asks_for_parts(args: PipeTransformerArguments, splitter: Splitter | None) -> bool:
+    return (
+        args.pipeline_size not in (None, 1)
+        or args.num_microbatches not in (None, 1)
+        or args.pipeline_checkpoint != "never"
+        or args.layout_plan is not None
+        or splitter is not None
+    )
 
 
 def has_adapters(model: Any) -> bool:

@@ -40,7 +40,7 @@ from hf_pipetransformer.run.loaders import (
     share_draws,
     states_of_first_rank,
 )
-from hf_pipetransformer.run.need import Need, need_of
+from hf_pipetransformer.run.need import Need, does_without_layers, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan
@@ -99,6 +99,7 @@ class Run:
         self._evaluation: Evaluation | UsersEvaluation | None = None
         self._needs_pipeline = needs_pipeline
         self._may_do_without = is_undivided(args) or need_of(args, policy, splitter, trainer.model) is not Need.MUST
+        self._does_without_layers = does_without_layers(args, splitter)
         self.is_left_to_trainer = self._evaluates_alone = not needs_pipeline or is_undivided(args)
         """Whether Trainer's own methods run now."""
         self._in_loop = ExitStack()
@@ -146,8 +147,9 @@ class Run:
         try:
             return self.starter.look(given, is_training)
         except (UnsupportedModelError, LossDoesNotDecomposeError) as error:
+            lacks_layers = isinstance(error, UnsupportedModelError) and self._does_without_layers
             # A run that Trainer did is one that it goes on with.
-            if not self._may_do_without or not (self.resumption is None or self.resumption.is_plain):
+            if not (self._may_do_without or lacks_layers) or not (self.resumption is None or self.resumption.is_plain):
                 raise
             say_left_to_trainer(error)
         host.place_model(self.trainer)

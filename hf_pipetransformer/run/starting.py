@@ -27,7 +27,7 @@ from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.first_batches import first_batches, most_samples
 from hf_pipetransformer.run.loaders import Request
-from hf_pipetransformer.run.need import Need, has_adapters, need_of
+from hf_pipetransformer.run.need import Need, does_without_layers, has_adapters, need_of
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
@@ -167,7 +167,8 @@ def check_given(
             check_trained_model(model, args, optimizers[0])
         check_dataset(train_dataset, "training")
     except ValueError as error:
-        if need is Need.MUST:
+        lacks_layers = isinstance(error, UnsupportedModelError) and does_without_layers(args, splitter)
+        if need is Need.MUST and not lacks_layers:
             raise
         say_left_to_trainer(error)
         return False

@@ -23,6 +23,8 @@ USED = (
     "adapters",
     "an added adapter",
     "freezing: adapters",
+    "freezing: several outputs",
+    "freezing: a model of transformers without layers",
     "batch normalisation",
     "columns of datasets",
     "a stream",
