@@ -183,6 +183,10 @@ def test_activations_without_a_sequence_freeze_but_are_not_stored(tmp_path: Path
     assert "expected three dimensions, (batch, seq, hidden)" in events
 
 
+MODELS = {kind.__name__: kind for kind in (Stack, ConfigIsNone, AddsInLayers, ChangesAround, Flat)}
+"""Those that can be cut, by name."""
+
+
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()

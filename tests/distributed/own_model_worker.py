@@ -1,0 +1,44 @@
+"""Models of a script's own on two stages that freeze and become two replicas, beside one process.
+
+    own_model_worker.py FOLDER
+
+Rank 0 writes `FOLDER/<name>.json` for each model: losses, and the layouts that the run went through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.test_own_models import MODELS, OwnSplitter, rows
+
+
+FOLDER = Path(sys.argv[1])
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def main() -> None:
+    for name, kind in MODELS.items():
+        torch.manual_seed(0)
+        args = PipeTransformerArguments(
+            output_dir=str(FOLDER / f"{name}-{WORLD_SIZE}"), per_device_train_batch_size=8 // WORLD_SIZE, max_steps=8,
+            use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", freeze_policy="fixed",
+            freeze_at="2:1,4:3", activation_cache="off", logging_steps=1, pipeline_parallel_size=WORLD_SIZE,
+            pipeline_parallel_num_microbatches=2, pipeline_compression="throughput",
+        )  # fmt: skip
+        trainer = PipeTransformerTrainer(kind(), args, train_dataset=rows(32), splitter=OwnSplitter())
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found = {"losses": losses, "layout": trainer.layout.as_event()}
+        if trainer.is_world_process_zero():
+            (FOLDER / f"{name}-{WORLD_SIZE}.json").write_text(json.dumps(found))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
