@@ -20,6 +20,23 @@ Write = Callable[["MicroBatch", torch.Tensor], None]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a slice of sequences lies.
+
+    Args:
+        batch_slice: number of the batch slice that it is cut from.
+        start: its first token.
+        stop: the token after its last.
+        length: tokens of a whole sequence.
+    """
+
+    batch_slice: int
+    start: int
+    stop: int
+    length: int
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch as every stage of the pipeline knows it.
 
@@ -33,6 +50,7 @@ class MicroBatch:
         tags: which of its samples are stored; None without a cache.
         write: stores the activations that enter the entry unit; called by the stage that owns it.
         on_host: the inputs as they came; None if they were made for this stage.
+        place: of a slice of sequences; None for whole sequences.
     """
 
     index: int
@@ -44,6 +62,7 @@ class MicroBatch:
     tags: CacheTags | None = None
     write: Write | None = None
     on_host: dict[str, Any] | None = None
+    place: Place | None = None
 
 
 class StageProgram(Protocol):
