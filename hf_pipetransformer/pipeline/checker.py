@@ -6,7 +6,18 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 
-from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, GIVES, NEEDS, SENDS, Action, Op, Row, Table, source_of
+from hf_pipetransformer.pipeline.schedules import (
+    BEGINS_BACKWARD,
+    COMPUTATIONS,
+    GIVES,
+    NEEDS,
+    SENDS,
+    Action,
+    Op,
+    Row,
+    Table,
+    source_of,
+)
 from hf_pipetransformer.placement import Placement
 
 
@@ -25,6 +36,7 @@ def check_table(
     has_backward: bool = True,
     first_active_stage: int = 0,
     placement: Placement | None = None,
+    num_token_slices: int = 1,
 ) -> None:
     """Prove that `table` computes all that it should, keeps gradients out of frozen stages and ends, or raise.
 
@@ -38,6 +50,8 @@ def check_table(
         has_backward: False for a table of evaluation.
         first_active_stage: stages below it run forwards only, and no gradient is sent to them or expected by them.
         placement: where the stages lie; by default one on each rank.
+        num_token_slices: so many micro-batches in a row, from a multiple of it on, are slices of the same sequences:
+            their forwards must follow each other, and their backwards in the reverse order.
 
     Raises:
         ScheduleError: with the ranks that wait for each other, the messages that do not match, or what is missing.
@@ -49,6 +63,7 @@ def check_table(
             own = tuple(action for action in row if action.chunk == chunk)
             _check_stage(stage, own, num_microbatches, has_backward and stage >= first_active_stage)
             _check_gradients_stay_active(stage, own, first_active_stage)
+            _check_token_slices(stage, own, num_token_slices)
     check_on_nccl(table, placement=placement)
 
 
@@ -82,6 +97,18 @@ def _check_gradients_stay_active(stage: int, row: Row, first_active_stage: int) 
                 f"Stage {stage} has {action}, but the stages below {first_active_stage} are frozen: no gradient "
                 "enters them."
             )
+
+
+def _check_token_slices(stage: int, row: Row, num_token_slices: int) -> None:
+    for ops, step in (((Op.FORWARD,), 1), (BEGINS_BACKWARD, -1)):
+        order = [action.micro_batch for action in row if action.op in ops]
+        for earlier, later in pairwise(sorted(order, key=lambda i: i // num_token_slices)):
+            if earlier // num_token_slices == later // num_token_slices and later - earlier != step:
+                what = "forward" if step > 0 else "backward"
+                raise ScheduleError(
+                    f"Stage {stage} runs the {what} of slice {later} next after that of slice {earlier}: slices of "
+                    "the same sequences run forward in their order and backward in the reverse order."
+                )
 
 
 LinkKey = tuple[int, str]

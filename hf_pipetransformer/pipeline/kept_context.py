@@ -30,7 +30,7 @@ class Kept:
 
     def extend(self, new: torch.Tensor, start: int) -> torch.Tensor:
         """Write the slice `new`, `(batch, heads, tokens, size)`, from token `start` on; all up to its end."""
-        extended: torch.Tensor = _Extend.apply(new, self, start)
+        extended: torch.Tensor = _Extend.apply(new, self, start)  # type: ignore[no-untyped-call]
         return extended
 
     def write(self, new: torch.Tensor, start: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class KeptContext:
         self._new.pop(start, None)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers.cache_utils is not typed.
+class _Layer(CacheLayerMixin):
     """What the model's code sees of a layer: so many tokens are there, whether this stage holds the layer or not."""
 
     is_sliding = False

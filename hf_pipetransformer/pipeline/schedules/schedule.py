@@ -36,6 +36,8 @@ class Schedule:
         default_chunks: stages on each rank, V, unless the user says otherwise.
         min_chunks: the smallest V of two ranks or more; a pipeline of one rank has one stage.
         max_chunks: the largest V.
+        in_token_slices: makes of what `lay` gives, and S, what is computed for S slices of the tokens of each
+            micro-batch; None for a schedule that cuts batches alone.
     """
 
     name: str
@@ -45,10 +47,16 @@ class Schedule:
     default_chunks: int = 1
     min_chunks: int = 1
     max_chunks: int = 1
+    in_token_slices: Callable[[Computations, int], Computations] | None = None
 
     @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
     def table(
-        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+        self,
+        pipeline_size: int,
+        num_microbatches: int,
+        num_chunks: int = 1,
+        first_active_stage: int = 0,
+        num_token_slices: int = 1,
     ) -> Table:
         """One row of actions a rank.
 
@@ -59,6 +67,8 @@ class Schedule:
             num_microbatches: M.
             num_chunks: stages on each rank, V.
             first_active_stage: the first stage with something to train, 0 to K V - 1.
+            num_token_slices: S, parts that the tokens of each micro-batch are cut into. The table's micro-batches are
+                these M S slices, those of a micro-batch one after the other.
 
         Raises:
             ValueError: fewer than one rank or micro-batch, stages that this schedule does not know how to lay, or an
@@ -82,6 +92,10 @@ class Schedule:
                 f"{placement.num_stages - 1}, found {first_active_stage}."
             )
         rows = self.lay(placement, num_microbatches, first_active_stage)
+        if num_token_slices != 1:
+            if self.in_token_slices is None or num_token_slices < 1:
+                raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
+            rows = self.in_token_slices(rows, num_token_slices)
         return add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
 
     def peaks(

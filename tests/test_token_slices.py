@@ -1,0 +1,266 @@
+"""Slices of sequences as micro-batches: their order, what they compute, and how long they should be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from hf_pipetransformer.autopipe.token_slices import pipeline_seconds, plan_slices
+from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
+from hf_pipetransformer.pipeline.program import MicroBatch, ModelProgram, Place
+from hf_pipetransformer.pipeline.recompute import RecomputingProgram
+from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, Op, Table, find_schedule
+from hf_pipetransformer.pipeline.schedules.token import TOKEN
+from hf_pipetransformer.pipeline.token_program import TokenSliceProgram
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.splitters.view import StageView
+from tests.one_process import CPU, make_engines, run_table, trace, whole_gradients
+
+
+VOCABULARY, HIDDEN, LAYERS, LENGTH, BATCH = 50, 32, 3, 24, 4
+
+
+# ---- order ----
+
+
+def computed(table: Table) -> list[str]:
+    return [" ".join(str(action) for action in row if action.op in COMPUTATIONS) for row in table]
+
+
+def test_slices_go_forward_in_their_order_and_backward_in_the_reverse_one() -> None:
+    assert computed(TOKEN.table(2, 1, num_token_slices=3)) == ["F0 F1 F2 B2 B1 B0"] * 2
+    assert computed(TOKEN.table(2, 2, num_token_slices=2)) == [
+        "F0 F1 F2 F3 B1 B0 B3 B2",
+        "F0 F1 B1 B0 F2 F3 B3 B2",
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_slices", [1, 2, 5, 16])
+def test_every_table_of_slices_ends(num_stages: int, num_slices: int) -> None:
+    for count in (1, 2, 3, num_stages, 2 * num_stages):
+        for first_active in range(num_stages):
+            table = TOKEN.table(num_stages, count, 1, first_active, num_slices)
+            check_table(table, count * num_slices, True, first_active, num_token_slices=num_slices)
+
+
+def test_memory_is_that_of_few_batch_slices() -> None:
+    held = {count: TOKEN.in_flight(4, count) for count in (4, 16)}
+    assert held[16] == held[4] == (4, 3, 2, 1)
+
+
+def test_a_table_with_slices_in_another_order_is_refused() -> None:
+    (row,) = TOKEN.table(1, 1, num_token_slices=3)
+    forwards = [action for action in row if action.op is Op.FORWARD]
+    backwards = [action for action in row if action.op is Op.BACKWARD]
+    with pytest.raises(ScheduleError, match="backward of slice 1 next after that of slice 0"):
+        check_table(((*forwards, *reversed(backwards)),), 3, num_token_slices=3)
+    with pytest.raises(ScheduleError, match="forward of slice 0 next after that of slice 2"):
+        check_table(((forwards[2], *forwards[:2], *backwards),), 3, num_token_slices=3)
+
+
+def test_other_schedules_cut_no_sequences() -> None:
+    with pytest.raises(ValueError, match="gpipe cannot cut sequences into 2 slices"):
+        find_schedule("gpipe").table(2, 2, num_token_slices=2)
+
+
+# ---- what is computed ----
+
+
+def decoder(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": 0,
+        "eos_token_id": 1,
+    }  # fmt: skip
+    if name == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=64, resid_pdrop=0.0,
+                embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
+            )
+        )  # fmt: skip
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
+    return Qwen2ForCausalLM(
+        Qwen2Config(**common, use_sliding_window=name == "qwen2_window", sliding_window=5, max_window_layers=1)
+    )
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """One sequence is shorter, and the first tokens of all have no label: the first slices have none at all."""
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, 20:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[:, :9] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def slices_of(inputs: dict[str, torch.Tensor], num_batch_slices: int, cuts: list[int]) -> Iterator[tuple[dict, Place]]:
+    following = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    for number in range(num_batch_slices):
+        rows = slice(BATCH * number // num_batch_slices, BATCH * (number + 1) // num_batch_slices)
+        for start, stop in pairwise(cuts):
+            part = {
+                "input_ids": inputs["input_ids"][rows, start:stop],
+                "attention_mask": inputs["attention_mask"][rows, :stop],
+                "labels": inputs["labels"][rows, start:stop],
+                "shift_labels": following[rows, start:stop].contiguous(),
+            }
+            yield part, Place(number, start, stop, LENGTH)
+
+
+def run_sliced(
+    model: nn.Module, size: int, num_batch_slices: int, cuts: list[int], recompute: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and gradients of a model on `size` ranks."""
+    inputs = batch()
+    models = [copy.deepcopy(model) for _ in range(size)]
+    views = [StageView(own, find_splitter(own), trace(own, inputs)) for own in models]
+    boundaries = [0, *(1 + 2 * (LAYERS * stage // size) for stage in range(1, size)), views[0].structure.num_units]
+    for stage, view in enumerate(views):
+        view.install(range(boundaries[stage], boundaries[stage + 1]))
+
+    def program_of(stage: int) -> TokenSliceProgram | RecomputingProgram:
+        units = range(boundaries[stage], boundaries[stage + 1])
+        program = TokenSliceProgram(ModelProgram(views[stage], units, torch.float32, stage > 0), LAYERS)
+        return RecomputingProgram(program, "always", 0, CPU) if recompute else program
+
+    num_labels = int((inputs["labels"][:, 1:] != -100).sum())
+    micro_batches = [
+        [
+            MicroBatch(
+                index,
+                part,
+                int((part["shift_labels"] != -100).sum()) / num_labels,
+                (*part["input_ids"].shape, HIDDEN),
+                lambda given, own=own: own(**given).loss,
+                place=place,
+            )
+            for index, (part, place) in enumerate(slices_of(inputs, num_batch_slices, cuts))
+        ]
+        for own in models
+    ]
+    table = TOKEN.table(size, num_batch_slices, num_token_slices=len(cuts) - 1)
+    loss = torch.stack(run_table(table, make_engines(Placement(size), program_of), micro_batches)).sum()
+    sums: dict[str, torch.Tensor] = {}
+    for own, view in zip(models, views, strict=True):
+        view.remove()
+        for name, parameter in own.named_parameters():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, 0) + parameter.grad
+    return loss, sums
+
+
+def assert_is_whole(model: nn.Module, loss: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    whole_loss, expected = whole_gradients(model, batch())
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-6, atol=0)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), 1e-3), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "qwen2_window"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("cuts", [[0, 24], [0, 8, 16, 24], [0, 3, 10, 11, 24]], ids=["whole", "even", "ragged"])
+@pytest.mark.parametrize("num_batch_slices", [1, 2, 4])
+def test_slices_give_the_gradients_of_whole_sequences(
+    name: str, size: int, cuts: list[int], num_batch_slices: int
+) -> None:
+    model = decoder(name)
+    assert_is_whole(model, *run_sliced(model, size, num_batch_slices, cuts))
+
+
+def test_slices_may_be_recomputed() -> None:
+    model = decoder("llama")
+    assert_is_whole(model, *run_sliced(model, 2, 2, [0, 3, 10, 11, 24], recompute=True))
+
+
+def test_the_comparison_sees_what_a_slice_reads_of_earlier_ones() -> None:
+    """Without the gradients that go back through keys and values nothing would be equal."""
+    model = decoder("llama")
+    loss, gradients = run_sliced(model, 1, 1, [0, 12, 24])
+    inputs = batch()
+    own = copy.deepcopy(model)
+    with torch.no_grad():
+        past = own.model(inputs["input_ids"][:, :12], use_cache=True).past_key_values
+    labels = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 13:].contiguous()
+    own(inputs["input_ids"][:, 12:], attention_mask=inputs["attention_mask"], past_key_values=past,
+        labels=labels, shift_labels=labels).loss.backward()  # fmt: skip
+    weight = "model.layers.0.self_attn.k_proj.weight"
+    wrong = dict(own.named_parameters())[weight].grad
+    assert (gradients[weight] - wrong).norm() > 0.05 * gradients[weight].norm()
+
+
+# ---- lengths ----
+
+
+def compositions(total: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in compositions(total - first):
+            yield (first, *rest)
+
+
+def sets_of_batch_slices(left: int, most: int) -> Iterator[tuple[int, ...]]:
+    if left == 0:
+        yield ()
+    for size in range(1, min(left, most) + 1):
+        for rest in sets_of_batch_slices(left - size, size):
+            yield (size, *rest)
+
+
+def times_of(times: np.ndarray, size: int, lengths: tuple[int, ...]) -> list[float]:
+    starts = np.cumsum([0, *lengths[:-1]])
+    return [float(times[size - 1, x - 1, start]) for x, start in zip(lengths, starts, strict=True)]
+
+
+def least_of_all(times: np.ndarray, num_stages: int, batch_size: int) -> float:
+    """By trying every set of batch slices with every choice of token slices for each."""
+    found = np.inf
+    for sizes in sets_of_batch_slices(batch_size, times.shape[0]):
+        partial: list[list[float]] = [[]]
+        for size in sizes:
+            partial = [one + times_of(times, size, two) for one in partial for two in compositions(times.shape[1])]
+        found = min(found, *(pipeline_seconds(each, num_stages) for each in partial))
+    return float(found)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_the_least_of_all(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    times = np.cumsum(generator.random((2, 4, 4)), axis=1)
+    num_stages = int(generator.integers(1, 9))
+    plan = plan_slices(times, num_stages, 3, tolerance=0.0)
+    assert plan.seconds == pytest.approx(least_of_all(times, num_stages, 3), rel=1e-12)
+    assert sum(size for size, _ in plan.slices) == 3
+    assert all(sum(lengths) == 4 for _, lengths in plan.slices)
+    taken = [time for size, lengths in plan.slices for time in times_of(times, size, lengths)]
+    assert plan.seconds == pytest.approx(pipeline_seconds(taken, num_stages), rel=1e-12)
+
+
+def test_later_slices_are_shorter_and_long_pipelines_cut_more() -> None:
+    granules = np.arange(1, 33.0)
+    tokens, context = np.meshgrid(granules, granules - 1, indexing="ij")
+    times = (2 + tokens + 0.05 * (2 * context * tokens + tokens**2))[None]
+    plans = {size: plan_slices(times, size, 1).slices[0][1] for size in (1, 4, 16)}
+    assert plans[1] == (32,)
+    assert len(plans[4]) < len(plans[16])
+    assert plans[16][0] > plans[16][-1]
+
+
+def test_nothing_to_slice_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch of 0 on 2 stages"):
+        plan_slices(np.ones((1, 2, 2)), 2, 0)
