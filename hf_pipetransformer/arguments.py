@@ -16,6 +16,7 @@ from hf_pipetransformer.option_values import (
     count_or,
     freeze_table,
     interval,
+    lengths_or,
     number,
     optional,
     path,
@@ -23,6 +24,7 @@ from hf_pipetransformer.option_values import (
     whole_number,
 )
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.token_slices import Plans
 
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ READERS: dict[str, Reader] = {
     "pipeline_parallel_size": count_or("auto"),
     "pipeline_parallel_num_microbatches": count_or("auto", "measured"),
     "pipeline_schedule": choice(SCHEDULE_NAMES),
+    "pipeline_token_slices": lengths_or("auto"),
     "pipeline_chunks": optional(whole_number("a number of stages, 1 or more", least=1)),
     "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
     "pipeline_timeout": _is_wait,
@@ -83,6 +86,7 @@ class PipeTransformerArguments(TrainingArguments):
         pipeline_parallel_num_microbatches (`str` or `int`, *optional*, defaults to `"auto"`): M.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`): order of the micro-batches.
         pipeline_chunks (`int`, *optional*): V; by default the schedule's.
+        pipeline_token_slices (`str` or `int`, *optional*, defaults to `"auto"`): S, with the schedule `"token"`.
         pipeline_checkpoint (`str`, *optional*, defaults to `"never"`): activation recomputation.
         pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other in a
             step; between steps `ddp_timeout`.
@@ -130,6 +134,14 @@ class PipeTransformerArguments(TrainingArguments):
     )
     pipeline_schedule: str = field(
         default="1f1b", metadata={"help": "Schedule of the micro-batches.", "choices": SCHEDULE_NAMES}
+    )
+    pipeline_token_slices: str = field(
+        default="auto",
+        metadata={
+            "help": "Slices of the tokens of each sequence, for the schedule 'token': their number, their lengths "
+            "('512,512,1024'; sequences of another length are cut in proportion), or 'auto' for what is planned from "
+            "measured times."
+        },
     )
     pipeline_chunks: int | None = field(
         default=None,
@@ -269,6 +281,7 @@ class PipeTransformerArguments(TrainingArguments):
         self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
         self._check_freezing()
         self._check_chunks()
+        self._check_token_slices()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # There is nothing else; without the word accelerate would make each process a world of its own.
             self.use_cpu = True
@@ -276,13 +289,13 @@ class PipeTransformerArguments(TrainingArguments):
         self._recompute_in_pipeline()
 
     def _recompute_in_pipeline(self) -> None:
-        if self.activation_checkpointing and self.pipeline_parallel_size != "1":
+        if self.activation_checkpointing and (self.pipeline_parallel_size != "1" or self.cuts_tokens):
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
-            if self.world_size > 1:
+            if self.world_size > 1 or self.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
                 self.pipeline_checkpoint = "always"
                 self.activation_checkpointing = False
@@ -295,6 +308,23 @@ class PipeTransformerArguments(TrainingArguments):
                 f"pipeline_chunks={self.pipeline_chunks} with pipeline_schedule={self.pipeline_schedule!r}: expected "
                 + (f"{fewest}" if fewest == most else f"{fewest} to {most}")
                 + " stages a rank. Choose another schedule, or leave pipeline_chunks out."
+            )
+
+    def _check_token_slices(self) -> None:
+        if self.pipeline_token_slices != "auto" and not self.cuts_tokens:
+            raise ValueError(
+                f"pipeline_token_slices={self.pipeline_token_slices!r} needs pipeline_schedule='token', found "
+                f"{self.pipeline_schedule!r}."
+            )
+        if self.cuts_tokens and self.torch_compile:
+            raise ValueError(
+                "torch_compile with pipeline_schedule='token' has not been verified: use another schedule, or leave "
+                "torch_compile out."
+            )
+        if self.cuts_tokens and self.activation_cache == "on":
+            raise ValueError(
+                "activation_cache='on' with pipeline_schedule='token': stored activations are those of whole "
+                "sequences. Leave activation_cache out, or use pipeline_schedule='1f1b'."
             )
 
     def _check_freezing(self) -> None:
@@ -328,6 +358,19 @@ class PipeTransformerArguments(TrainingArguments):
     def num_chunks(self) -> int:
         """Stages of each rank, V, where a pipeline has several ranks."""
         return self.pipeline_chunks or find_schedule(self.pipeline_schedule).default_chunks
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether sequences are cut into slices of their tokens."""
+        return find_schedule(self.pipeline_schedule).in_token_slices is not None
+
+    @property
+    def token_slices(self) -> Plans | None:
+        """How sequences are cut, as the user wants it; None for "auto"."""
+        if self.pipeline_token_slices == "auto":
+            return None
+        lengths = tuple(int(length) for length in self.pipeline_token_slices.split(","))
+        return ((1,) * lengths[0] if len(lengths) == 1 else lengths,)
 
     @property
     def num_microbatches(self) -> int | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 
 IGNORED_LABEL = -100
+_UP_TO_THE_END = ("attention_mask",)
+"""What a slice reads of all tokens up to its own end."""
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:
@@ -34,6 +37,46 @@ def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
     """The given samples of a batch."""
     size = batch_size(inputs)
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
+
+
+def with_shifted_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch that says for each token which one follows: the last token of a slice predicts the next one's first."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or "shift_labels" in inputs:
+        return dict(inputs)
+    ended = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+    return {**inputs, "shift_labels": ended}
+
+
+def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[str, Any]]:
+    """The slices of a batch whose sequences have `bounds[-1]` tokens; none without bounds.
+
+    Tensors `(batch, seq, ...)` are cut, of an attention mask each slice gets all up to its end.
+
+    Raises:
+        ValueError: an attention mask is no `(batch, seq)`.
+    """
+    if not bounds:
+        return []
+    length = bounds[-1]
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() != 2:
+        raise ValueError(
+            f"Token slices need an attention_mask of shape (batch, seq), found {tuple(mask.shape)}: let the data "
+            "collator give one, or set pipeline_schedule='1f1b'."
+        )
+
+    def part(name: str, value: Any, start: int, stop: int) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
+            return value
+        own = value[:, 0 if name in _UP_TO_THE_END else start : stop]
+        # Losses flatten labels by `view`.
+        return own.contiguous() if name in ("labels", "shift_labels") else own
+
+    whole = with_shifted_labels(inputs)
+    return [
+        {name: part(name, value, start, stop) for name, value in whole.items()} for start, stop in pairwise(bounds)
+    ]
 
 
 def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:

@@ -6,22 +6,24 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.autodp.topology import broadcast_tree
-from hf_pipetransformer.batches import count_items, join_outputs, split_batch
-from hf_pipetransformer.cache_tags import detach_tags
+from hf_pipetransformer.batches import count_items, cut_tokens, join_outputs, split_batch
+from hf_pipetransformer.cache_tags import CacheTags, detach_tags
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.losses import LossRule
-from hf_pipetransformer.pipeline.program import Forward, MicroBatch, Write
+from hf_pipetransformer.pipeline.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.pipeline.reduction import last_gradients
 from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, SENDS, Action, Row, Schedule, find_schedule
 from hf_pipetransformer.pipeline.weight_gradients import linear_layers
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
+from hf_pipetransformer.token_slices import slice_bounds
 from hf_pipetransformer.transition import Stage
 from hf_pipetransformer.units import block_of
 
@@ -91,10 +93,12 @@ class StageRunner:
         """
         stage, reducer = self.stage, self.stage.reducer
         assert reducer is not None, "the stage was started for training"
-        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, write)
+        bounds = self._token_bounds(inputs)
+        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, write, bounds)
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
-            row = self._row(find_schedule(stage.layout.schedule), len(cut))
+            num_slices = max(1, len(bounds) - 1)
+            row = self._row(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
             run = stage.engine.begin(row, OnDevice(cut, row, prepare, self._copies))
             if is_last_batch:
                 for action, parameters in self._last_gradients_of(row):
@@ -180,10 +184,10 @@ class StageRunner:
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
         return _from_message(message, stage.settings.device)
 
-    def _row(self, schedule: Schedule, num_microbatches: int) -> Row:
+    def _row(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> Row:
         layout = self.stage.layout
-        table = schedule.table(layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage)
-        return table[self.stage.groups.position]
+        shape = layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage
+        return schedule.table(*shape, num_token_slices)[self.stage.groups.position]
 
     def _last_gradients_of(self, row: Row) -> list[tuple[Action, list[torch.nn.Parameter]]]:
         """See `last_gradients`; a run has few rows."""
@@ -207,16 +211,32 @@ class StageRunner:
         forward: Forward,
         loss_scale: float | torch.Tensor,
         write: Write | None,
+        bounds: Sequence[int] = (),
     ) -> list[MicroBatch]:
-        cut = [detach_tags(part) for part in split_batch(inputs, self.stage.layout.num_microbatches)]
-        parts = [part for part, _ in cut]
+        """The micro-batches; each cut into the slices of its tokens between `bounds`, if there are any."""
+        cut: list[tuple[dict[str, Any], CacheTags | None, Place | None]] = []
+        for number, whole in enumerate(split_batch(inputs, self.stage.layout.num_microbatches)):
+            part, tags = detach_tags(whole)
+            if not bounds:
+                cut.append((part, tags, None))
+            for (start, stop), own in zip(pairwise(bounds), cut_tokens(part, bounds), strict=True):
+                cut.append((own, tags, Place(number, start, stop, bounds[-1])))
+        parts = [part for part, _, _ in cut]
         counts = [count_items(part, self.shifts_labels) for part in parts]
         weights = [rule.weight(count, total_items) for count in counts]
         shapes = self._shapes(parts)
         return [
-            MicroBatch(i, part, weights[i], shapes[i], forward, loss_scale, tags, write, on_host=part)
-            for i, (part, tags) in enumerate(cut)
+            MicroBatch(i, part, weights[i], shapes[i], forward, loss_scale, tags, write, on_host=part, place=place)
+            for i, (part, tags, place) in enumerate(cut)
         ]
+
+    def _token_bounds(self, inputs: dict[str, Any]) -> tuple[int, ...]:
+        """Where the slices of a batch's sequences begin and the last ends; nothing where they stay whole."""
+        plans, value = self.stage.layout.token_slices, inputs.get(self.activation.main_input)
+        if not plans or not isinstance(value, torch.Tensor):
+            return ()
+        bounds = slice_bounds(plans, value.shape[1])
+        return bounds if len(bounds) > 2 else ()
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         if self.stage.layout.pipeline_size == 1:

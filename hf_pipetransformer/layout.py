@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_pipetransformer import units
 from hf_pipetransformer.placement import PLACEMENTS, Placement
+from hf_pipetransformer.token_slices import Plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Layout:
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
         num_chunks: V, stages of a rank; 1 if the pipeline is one rank.
         placement: which rank holds which stage, one of `placement.PLACEMENTS`.
+        token_slices: how sequences are cut, see `token_slices.Plans`; nothing where they stay whole.
 
     Raises:
         ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, the ranks would not
@@ -44,6 +46,7 @@ class Layout:
     cache_level: int = 0
     num_chunks: int = 1
     placement: str = "loop"
+    token_slices: Plans = ()
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_units)
@@ -140,12 +143,14 @@ class Layout:
 
     def as_event(self) -> dict[str, Any]:
         """The layout as plain JSON values, for the events file and for the agreement check."""
-        return {**asdict(self), "boundaries": list(self.boundaries)}
+        plans = [list(plan) for plan in self.token_slices]
+        return {**asdict(self), "boundaries": list(self.boundaries), "token_slices": plans}
 
     @classmethod
     def from_event(cls, fields: dict[str, Any]) -> Layout:
         """The inverse of `as_event`, also after the way through JSON."""
-        return cls(**{**fields, "boundaries": tuple(fields["boundaries"])})
+        plans = tuple(tuple(plan) for plan in fields.get("token_slices", ()))
+        return cls(**{**fields, "boundaries": tuple(fields["boundaries"]), "token_slices": plans})
 
     def as_scalars(self) -> dict[str, float]:
         """What trackers show of the layout; nothing while it is one that Trainer has too."""
@@ -164,6 +169,13 @@ class Layout:
         each = f"ranks of V={self.num_chunks} stages" if self.num_chunks > 1 else "stages"
         return (
             f"K={self.pipeline_size} {each} x R={self.num_replicas} replicas, "
-            f"M={self.num_microbatches} micro-batches, F={self.num_frozen_layers} of {self.num_layers} layers frozen"
+            f"M={self.num_microbatches} micro-batches{self._sliced()}, "
+            f"F={self.num_frozen_layers} of {self.num_layers} layers frozen"
             + (f" (cached: {self.cache_level})" if self.cache_level else "")
         )
+
+    def _sliced(self) -> str:
+        if not self.token_slices:
+            return ""
+        longest = self.token_slices[-1]
+        return f" of S={len(longest)} token slices ({', '.join(map(str, longest))})"

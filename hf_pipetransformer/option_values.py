@@ -99,6 +99,22 @@ def count_or(*words: str) -> Reader:
     return read
 
 
+def lengths_or(*words: str) -> Reader:
+    """One of `words`, a positive whole number, or several with commas between them; as text."""
+    allowed = " or ".join([*map(repr, words), "a number of slices", "their lengths, as in '512,512,1024'"])
+
+    def read(name: str, value: Any) -> str:
+        word = value.strip().lower() if isinstance(value, str) else None
+        if word in words:
+            return word
+        found = [_whole(part) for part in value.split(",")] if isinstance(value, str) else [_whole(value)]
+        if any(part is None or part < 1 for part in found):
+            raise _refusal(name, allowed, value)
+        return ",".join(map(str, found))
+
+    return read
+
+
 def interval(name: str, value: Any) -> str:
     """ "epoch", a number of steps, or a share of the run, as text."""
     if isinstance(value, str) and value.strip().lower() == "epoch":

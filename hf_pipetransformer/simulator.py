@@ -21,6 +21,7 @@ class Durations:
         backward_input: seconds of the part of a backward that gives the gradient of the stage's input; only read, like
             the next, for a table that splits backwards.
         backward_weight: seconds of the part that gives the gradients of the weights.
+        factors: by which all these are longer for each micro-batch, by its number; nothing where all are alike.
     """
 
     forward: tuple[float, ...]
@@ -28,16 +29,17 @@ class Durations:
     hop: float = 0.0
     backward_input: tuple[float, ...] = ()
     backward_weight: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
 
-    def of(self, stage: int, op: Op) -> float:
-        """Seconds that the computation `op` takes on `stage`."""
+    def of(self, stage: int, op: Op, micro_batch: int) -> float:
+        """Seconds that the computation `op` of a micro-batch takes on `stage`."""
         by_op = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.backward_input,
             Op.BACKWARD_WEIGHT: self.backward_weight,
         }
-        return by_op[op][stage]
+        return by_op[op][stage] * (self.factors[micro_batch] if self.factors else 1.0)
 
 
 class Span(NamedTuple):
@@ -103,6 +105,7 @@ def simulate_equal(
     first_active_stage: int = 0,
     backward: float = 2.0,
     hop: float = 0.0,
+    num_token_slices: int = 1,
 ) -> Timeline:
     """The timeline of stages with equal loads, in units of time: a forward through all stages of a rank takes 1.
 
@@ -113,10 +116,12 @@ def simulate_equal(
         first_active_stage: stages below it are frozen.
         backward: of a backward through all stages of a rank; half of it is for the gradients of weights.
         hop: of a message to another rank.
+        num_token_slices: S, slices of a micro-batch that are alike.
     """
     size, num_chunks, _ = placement
-    table = schedule.table(size, num_microbatches, num_chunks, first_active_stage)
-    forward, whole, half = ((each / num_chunks,) * placement.num_stages for each in (1.0, backward, backward / 2))
+    table = schedule.table(size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
+    share = 1 / (num_chunks * num_token_slices)
+    forward, whole, half = ((each * share,) * placement.num_stages for each in (1.0, backward, backward / 2))
     return simulate(table, Durations(forward, whole, hop, half, half), placement)
 
 
@@ -166,7 +171,7 @@ class _Run:
             if arrival is None:
                 return False
             start = max(start, arrival)
-        self.clock[rank] = start + self.durations.of(stage, op)
+        self.clock[rank] = start + self.durations.of(stage, op, i)
         self.busy[rank] += self.clock[rank] - start
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return True

@@ -15,6 +15,7 @@ from hf_pipetransformer.pipeline.program import ModelProgram, StageProgram
 from hf_pipetransformer.pipeline.recompute import RecomputingProgram
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.pipeline.timing import StepMeter
+from hf_pipetransformer.pipeline.token_program import TokenSliceProgram
 from hf_pipetransformer.pipeline.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.splitters.view import Compile, StageView
@@ -57,7 +58,9 @@ def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings
 
     def program(own: range) -> StageProgram:
         is_above_active = stage > layout.first_active_stage
-        plain = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears))
+        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears))
+        if layout.token_slices:
+            plain = TokenSliceProgram(plain, layout.num_layers)
         if settings.recompute == "never":
             return plain
         return RecomputingProgram(plain, settings.recompute, layout.chunk_of(stage), settings.device)

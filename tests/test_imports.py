@@ -41,7 +41,7 @@ FLOORS = [
         "fingerprint",
     },
     {"pipeline.schedules"},
-    {"units", "placement"},
+    {"units", "placement", "token_slices"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
+from hf_pipetransformer.autopipe.token_costs import TokenCosts
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.token_slices import slice_bounds
 from hf_pipetransformer.units import first_above
 
 
@@ -33,6 +36,7 @@ class UnitCosts:
         parameters: elements; what several units use is counted at the first.
         activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
         shared: what several units use, not by unit: stages that share it hold a copy each.
+        slices: what slices of tokens cost; None where sequences stay whole.
 
     Raises:
         ValueError: the entries are not as many everywhere.
@@ -44,9 +48,11 @@ class UnitCosts:
     parameters: tuple[int, ...]
     activation_bytes: tuple[float, ...]
     shared: Shared = ()
+    slices: TokenCosts | None = None
 
     def __post_init__(self) -> None:
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "shared"}
+        by_unit = [field.name for field in fields(self) if field.name not in ("shared", "slices")]
+        lengths = {name: len(getattr(self, name)) for name in by_unit}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
 
@@ -147,9 +153,11 @@ def predict_step(
         return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_units))
 
     forwards = seconds(unit_forwards(costs, layout.cache_level))
-    durations = Durations(forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
-    schedule = find_schedule(layout.schedule)
-    table = schedule.table(layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage)
+    shares = _shares(layout, costs, samples)
+    parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
+    durations = Durations(*parts, factors=shares * microbatches)
+    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    table = find_schedule(layout.schedule).table(*shape, max(1, len(shares)))
     timeline = simulate(table, durations, layout.places)
     trained = max(_by_rank(layout, _by_stage(layout, _active(layout, costs.parameters))))
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
@@ -205,6 +213,14 @@ def rank_bytes(
     if layout.num_replicas > 1:
         loads = [load + GRADIENT_BYTES * count for load, count in zip(loads, reduced, strict=True)]
     return loads
+
+
+def _shares(layout: Layout, costs: UnitCosts, samples: float) -> tuple[float, ...]:
+    """What each slice of the tokens takes of the time of whole sequences; nothing where they stay whole."""
+    if costs.slices is None or not layout.token_slices:
+        return ()
+    bounds = slice_bounds(layout.token_slices, costs.slices.length)
+    return tuple(costs.slices.shares(samples, [stop - start for start, stop in pairwise(bounds)]))
 
 
 def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:

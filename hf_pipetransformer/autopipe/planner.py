@@ -15,8 +15,10 @@ from hf_pipetransformer.autopipe.costs import (
     unit_loads,
 )
 from hf_pipetransformer.autopipe.partition import partition
+from hf_pipetransformer.autopipe.token_plans import cut_layout
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.token_slices import Plans
 from hf_pipetransformer.units import first_above
 
 
@@ -47,6 +49,7 @@ class PlanRules:
         unfit: lengths K that ran out of memory.
         initial_largest_size: `largest_rank_size` of the layout of the start.
         num_chunks: V that pipelines of several ranks shall have.
+        token_slices: how sequences are cut, if the user says so.
 
     Raises:
         ValueError: unknown compression.
@@ -61,6 +64,7 @@ class PlanRules:
     unfit: frozenset[int] = frozenset()
     initial_largest_size: float = 0.0
     num_chunks: int = 1
+    token_slices: Plans | None = None
 
     def __post_init__(self) -> None:
         if self.compression not in ("memory", "throughput"):
@@ -255,6 +259,8 @@ def plan_transition(
             cache_level=cache_level,
             num_chunks=num_chunks,
         )
+        samples, is_free = samples_per_device * size, rules.num_microbatches is None
+        layout = cut_layout(layout, rules.token_slices, costs.slices, samples, is_free, overheads.hop)
         candidate = judge(layout)
         if layout.places == current.places:
             unmoved = judge(replace(layout, boundaries=current.boundaries))

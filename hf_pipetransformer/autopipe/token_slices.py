@@ -32,12 +32,12 @@ class SlicePlan:
     seconds: float
 
 
-def pipeline_seconds(slice_times: list[float], num_stages: int) -> float:
+def pipeline_seconds(slice_times: list[float], num_stages: float) -> float:
     """Eq. 5: the sum of the slices' times and K - 1 times the longest."""
     return sum(slice_times) + (num_stages - 1) * max(slice_times)
 
 
-def plan_slices(times: Times, num_stages: int, batch_size: int, tolerance: float = 1e-3) -> SlicePlan:
+def plan_slices(times: Times, num_stages: float, batch_size: int, tolerance: float = 1e-3) -> SlicePlan:
     """The best slices of a batch: those with the least time by Eq. 5.
 
     The least sum under a bound on the slowest slice only falls as the bound rises. An interval of bounds is therefore
@@ -46,7 +46,7 @@ def plan_slices(times: Times, num_stages: int, batch_size: int, tolerance: float
 
     Args:
         times: for batch sizes from 1 on.
-        num_stages: K.
+        num_stages: K; what is above 1 is how often the slowest slice counts beside the sum.
         batch_size: sequences of the batch.
         tolerance: the plan's time is at most this share above the least; 0 for the least itself.
 
@@ -66,7 +66,7 @@ def plan_slices(times: Times, num_stages: int, batch_size: int, tolerance: float
 class _Search:
     """Branch and bound over the bounds on the slowest slice."""
 
-    def __init__(self, times: Times, num_stages: int, batch_size: int, tolerance: float) -> None:
+    def __init__(self, times: Times, num_stages: float, batch_size: int, tolerance: float) -> None:
         self.num_stages, self.batch_size, self.tolerance = num_stages, batch_size, tolerance
         num_sizes, length, _ = times.shape
         self.by_end = np.full((length + 1, num_sizes, length), np.inf)

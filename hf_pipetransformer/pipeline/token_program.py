@@ -13,7 +13,7 @@ from hf_pipetransformer.pipeline.schedules import BEGINS_BACKWARD, Row
 
 
 class TokenSliceProgram:
-    """Runs another program on slices, with what earlier slices of the same sequences left.
+    """Runs another program on slices, with what earlier slices of the same sequences left; and on whole sequences.
 
     Args:
         program: runs a slice.
@@ -44,7 +44,8 @@ class TokenSliceProgram:
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         place = micro_batch.place
-        assert place is not None
+        if place is None:
+            return self.program.backward_input(micro_batch, gradient)
         context = self._contexts[place.batch_slice]
         if gradient is None and not micro_batch.weight:
             context.backward_of_context(place.start)
@@ -59,7 +60,8 @@ class TokenSliceProgram:
 
     def _in_context(self, micro_batch: MicroBatch) -> MicroBatch:
         place = micro_batch.place
-        assert place is not None
+        if place is None:
+            return micro_batch
         if place.batch_slice not in self._contexts:
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length)
         context = self._contexts[place.batch_slice]

@@ -254,5 +254,8 @@ def begin_cache(
     if trainer.args.activation_cache == "off":
         return None
     inputs = CacheInputs(trainer.args, topology, journal, pipeline.start_up)
+    if trainer.args.cuts_tokens:
+        inputs.say_off("pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
+        return None
     source = inputs.source_of(loader)
     return None if source is None else TrainingCache(trainer, pipeline, inputs, loader, source, steps_per_epoch)

@@ -223,7 +223,8 @@ class _Chain:
                 received = output.detach().requires_grad_(torch.is_grad_enabled())
         finally:
             self.view.remove()
-        self._backward(done)
+        if torch.is_grad_enabled():  # Without, a hook may let embeddings ask for gradients all the same.
+            self._backward(done)
         return [output.detach() for _, output in done]
 
     def _run_stage(self, units: range, received: torch.Tensor | None) -> torch.Tensor:

@@ -71,8 +71,8 @@ def measure_costs(
         }
 
     costs = topology.decide(measure)
-    num_samples = int(costs.pop("num_samples"))
-    message_bytes = int(costs.pop("boundary_bytes") * num_samples)
+    num_samples = int(costs["num_samples"])
+    message_bytes = int(costs["boundary_bytes"] * num_samples)
     hop, reduction = topology.measure(message_bytes)
     parameters, shared = [0] * structure.num_units, []
     for name, parameter in subject.model.named_parameters():
@@ -85,7 +85,10 @@ def measure_costs(
         UnitCosts(
             parameters=tuple(parameters),
             shared=tuple(shared),
-            **{key: tuple(value) for key, value in costs.items()},
+            forward=tuple(costs["forward"]),
+            backward=tuple(costs["backward"]),
+            edge_backward=tuple(costs["edge_backward"]),
+            activation_bytes=tuple(costs["activation_bytes"]),
         ),
         Overheads(hop=hop, reduction_per_byte=reduction),
         num_samples,

@@ -18,6 +18,7 @@ from hf_pipetransformer.autopipe.planner import (
     largest_rank_size,
     plan_layout,
 )
+from hf_pipetransformer.autopipe.token_plans import cut_layout
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import simulate_equal
@@ -78,6 +79,8 @@ class RunPlanner:
     def measures_microbatches(self) -> bool:
         """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
         asked = self.args.pipeline_parallel_num_microbatches
+        if self.args.cuts_tokens:
+            return False  # It is planned with the slices.
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
@@ -108,6 +111,7 @@ class RunPlanner:
             unfit=frozenset(range(1, self.unfit + 1)),
             initial_largest_size=largest_rank_size(units.parameters, layout),
             num_chunks=args.num_chunks,
+            token_slices=args.token_slices,
         )
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
@@ -146,7 +150,7 @@ class RunPlanner:
 
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
         structure = self.probe.structure
-        return plan_layout(
+        layout = plan_layout(
             unit_costs=unit_loads(self._cut_by, num_frozen),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
@@ -156,6 +160,14 @@ class RunPlanner:
             schedule=self.args.pipeline_schedule,
             num_frozen_layers=num_frozen,
             num_chunks=self._num_chunks(size),
+        )
+        return cut_layout(
+            layout,
+            self.args.token_slices,
+            self.costs.units.slices,
+            samples_per_device * size,
+            self.args.num_microbatches is None,
+            self.costs.overheads.hop,
         )
 
     def describe(self, layout: Layout, samples_per_device: int, policy: str, freezes: bool) -> dict[str, Any]:
@@ -168,10 +180,13 @@ class RunPlanner:
         cache = self.args.activation_cache if freezes or layout.num_frozen_layers else "off"
         bubble = ""
         if k > 1:
-            busy = 1 - simulate_equal(find_schedule(layout.schedule), layout.places, m).bubble
-            bubble = f" Bubble: at most {busy:.0%} of {k} devices a pipeline are busy at M={m}."
+            slices = max(map(len, layout.token_slices), default=1)
+            timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
+            parts = f"M={m}" if slices == 1 else f"M={m} with S={slices}"
+            bubble = f" Bubble: at most {1 - timeline.bubble:.0%} of {k} devices a pipeline are busy at {parts}."
         rule = ""
-        if k > 1 and self.args.num_microbatches is None and not self.measures_microbatches:
+        is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
+        if k > 1 and is_free and not self.measures_microbatches:
             cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"
             rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
         return {
@@ -180,6 +195,7 @@ class RunPlanner:
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
-            "unit_costs": {key: list(value) for key, value in asdict(costs.units).items()},
+            "unit_costs": {key: list(value) for key, value in asdict(costs.units).items() if key != "slices"},
+            "slice_costs": None if costs.units.slices is None else costs.units.slices.as_event(),
             "unit_flops": list(self.probe.unit_flops),
         }

@@ -21,6 +21,7 @@ from hf_pipetransformer.startup.costs import ReadBatch, measure_costs, moved, sm
 from hf_pipetransformer.startup.model import Subject, has_dropout, num_frozen_by_user
 from hf_pipetransformer.startup.padding import hangs_on_length, hangs_on_padding
 from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
+from hf_pipetransformer.startup.slicing import check_slices, measure_slices
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def look_at(
     Raises:
         UnsupportedModelError: the split model gives other numbers.
         LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
-        ValueError: the models of the ranks differ.
+        ValueError: the models of the ranks differ, or slices of sequences, if they are asked for, give other numbers.
     """
     model = given.model
     _move_to_probe(model, device, topology)
@@ -87,7 +88,12 @@ def look_at(
             exact = replace(subject, inputs=in_float32(subject.inputs))
             rule = _loss_rule(exact, args, topology)
             pads_alike, keeps_padding = topology.decide(lambda: _padding(exact, args, topology, probe))
+            if args.cuts_tokens:
+                check_slices(exact, probe.structure, rule.rule, topology)
         costs = measure_costs(subject, probe.structure, args, topology, read)
+        if args.cuts_tokens:
+            slices = measure_slices(subject, probe.structure, rule.rule, topology, read)
+            costs = replace(costs, units=replace(costs.units, slices=slices))
     if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
     device_bytes = smallest_device_bytes(device, topology)

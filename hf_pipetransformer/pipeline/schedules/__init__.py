@@ -19,6 +19,7 @@ from hf_pipetransformer.pipeline.schedules.gpipe import GPIPE
 from hf_pipetransformer.pipeline.schedules.interleaved import INTERLEAVED_1F1B
 from hf_pipetransformer.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
 from hf_pipetransformer.pipeline.schedules.schedule import Schedule
+from hf_pipetransformer.pipeline.schedules.token import TOKEN
 from hf_pipetransformer.pipeline.schedules.zb_h1 import ZB_H1
 from hf_pipetransformer.pipeline.schedules.zb_v import ZB_V
 
@@ -40,7 +41,7 @@ __all__ = [
     "source_of",
 ]
 
-_SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V)}
+_SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V, TOKEN)}
 
 SCHEDULE_NAMES = tuple(_SCHEDULES)
 """What `pipeline_schedule` may be."""

@@ -1,0 +1,119 @@
+"""Causal language models in pipelines, with whole sequences and with slices, beside plain Trainer on one process.
+
+    decoder_worker.py FOLDER CASE...
+
+Rank 0 writes `FOLDER/<case>-<K>x<R>.json`: losses, gradient norms, the loss of an evaluation and the last layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.decoders import DECODERS, collate_tokens, make_rows
+
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class DecoderCase:
+    """One training.
+
+    Args:
+        model: a key of `DECODERS`.
+        options: of the pipeline.
+        accumulation: batches of a step.
+        layouts: K and R.
+    """
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+    layouts: tuple[tuple[int, int], ...] = ((2, 1),)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether layers freeze, which plain Trainer does not do."""
+        return "freeze_policy" in self.options
+
+
+TOKEN = {"pipeline_schedule": "token"}
+RAGGED, EVEN = TOKEN | {"pipeline_token_slices": "5,20,9"}, TOKEN | {"pipeline_token_slices": "4"}
+FROZEN = {"freeze_policy": "fixed", "freeze_at": "3:1,5:2", "pipeline_compression": "throughput"}
+
+FAMILIES = {
+    f"family-{name}": DecoderCase(name, accumulation=1 + number % 2, layouts=((2, 1), (2, 2), (4, 1)))
+    for number, name in enumerate(DECODERS)
+}
+SLICED = {
+    "ragged": DecoderCase("llama", RAGGED, layouts=((2, 1), (4, 1))),
+    "even": DecoderCase("gpt2", EVEN, accumulation=2, layouts=((2, 1), (4, 1))),
+    "grouped-queries": DecoderCase("qwen2", RAGGED | {"pipeline_parallel_num_microbatches": 4}),
+    "window": DecoderCase("mistral", EVEN | {"pipeline_parallel_num_microbatches": 1}),
+    "replicas": DecoderCase("llama", RAGGED, layouts=((1, 2), (2, 2))),
+    "recomputed": DecoderCase("qwen2", EVEN | {"pipeline_checkpoint": "except_last"}),
+    "planned": DecoderCase("gpt2", TOKEN),
+}
+ELASTIC = {
+    "frozen-slices": DecoderCase("llama", RAGGED | FROZEN, layouts=((2, 1), (4, 1))),
+    "frozen-whole": DecoderCase("gpt2", FROZEN),
+}
+CASES = FAMILIES | SLICED | ELASTIC
+
+
+def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Trainer:
+    torch.manual_seed(0)
+    model, data = DECODERS[case.model](), {"train_dataset": make_rows(), "data_collator": collate_tokens}
+    common: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
+        "per_device_eval_batch_size": 8 // WORLD_SIZE, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "gradient_accumulation_steps": case.accumulation,
+    }  # fmt: skip
+    if layout == (1, 1) and not case.freezes:
+        return Trainer(model, TrainingArguments(**common), **data)
+    options = case.options
+    if layout == (1, 1):
+        # Whole sequences on one process, which other tests compare with plain Trainer.
+        options = {key: value for key, value in options.items() if key.startswith("freeze")}
+    options = {"freeze_policy": "none", "activation_cache": "off", **options}
+    args = PipeTransformerArguments(**common, pipeline_parallel_size=layout[0], **options)
+    return PipeTransformerTrainer(model, args, **data)
+
+
+def run(name: str, case: DecoderCase, layout: tuple[int, int], folder: Path) -> None:
+    where = f"{name}-{layout[0]}x{layout[1]}"
+    trainer = make_trainer(case, folder / where, layout)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
+    if isinstance(trainer, PipeTransformerTrainer):
+        found["layout"] = trainer.layout.as_event()
+    found["evaluated"] = trainer.evaluate(make_rows(12))["eval_loss"]
+    if trainer.is_world_process_zero():
+        (folder / f"{where}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    for name in sys.argv[2:]:
+        case = CASES[name]
+        for layout in case.layouts if WORLD_SIZE > 1 else ((1, 1),):
+            if layout[0] * layout[1] == WORLD_SIZE:
+                run(name, case, layout, Path(sys.argv[1]))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

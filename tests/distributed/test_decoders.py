@@ -1,0 +1,90 @@
+"""Causal language models follow plain Trainer on one process: whole sequences, and slices of them (TeraPipe)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS
+from tests.distributed.launcher import launch
+
+
+WORKER = Path(__file__).with_name("decoder_worker.py")
+TOLERANCE = 1e-5
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+def ends(folder: Path, num_processes: int, names: list[str]) -> Path:
+    """Where the ends of runs on so many processes lie, beside those on one."""
+    launch(WORKER, [folder, *names], num_processes=num_processes, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ends(tmp_path_factory.mktemp("decoders"), 1, list(CASES))
+
+
+@pytest.fixture(scope="module")
+def on_two(on_one: Path) -> Path:
+    return ends(on_one, 2, list(CASES))
+
+
+@pytest.fixture(scope="module")
+def on_four(on_one: Path) -> Path:
+    """Those with slices; `make test-all` has the families too."""
+    return ends(on_one, 4, [*SLICED, *ELASTIC])
+
+
+@pytest.fixture(scope="module")
+def families_on_four(on_one: Path) -> Path:
+    return ends(on_one, 4, [name for name in CASES if name.startswith("family")])
+
+
+def end(folder: Path, name: str, layout: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}-{layout[0]}x{layout[1]}.json").read_text())
+    return found
+
+
+def parameters() -> list[Any]:
+    found = []
+    for name, case in CASES.items():
+        for layout in case.layouts:
+            is_large = layout[0] * layout[1] == 4
+            is_family = name.startswith("family")
+            fixture = "on_two" if not is_large else "families_on_four" if is_family else "on_four"
+            marks = [pytest.mark.slow] if is_large and is_family else []
+            found.append(pytest.param(name, layout, fixture, id=f"{name}-{layout[0]}x{layout[1]}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout", "fixture"), parameters())
+def test_losses_gradients_and_evaluation_follow_plain_trainer(
+    name: str, layout: tuple[int, int], fixture: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(fixture)
+    found, expected = end(folder, name, layout), end(folder, name)
+    assert len(found["loss"]) == STEPS
+    for key in ("loss", "grad_norm", "evaluated"):
+        assert found[key] == pytest.approx(expected[key], rel=TOLERANCE), key
+    last, case = found["layout"], CASES[name]
+    if not case.freezes:
+        assert last["num_stages"] == layout[0]
+        assert last["num_replicas"] == layout[1]
+    if "pipeline_token_slices" in case.options:
+        (lengths,) = last["token_slices"]
+        assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("name", list(ELASTIC))
+def test_layers_freeze_and_pipelines_shrink(name: str, on_two: Path) -> None:
+    last = end(on_two, name, (2, 1))["layout"]
+    assert last["num_frozen_layers"] == 2
+    events = [
+        json.loads(line) for line in (on_two / f"{name}-2x1" / "pipetransformer_events.jsonl").read_text().splitlines()
+    ]
+    assert [event["num_frozen"] for event in events if event["event"] == "freeze"][-2:] == [1, 2]
