@@ -88,27 +88,30 @@ def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: s
         assert most == (num_stages - stage if schedule == "1f1b" else num_microbatches)
 
 
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48)
+"""Numbers of micro-batches that the tests of every change take; the slow ones take the others."""
+
+some_counts = pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param(COUNTS, id="some"),
+        pytest.param(sorted({*range(1, 49)} - {*COUNTS}), id="others", marks=pytest.mark.slow),
+    ],
+)
+
+
 @pytest.mark.parametrize("schedule", [*ONE_STAGE_A_RANK, "forward_only"])
 @pytest.mark.parametrize("num_stages", range(1, 9))
-def test_every_table_ends_by_rendezvous_and_on_nccl(schedule: str, num_stages: int) -> None:
-    for num_microbatches in range(1, 49):
+@some_counts
+def test_every_table_ends_by_rendezvous_and_on_nccl(schedule: str, num_stages: int, counts: list[int]) -> None:
+    for num_microbatches in counts:
         table = table_of(schedule, num_stages, num_microbatches)
         check_table(table, num_microbatches, has_backward=schedule != "forward_only")
 
 
-FROZEN_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 48)
-"""Numbers of micro-batches that the tests of every change take with frozen stages; the slow ones take the others."""
-
-
 @pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 @pytest.mark.parametrize(("num_stages", "first_active_stage"), [(k, a) for k in range(2, 9) for a in range(1, k)])
-@pytest.mark.parametrize(
-    "counts",
-    [
-        pytest.param(FROZEN_COUNTS, id="some"),
-        pytest.param(sorted({*range(1, 49)} - {*FROZEN_COUNTS}), id="others", marks=pytest.mark.slow),
-    ],
-)
+@some_counts
 def test_every_table_with_frozen_stages_ends_by_rendezvous_and_on_nccl(
     schedule: str, num_stages: int, first_active_stage: int, counts: list[int]
 ) -> None:
@@ -185,8 +188,9 @@ def one_communicator_a_pair(link: LinkKey) -> int:
 
 @pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 @pytest.mark.parametrize("num_stages", range(2, 9))
-def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int) -> None:
-    for num_microbatches in range(1, 49):
+@some_counts
+def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int, counts: list[int]) -> None:
+    for num_microbatches in counts:
         table = table_of(schedule, num_stages, num_microbatches)
         with pytest.raises(ScheduleError, match=r"rank 0 is at RB\d+, the first use of its link, until rank 1"):
             check_on_nccl(table, is_rehearsed=False)

@@ -12,6 +12,9 @@ from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS
 from tests.distributed.launcher import launch
 
 
+# In every run of CI: positions that are learned, rotary ones, and layers of two kinds. The others are slow.
+FAMILIES = ("family-gpt2", "family-llama", "family-gemma2")
+OTHERS = [name for name in CASES if name.startswith("family") and name not in FAMILIES]
 WORKER = Path(__file__).with_name("decoder_worker.py")
 TOLERANCE = 1e-5
 
@@ -26,23 +29,25 @@ def ends(folder: Path, num_processes: int, names: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ends(tmp_path_factory.mktemp("decoders"), 1, list(CASES))
+    return ends(tmp_path_factory.mktemp("decoders"), 1, [*FAMILIES, *SLICED, *ELASTIC])
 
 
 @pytest.fixture(scope="module")
 def on_two(on_one: Path) -> Path:
-    return ends(on_one, 2, list(CASES))
+    return ends(on_one, 2, [*FAMILIES, *SLICED, *ELASTIC])
 
 
 @pytest.fixture(scope="module")
 def on_four(on_one: Path) -> Path:
-    """Those with slices; `make test-all` has the families too."""
     return ends(on_one, 4, [*SLICED, *ELASTIC])
 
 
 @pytest.fixture(scope="module")
-def families_on_four(on_one: Path) -> Path:
-    return ends(on_one, 4, [name for name in CASES if name.startswith("family")])
+def families(on_one: Path) -> Path:
+    """All of them on two and four processes."""
+    ends(on_one, 1, OTHERS)
+    ends(on_one, 2, OTHERS)
+    return ends(on_one, 4, [*FAMILIES, *OTHERS])
 
 
 def end(folder: Path, name: str, layout: tuple[int, int] = (1, 1)) -> dict[str, Any]:
@@ -55,9 +60,9 @@ def parameters() -> list[Any]:
     for name, case in CASES.items():
         for layout in case.layouts:
             is_large = layout[0] * layout[1] == 4
-            is_family = name.startswith("family")
-            fixture = "on_two" if not is_large else "families_on_four" if is_family else "on_four"
-            marks = [pytest.mark.slow] if is_large and is_family else []
+            is_slow = name in OTHERS or (is_large and name in FAMILIES)
+            fixture = "families" if is_slow else "on_four" if is_large else "on_two"
+            marks = [pytest.mark.slow] if is_slow else []
             found.append(pytest.param(name, layout, fixture, id=f"{name}-{layout[0]}x{layout[1]}", marks=marks))
     return found
 
