@@ -261,7 +261,6 @@ CASES = [
         changes=["stream"],
     ),
     planned("users-optimizer", "bert_masked", changes=["optimizer"]),
-    planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
     planned("compiled-layers", "vit", AT_ONCE, epochs=1, pipeline_options=COMPILED),
     TransitionCase(
         "not-elastic",
@@ -357,6 +356,7 @@ CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [
+    planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
     planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
     planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
     planned("sgd-vit", "vit", options=SGD, schedule="gpipe", num_samples=49),
