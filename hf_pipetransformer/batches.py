@@ -1,4 +1,4 @@
-"""Splitting a batch into micro-batches, counting what its loss averages over, and joining outputs. Pure."""
+"""Cutting a batch over samples and tokens, counting what its loss averages over, and joining outputs. Pure."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from hf_pipetransformer.autopipe.token_slices import pipeline_seconds, plan_slices
+from hf_pipetransformer.autopipe.slice_lengths import pipeline_seconds, plan_slices
 from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
 from hf_pipetransformer.pipeline.program import MicroBatch, ModelProgram, Place
 from hf_pipetransformer.pipeline.recompute import RecomputingProgram

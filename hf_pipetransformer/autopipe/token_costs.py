@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_pipetransformer.autopipe.token_slices import Times
+from hf_pipetransformer.autopipe.slice_lengths import Times
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hf_pipetransformer.autopipe.slice_lengths import plan_slices
 from hf_pipetransformer.autopipe.token_costs import TokenCosts
-from hf_pipetransformer.autopipe.token_slices import plan_slices
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import Durations, simulate

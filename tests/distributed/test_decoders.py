@@ -86,7 +86,7 @@ def test_losses_gradients_and_evaluation_follow_plain_trainer(
 
 
 @pytest.mark.parametrize("name", list(ELASTIC))
-def test_layers_freeze_and_pipelines_shrink(name: str, on_two: Path) -> None:
+def test_layers_freeze_as_the_table_says(name: str, on_two: Path) -> None:
     last = end(on_two, name, (2, 1))["layout"]
     assert last["num_frozen_layers"] == 2
     events = [
