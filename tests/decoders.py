@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -34,38 +34,33 @@ from transformers import (
 
 
 VOCABULARY, LONGEST = 60, 48
-# What grouped queries, tied embeddings and sliding windows are called is the same in all of these.
-_ROTARY: dict[str, Any] = {
+# Each config has its own words for some of these, and knows the common ones too.
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
 }  # fmt: skip
-
-DECODERS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=128,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )  # fmt: skip
-    ),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_ROTARY, tie_word_embeddings=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_ROTARY, sliding_window=10)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_ROTARY)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_ROTARY, head_dim=8)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**_ROTARY, head_dim=8, sliding_window=10)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_ROTARY, head_dim=8, sliding_window=10)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_ROTARY, pad_token_id=0)),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**_ROTARY)),
-    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**_ROTARY, pad_token_id=0)),
-    "gpt_neox": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(**{k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"}, hidden_dropout=0.0)
-    ),
+_GROUPED = {"num_key_value_heads": 2}
+_KINDS: dict[str, tuple[type[nn.Module], type[PreTrainedConfig], dict[str, Any]]] = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {**_GROUPED, "tie_word_embeddings": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {**_GROUPED, "sliding_window": 10}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, _GROUPED),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**_GROUPED, "head_dim": 8}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**_GROUPED, "head_dim": 8, "sliding_window": 10}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**_GROUPED, "head_dim": 8, "sliding_window": 10}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {**_GROUPED, "pad_token_id": 0}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, _GROUPED),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {**_GROUPED, "pad_token_id": 0}),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"hidden_dropout": 0.0}),
 }
+DECODERS = tuple(_KINDS)
+"""One of each family that is tested."""
+
+
+def make_decoder(name: str, **options: Any) -> Any:
+    """A model of a family, without dropout; `options` change its config."""
+    model, config, own = _KINDS[name]
+    return model(config(**{**_COMMON, **own, **options}))
 
 
 def make_rows(num: int = 64) -> list[dict[str, Any]]:

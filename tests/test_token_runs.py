@@ -19,7 +19,7 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import Durations, simulate
 from hf_pipetransformer.token_slices import slice_bounds
-from tests.decoders import DECODERS, collate_tokens, make_rows
+from tests.decoders import collate_tokens, make_decoder, make_rows
 
 
 COSTS = TokenCosts(launch=0.01, sequence=0.0, context=1e-6, token=5e-5, attention=1e-8, length=2048)
@@ -194,7 +194,7 @@ def test_a_loss_of_whole_sequences_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_that_the_model_recomputes_itself_are_refused(tmp_path: Path) -> None:
-    model = DECODERS["llama"]()
+    model = make_decoder("llama")
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="LlamaForCausalLM recomputes its layers itself: .*pipeline_checkpoint"):
         trained(model, tmp_path, pipeline_token_slices=2)
@@ -204,7 +204,7 @@ def test_whole_sequences_of_a_model_that_recomputes_its_layers_are_trained(tmp_p
     found = []
     for recomputes in (False, True):
         torch.manual_seed(0)
-        model = DECODERS["llama"]()
+        model = make_decoder("llama")
         if recomputes:
             model.gradient_checkpointing_enable()
         trainer = trained(model, tmp_path, pipeline_schedule="1f1b", pipeline_parallel_num_microbatches=2)
@@ -218,13 +218,13 @@ def test_layers_that_an_option_has_recomputed_are_by_the_pipeline(tmp_path: Path
 
 def test_labels_smoothed_over_whole_sequences_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pipeline_schedule='token'"):
-        trained(DECODERS["gpt2"](), tmp_path, pipeline_token_slices=2, label_smoothing_factor=0.1)
+        trained(make_decoder("gpt2"), tmp_path, pipeline_token_slices=2, label_smoothing_factor=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_slices_of_a_run_on_one_process_give_the_losses_of_whole_sequences(tmp_path: Path, recompute: str) -> None:
     torch.manual_seed(0)
-    model = DECODERS["llama"]()
+    model = make_decoder("llama")
     state = {name: value.clone() for name, value in model.state_dict().items()}
     found = []
     for slices in ("1", "5,20,9"):
@@ -239,7 +239,7 @@ def test_slices_of_a_run_on_one_process_give_the_losses_of_whole_sequences(tmp_p
 
 
 def test_slices_are_planned_from_measured_times(tmp_path: Path) -> None:
-    trainer = trained(DECODERS["gpt2"](), tmp_path, freeze_policy="schedule")
+    trainer = trained(make_decoder("gpt2"), tmp_path, freeze_policy="schedule")
     costs = trainer.pipeline_run.pipeline.start_up.plans.costs.units.slices
     assert costs is not None and costs.length >= 8
     # Measured: how much they are, nobody can know.

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_pipetransformer.autopipe.slice_lengths import pipeline_seconds, plan_slices
 from hf_pipetransformer.pipeline.checker import ScheduleError, check_table
@@ -23,6 +22,7 @@ from hf_pipetransformer.pipeline.token_program import TokenSliceProgram
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.view import StageView
+from tests.decoders import make_decoder
 from tests.one_process import CPU, make_engines, run_table, trace, whole_gradients
 
 
@@ -78,23 +78,12 @@ def test_other_schedules_cut_no_sequences() -> None:
 
 def decoder(name: str) -> nn.Module:
     torch.manual_seed(0)
-    common = {
-        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": 0,
-        "eos_token_id": 1,
-    }  # fmt: skip
-    if name == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=64, resid_pdrop=0.0,
-                embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
-            )
-        )  # fmt: skip
-    if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
-    return Qwen2ForCausalLM(
-        Qwen2Config(**common, use_sliding_window=name == "qwen2_window", sliding_window=5, max_window_layers=1)
-    )
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1} if "window" in name else {}
+    # Large weights, so that attention hangs on what it reads.
+    return make_decoder(
+        name.removesuffix("_window"), vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS,
+        initializer_range=0.3, bos_token_id=0, eos_token_id=1, **window,
+    )  # fmt: skip
 
 
 def batch() -> dict[str, torch.Tensor]:

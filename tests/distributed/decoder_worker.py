@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests.decoders import DECODERS, collate_tokens, make_rows
+from tests.decoders import DECODERS, collate_tokens, make_decoder, make_rows
 
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -30,7 +30,7 @@ class DecoderCase:
     """One training.
 
     Args:
-        model: a key of `DECODERS`.
+        model: one of `DECODERS`.
         options: of the pipeline.
         accumulation: batches of a step.
         layouts: K and R.
@@ -73,7 +73,7 @@ CASES = FAMILIES | SLICED | ELASTIC
 
 def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Trainer:
     torch.manual_seed(0)
-    model, data = DECODERS[case.model](), {"train_dataset": make_rows(), "data_collator": collate_tokens}
+    model, data = make_decoder(case.model), {"train_dataset": make_rows(), "data_collator": collate_tokens}
     common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
         "per_device_eval_batch_size": 8 // WORLD_SIZE, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True,
