@@ -16,6 +16,7 @@ from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts
 from hf_pipetransformer.autopipe.planner import choose_num_microbatches
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.splitters.profile import (
+    MEMORY_SHARE,
     UnitProfile,
     affordable_samples,
     profile_units,
@@ -113,6 +114,12 @@ def _measure_units(
         wanted = max(size, affordable_samples(wanted, pilot, len(units_run_alone(structure)), free))
     batch = {key: moved(value, device) for key, value in read(wanted).items()}
     return measure(batch, batch_size(batch)), batch_size(batch)
+
+
+def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topology) -> int:
+    """Samples that the whole model may be run with in the memory that is free here; at least 1."""
+    kept = sum(units.activation_bytes)
+    return max(1, int(MEMORY_SHARE * _free_bytes(device, topology.num_ranks_here) / kept)) if kept else 1
 
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:

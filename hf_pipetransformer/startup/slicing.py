@@ -23,7 +23,7 @@ from hf_pipetransformer.splitters.check import (
     gradient_norms,
     gradients_discarded,
 )
-from hf_pipetransformer.splitters.profile import trainable
+from hf_pipetransformer.splitters.profile import PROFILE_SECONDS, trainable
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.costs import ReadBatch, moved
@@ -133,33 +133,38 @@ def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> s
 
 
 def measure_slices(
-    subject: Subject, structure: Structure, rule: LossRule, topology: Topology, read: ReadBatch | None
+    subject: Subject, structure: Structure, rule: LossRule, topology: Topology, read: ReadBatch | None, most: int
 ) -> TokenCosts:
-    """What slices cost on rank 0, for one sequence and for a few. A collective call."""
+    """What slices cost on rank 0, for one sequence and for a few. A collective call.
+
+    Args:
+        read: gives the sequences that are measured; None measures the subject's.
+        most: sequences that the whole model may be run with.
+    """
     device = next(subject.model.parameters()).device
 
     def measure() -> dict[str, Any]:
-        given = subject.inputs if read is None else read(MOST_SEQUENCES)
+        given = subject.inputs if read is None else read(min(most, MOST_SEQUENCES))
         batch = {key: moved(value, device) for key, value in given.items()}
-        sizes = sorted({1, batch_size(batch)})
         with trainable(subject.model):
-            times = [
-                slice_time
-                for size in sizes
-                for count in SLICE_COUNTS
-                for slice_time in _times_of(
-                    subject, structure, rule, take_samples(batch, slice(0, size)), count, device
-                )
-            ]
-        return fit_token_costs(times).as_event()
+            return fit_token_costs(measured_times(subject, structure, rule, batch)).as_event()
 
     return TokenCosts(**topology.decide(measure))
 
 
+def measured_times(subject: Subject, structure: Structure, rule: LossRule, batch: dict[str, Any]) -> list[SliceTime]:
+    """Of the slices of one sequence and of all in a batch on the model's device, cut in a few ways."""
+    size, deadline = batch_size(batch), time.perf_counter() + PROFILE_SECONDS
+    one = take_samples(batch, slice(0, 1))
+    settings = [(one, count) for count in SLICE_COUNTS] + [(batch, count) for count in SLICE_COUNTS[::2] if size > 1]
+    return [each for part, count in settings for each in _times_of(subject, structure, rule, part, count, deadline)]
+
+
 def _times_of(
-    subject: Subject, structure: Structure, rule: LossRule, inputs: dict[str, Any], count: int, device: torch.device
+    subject: Subject, structure: Structure, rule: LossRule, inputs: dict[str, Any], count: int, deadline: float
 ) -> list[SliceTime]:
     """Seconds of forward and backward of each of `count` equal slices: the least of a few runs."""
+    device = next(subject.model.parameters()).device
     length = inputs[subject.main_input].shape[1]
     bounds = sorted({length * number // count for number in range(count + 1)})
     least = [float("inf")] * (len(bounds) - 1)
@@ -174,8 +179,11 @@ def _times_of(
 
         with gradients_discarded(subject.model):
             SlicedModel(replace(subject, inputs=inputs), structure, rule).run(inputs, bounds, note)
-        if repeat:
+        is_late = time.perf_counter() > deadline
+        if repeat or is_late:
             least = [min(pair) for pair in zip(least, seconds, strict=True)]
+        if is_late:
+            break
     size = batch_size(inputs)
     return [
         SliceTime(size, start, stop - start, each) for (start, stop), each in zip(pairwise(bounds), least, strict=True)

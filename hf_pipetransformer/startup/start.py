@@ -17,7 +17,13 @@ from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.samples import with_two_labels
 from hf_pipetransformer.splitters.check import Probe, gradient_norms, gradients_discarded, probe_model, undisturbed
 from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
-from hf_pipetransformer.startup.costs import ReadBatch, measure_costs, moved, smallest_device_bytes
+from hf_pipetransformer.startup.costs import (
+    ReadBatch,
+    affordable_sequences,
+    measure_costs,
+    moved,
+    smallest_device_bytes,
+)
 from hf_pipetransformer.startup.model import Subject, has_dropout, num_frozen_by_user
 from hf_pipetransformer.startup.padding import hangs_on_length, hangs_on_padding
 from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
@@ -92,7 +98,8 @@ def look_at(
                 check_slices(exact, probe.structure, rule.rule, topology)
         costs = measure_costs(subject, probe.structure, args, topology, read)
         if args.cuts_tokens:
-            slices = measure_slices(subject, probe.structure, rule.rule, topology, read)
+            most = min(args.per_device_train_batch_size, affordable_sequences(costs.units, device, topology))
+            slices = measure_slices(subject, probe.structure, rule.rule, topology, read, most)
             costs = replace(costs, units=replace(costs.units, slices=slices))
     if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
