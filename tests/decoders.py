@@ -21,6 +21,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -52,6 +54,7 @@ _KINDS: dict[str, tuple[type[nn.Module], type[PreTrainedConfig], dict[str, Any]]
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, _GROUPED),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {**_GROUPED, "pad_token_id": 0}),
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"hidden_dropout": 0.0}),
+    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }
 DECODERS = tuple(_KINDS)
 """One of each family that is tested."""

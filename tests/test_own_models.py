@@ -135,10 +135,30 @@ def test_a_model_that_changes_activations_in_place_is_cut_everywhere(kind: type[
     assert probe.structure.changes_in_place
 
 
-def test_what_is_changed_in_place_on_its_way_into_the_layers_is_refused_in_words() -> None:
-    model, inputs = ChangesBefore(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+class WantsEmbeddings(Stack):
+    """Code before the layers that does not take what a stage receives: one number more a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(2, WIDTH + 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.entry(x) @ torch.ones(WIDTH + 1, WIDTH)
+        for block in self.blocks:
+            hidden = block(hidden)
+        y = self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+def test_code_that_does_not_run_without_the_embeddings_is_refused_in_words() -> None:
+    model, inputs = WantsEmbeddings(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
     with pytest.raises(UnsupportedModelError, match="Let a module do what comes between"):
         probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+
+
+def test_what_comes_between_embeddings_and_layers_may_be_code() -> None:
+    model, inputs = ChangesBefore(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    assert probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure.enters_layers
 
 
 # ---- activations of another shape than (batch, seq, hidden) ----
@@ -183,7 +203,7 @@ def test_activations_without_a_sequence_freeze_but_are_not_stored(tmp_path: Path
     assert "expected three dimensions, (batch, seq, hidden)" in events
 
 
-MODELS = {kind.__name__: kind for kind in (Stack, ConfigIsNone, AddsInLayers, ChangesAround, Flat)}
+MODELS = {kind.__name__: kind for kind in (Stack, ConfigIsNone, AddsInLayers, ChangesAround, ChangesBefore, Flat)}
 """Those that can be cut, by name."""
 
 

@@ -105,7 +105,7 @@ def probe_model(
         )
     structure = trace_structure(model, splitter, lambda: compute(inputs))
     chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
-    with torch.no_grad():
+    with torch.no_grad(), _said_of(model, structure):
         chain.run()
     activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]))
     _check_shape(model, chain.hidden_shape, activation.of(inputs))
@@ -113,6 +113,21 @@ def probe_model(
         is_read = _check_split(model, splitter, structure, compute, in_float32(inputs), main_input)
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
     return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
+
+
+@contextmanager
+def _said_of(model: nn.Module, structure: Structure) -> Iterator[None]:
+    """What goes wrong where code around the layers got what a stage received, in words."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not structure.enters_layers or isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(
+            f"No module of {type(model).__name__} returns the tensor that enters its first layer as it is then, and "
+            f"the code between does not run without the embeddings ({type(error).__name__}: {error}). Let a module "
+            "do what comes between, or pass `splitter=` with a Splitter for this model family."
+        ) from error
 
 
 def _check_split(

@@ -29,6 +29,8 @@ class Structure:
             tied weights and relative position biases.
         units_of_buffer: the same for buffers, also for those that are not saved.
         changes_in_place: an activation that enters a layer, or leaves the last one, is changed where it lies.
+        enters_layers: no module makes the activation that enters the first layer, but code around it does (OPT adds
+            two embeddings): there the received activation takes its place.
     """
 
     layers: list[nn.Module]
@@ -38,6 +40,7 @@ class Structure:
     units_of_parameter: dict[str, tuple[int, ...]]
     units_of_buffer: dict[str, tuple[int, ...]]
     changes_in_place: bool
+    enters_layers: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -89,13 +92,11 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     outer = [module for module, parent in trace.before if parent in trace.spanning]
     found = {key: output for key, (output, version) in trace.outputs.items() if version == trace.versions[0][1]}
     makers = [i for i, module in enumerate(outer) if found.get(id(module)) is trace.entered_input]
-    if not makers:
-        raise UnsupportedModelError(
-            f"No module of {name} returns the tensor that enters its first layer as it is then, so a later stage "
-            "cannot take over there. Let a module do what comes between, also what changes the tensor in place "
-            "(`hidden += x`), or pass `splitter=` with a Splitter for this model family."
-        )
-    entries, beside = outer[: makers[-1] + 1], outer[makers[-1] + 1 :]
+    if makers:
+        entries, beside = outer[: makers[-1] + 1], outer[makers[-1] + 1 :]
+    else:
+        entries = [module for module in outer if any(True for _ in module.parameters())]
+        beside = [module for module in outer if module not in entries]
     first_output = trace.layer_outputs[0]
     users = _users(splitter, layers, entries, beside, trace)
     # What never ran (an unused pooler, say) is kept with the head so that it is saved.
@@ -108,6 +109,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
         units_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
         units_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
         changes_in_place=any(_version(value) != version for value, version in trace.versions),
+        enters_layers=not makers,
     )
 
 

@@ -143,6 +143,8 @@ class StageView:
 
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
+        if self.structure.enters_layers:
+            return self.received.detach().clone()  # What the code around makes of it is not read.
         # Autograd does not let a leaf be changed where it lies, and others still read it.
         return self.received.clone() if self.structure.changes_in_place else self.received
 
@@ -152,6 +154,7 @@ class StageView:
         last = units[-1]
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)
+        takes_received = self.structure.enters_layers and index == 0 and 0 not in units
         wraps = self.structure.returns_tuple
         own_forward = self._fast(index, "layer", layer.forward)
         run_attention = self._fast(index, "attention", partial(self.splitter.run_attention, layer))
@@ -168,6 +171,8 @@ class StageView:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)
+            if takes_received and self.received is not None:
+                hidden = self.received.clone() if self.structure.changes_in_place else self.received
             if exits_before:
                 raise StageExit(hidden)
             output = run(hidden, *args, **kwargs)
@@ -175,7 +180,8 @@ class StageView:
                 raise StageExit(output[0] if wraps else output)
             return output
 
-        if attention in units and mlp in units and not exits_after and self._compiled is None:
+        serves = attention in units and mlp in units and not exits_after and not takes_received
+        if serves and self._compiled is None:
             return None
         return forward
 
