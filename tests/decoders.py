@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     OPTConfig,
@@ -28,8 +30,12 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -42,6 +48,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 4, "max_position_embeddings": 128,
 }  # fmt: skip
 _GROUPED = {"num_key_value_heads": 2}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 _KINDS: dict[str, tuple[type[nn.Module], type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "llama": (LlamaForCausalLM, LlamaConfig, {**_GROUPED, "tie_word_embeddings": True}),
@@ -55,6 +62,13 @@ _KINDS: dict[str, tuple[type[nn.Module], type[PreTrainedConfig], dict[str, Any]]
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {**_GROUPED, "pad_token_id": 0}),
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"hidden_dropout": 0.0}),
     "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {**_GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**_GROUPED, **_EXPERTS, "head_dim": 8}),
 }
 DECODERS = tuple(_KINDS)
 """One of each family that is tested."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
 from hf_pipetransformer.splitters.structure import Structure, trace_structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
@@ -95,7 +95,7 @@ def probe_model(
         main_input: name of the input that the embeddings read.
 
     Raises:
-        UnsupportedModelError: the split model differs from the whole one.
+        UnsupportedModelError: the split model differs from the whole one, or a loss reads what all layers say.
     """
     value = inputs.get(main_input)
     if not isinstance(value, torch.Tensor) or not value.dim():
@@ -103,6 +103,7 @@ def probe_model(
             f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}, with one row a "
             f"sample; it has {sorted(inputs)}."
         )
+    _refuse_loss_over_routers(model)
     structure = trace_structure(model, splitter, lambda: compute(inputs))
     chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
     with torch.no_grad(), _said_of(model, structure):
@@ -128,6 +129,15 @@ def _said_of(model: nn.Module, structure: Structure) -> Iterator[None]:
             f"the code between does not run without the embeddings ({type(error).__name__}: {error}). Let a module "
             "do what comes between, or pass `splitter=` with a Splitter for this model family."
         ) from error
+
+
+def _refuse_loss_over_routers(model: nn.Module) -> None:
+    if config_value(model, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "config.output_router_logits=True adds a loss over the routers of all layers and all tokens of a batch: a "
+            "stage knows the routers of its own layers, a micro-batch its own tokens, and frozen layers that are not "
+            "run again tell nothing of theirs. Set it to False, or use transformers.Trainer."
+        )
 
 
 def _check_split(

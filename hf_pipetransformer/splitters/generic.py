@@ -30,10 +30,10 @@ class GenericSplitter(Splitter):
                 f"{num_groups}); shared layers cannot be put on different stages. "
                 "Use transformers.Trainer for it."
             )
-        found = [f"{len(stack)} x {type(stack[0]).__name__}" for stack in stacks]
+        found = [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
         raise UnsupportedModelError(
             f"{name} has no single stack of config.num_hidden_layers={expected} uniform layers, found {found}. "
-            "Only uniform encoders can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
+            "Only uniform stacks can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
         )
 
     def mlp_parts(self, layer: nn.Module) -> Iterable[nn.Module | nn.Parameter]:
@@ -47,7 +47,19 @@ class GenericSplitter(Splitter):
 
 
 def _is_uniform(stack: nn.ModuleList) -> bool:
-    def shape(layer: nn.Module) -> tuple[Any, ...]:
-        return (type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+    return not _unlike(stack)
 
-    return len({shape(layer) for layer in stack}) == 1
+
+def _unlike(stack: nn.ModuleList) -> str:
+    """What tells a layer of a stack from the first; nothing if they are alike."""
+
+    def shapes(layer: nn.Module) -> dict[str, Any]:
+        return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in layer.named_parameters()}}
+
+    first = shapes(stack[0])
+    for index, layer in enumerate(stack):
+        other = shapes(layer)
+        for key in {**first, **other}:
+            if first.get(key) != other.get(key):
+                return f", layer {index} with {key} {other.get(key)} instead of {first.get(key)}"
+    return ""

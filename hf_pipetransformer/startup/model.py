@@ -57,10 +57,10 @@ def main_input_of(model: nn.Module) -> str:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether the model draws random masks in training: a module, or the config, holds a rate above 0."""
+    """Whether the model draws random masks, or noise, in training: a module or the config holds a rate above 0."""
     config = getattr(model, "config", None)
     holders: list[Any] = [*model.modules(), *([config] if hasattr(config, "__dict__") else [])]
-    rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name]
+    rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name or "jitter" in name]
     rates += [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
