@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -74,18 +76,42 @@ DECODERS = tuple(_KINDS)
 """One of each family that is tested."""
 
 
-def make_decoder(name: str, **options: Any) -> Any:
-    """A model of a family, without dropout; `options` change its config."""
+NUM_LABELS = 3
+_CLASSIFIERS: dict[str, Any] = {
+    "classes": AutoModelForSequenceClassification,
+    "tags": AutoModelForTokenClassification,
+}
+
+
+def make_decoder(name: str, task: str = "words", **options: Any) -> Any:
+    """A model of a family for the next "words", for "classes" of sequences or "tags" of tokens, without dropout.
+
+    `options` change its config.
+    """
     model, config, own = _KINDS[name]
-    return model(config(**{**_COMMON, **own, **options}))
+    if task == "words":
+        return model(config(**{**_COMMON, **own, **options}))
+    classes = {"num_labels": NUM_LABELS, "pad_token_id": 0, "classifier_dropout": 0.0}
+    return _CLASSIFIERS[task].from_config(config(**{**_COMMON, **own, **classes, **options}))
 
 
-def make_rows(num: int = 64) -> list[dict[str, Any]]:
-    """Sequences of different lengths, with themselves as labels."""
+def ties_embeddings(name: str) -> bool:
+    """Whether the model of a family has one weight for its embeddings and its head, unless told otherwise."""
+    _, config, own = _KINDS[name]
+    return bool(config(**own).tie_word_embeddings)
+
+
+def make_rows(num: int = 64, task: str = "words") -> list[dict[str, Any]]:
+    """Sequences of different lengths; their labels are themselves, or what can be told from them."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(LONGEST // 3, LONGEST + 1, (num,), generator=generator).tolist()
     tokens = [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+    return [{"input_ids": ids, "labels": _labels_of(ids, task)} for ids in tokens]
+
+
+def _labels_of(ids: list[int], task: str) -> Any:
+    tags = [token % NUM_LABELS if token % 5 else -100 for token in ids]
+    return {"words": ids, "classes": sum(ids) % NUM_LABELS, "tags": tags}[task]
 
 
 def collate_tokens(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests.decoders import DECODERS, collate_tokens, make_decoder, make_rows
+from tests.decoders import DECODERS, collate_tokens, make_decoder, make_rows, ties_embeddings
 
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,12 +32,16 @@ class DecoderCase:
     Args:
         model: one of `DECODERS`.
         options: of the pipeline.
+        task: what it learns, see `make_decoder`.
+        config: changes of the model's config.
         accumulation: batches of a step.
         layouts: K and R.
     """
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)
+    task: str = "words"
+    config: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 1
     layouts: tuple[tuple[int, int], ...] = ((2, 1),)
 
@@ -55,6 +59,21 @@ FAMILIES = {
     f"family-{name}": DecoderCase(name, accumulation=1 + number % 2, layouts=((2, 1), (2, 2), (4, 1)))
     for number, name in enumerate(DECODERS)
 }
+EMBEDDINGS = {
+    f"{'untied' if ties_embeddings(name) else 'tied'}-{name}": DecoderCase(
+        name, config={"tie_word_embeddings": not ties_embeddings(name)}, accumulation=2 - number % 2
+    )
+    for number, name in enumerate(DECODERS)
+}
+CLASSIFIERS = {
+    "classes-gpt2": DecoderCase("gpt2", {"pipeline_parallel_num_microbatches": 4}, "classes"),
+    "tags-qwen2": DecoderCase("qwen2", {"pipeline_parallel_num_microbatches": 4}, "tags", accumulation=2),
+    "classes-llama": DecoderCase("llama", task="classes", accumulation=2, layouts=((2, 1), (2, 2))),
+    "classes-qwen2": DecoderCase("qwen2", task="classes", accumulation=2),
+    "classes-qwen3": DecoderCase("qwen3", task="classes"),
+    "classes-mixtral": DecoderCase("mixtral", task="classes"),
+    "tags-gpt2": DecoderCase("gpt2", task="tags", layouts=((2, 1), (2, 2))),
+}
 SLICED = {
     "ragged": DecoderCase("llama", RAGGED, layouts=((2, 1), (4, 1))),
     "even": DecoderCase("gpt2", EVEN, accumulation=2, layouts=((2, 1), (4, 1))),
@@ -68,12 +87,13 @@ ELASTIC = {
     "frozen-slices": DecoderCase("llama", RAGGED | FROZEN, layouts=((2, 1), (4, 1))),
     "frozen-whole": DecoderCase("gpt2", FROZEN),
 }
-CASES = FAMILIES | SLICED | ELASTIC
+CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | SLICED | ELASTIC
 
 
 def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Trainer:
     torch.manual_seed(0)
-    model, data = make_decoder(case.model), {"train_dataset": make_rows(), "data_collator": collate_tokens}
+    model = make_decoder(case.model, case.task, **case.config)
+    data = {"train_dataset": make_rows(task=case.task), "data_collator": collate_tokens}
     common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
         "per_device_eval_batch_size": 8 // WORLD_SIZE, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True,
@@ -81,7 +101,9 @@ def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Tr
         "gradient_accumulation_steps": case.accumulation,
     }  # fmt: skip
     if layout == (1, 1) and not case.freezes:
-        return Trainer(model, TrainingArguments(**common), **data)
+        plain = Trainer(model, TrainingArguments(**common), **data)
+        plain.model_accepts_loss_kwargs = case.task == "words"  # transformers#47688
+        return plain
     options = case.options
     if layout == (1, 1):
         # Whole sequences on one process, which other tests compare with plain Trainer.
@@ -99,7 +121,7 @@ def run(name: str, case: DecoderCase, layout: tuple[int, int], folder: Path) -> 
     found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
     if isinstance(trainer, PipeTransformerTrainer):
         found["layout"] = trainer.layout.as_event()
-    found["evaluated"] = trainer.evaluate(make_rows(12))["eval_loss"]
+    found["evaluated"] = trainer.evaluate(make_rows(12, case.task))["eval_loss"]
     if trainer.is_world_process_zero():
         (folder / f"{where}.json").write_text(json.dumps(found))
 

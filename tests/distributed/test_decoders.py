@@ -12,9 +12,9 @@ from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS
 from tests.distributed.launcher import launch
 
 
-# In every run of CI: positions that are learned, rotary ones, and layers of two kinds. The others are slow.
-FAMILIES = ("family-gpt2", "family-llama", "family-gemma2")
-OTHERS = [name for name in CASES if name.startswith("family") and name not in FAMILIES]
+# In every run of CI: positions that are learned, rotary ones, and layers of two kinds; on two processes only.
+FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "tags-qwen2")
+OTHERS = [name for name in CASES if name not in {*FAMILIES, *SLICED, *ELASTIC}]
 WORKER = Path(__file__).with_name("decoder_worker.py")
 TOLERANCE = 1e-5
 
@@ -44,10 +44,11 @@ def on_four(on_one: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def families(on_one: Path) -> Path:
-    """All of them on two and four processes."""
-    ends(on_one, 1, OTHERS)
-    ends(on_one, 2, OTHERS)
-    return ends(on_one, 4, [*FAMILIES, *OTHERS])
+    """All of them on two and four processes, a few with each launch."""
+    for start in range(0, len(OTHERS), 8):
+        for num_processes in (1, 2, 4):
+            ends(on_one, num_processes, OTHERS[start : start + 8])
+    return ends(on_one, 4, list(FAMILIES))
 
 
 def end(folder: Path, name: str, layout: tuple[int, int] = (1, 1)) -> dict[str, Any]:
