@@ -54,7 +54,8 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
     Tensors `(batch, seq, ...)` are cut, of an attention mask each slice gets all up to its end.
 
     Raises:
-        ValueError: an attention mask is no `(batch, seq)`.
+        ValueError: an attention mask is no `(batch, seq)`, or rows hold several texts, which models tell apart by
+            their positions in whole rows only.
     """
     if not bounds:
         return []
@@ -64,6 +65,13 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
         raise ValueError(
             f"Token slices need an attention_mask of shape (batch, seq), found {tuple(mask.shape)}: let the data "
             "collator give one, or set pipeline_schedule='1f1b'."
+        )
+
+    positions = inputs.get("position_ids")
+    if mask is None and isinstance(positions, torch.Tensor) and bool((positions.diff() != 1).any()):
+        raise ValueError(
+            "Token slices need rows of one text each, found position_ids that begin again without an attention_mask: "
+            "set pipeline_schedule='1f1b' for packed rows."
         )
 
     def part(name: str, value: Any, start: int, stop: int) -> Any:

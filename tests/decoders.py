@@ -114,6 +114,19 @@ def _labels_of(ids: list[int], task: str) -> Any:
     return {"words": ids, "classes": sum(ids) % NUM_LABELS, "tags": tags}[task]
 
 
+def make_packed_rows(num: int = 64) -> list[dict[str, Any]]:
+    """Rows of one length with one, two or three texts each, which `position_ids` alone tell apart."""
+    rows = []
+    for number, row in enumerate(make_rows(2 * num)[::2]):
+        ids = (row["input_ids"] * 3)[:LONGEST]
+        starts = [0, *sorted({7 + number % 9, 25} if number % 3 == 2 else {11 + number % 20} if number % 3 else ())]
+        lengths = [stop - start for start, stop in zip(starts, [*starts[1:], LONGEST], strict=True)]
+        labels = [-100 if place in starts else token for place, token in enumerate(ids)]
+        positions = [position for length in lengths for position in range(length)]
+        rows.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    return rows
+
+
 def collate_tokens(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Padded on the right."""
     longest = max(len(row["input_ids"]) for row in rows)

@@ -57,6 +57,16 @@ def test_a_mask_by_pairs_of_tokens_is_refused() -> None:
         cut_tokens(inputs, (0, 2, 4))
 
 
+def test_rows_of_several_texts_are_refused() -> None:
+    inputs = {"input_ids": torch.zeros(2, 4), "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])}
+    with pytest.raises(ValueError, match=r"rows of one text each.*1f1b"):
+        cut_tokens(inputs, (0, 2, 4))
+    one_text = {**inputs, "position_ids": torch.arange(4).repeat(2, 1)}
+    assert cut_tokens(one_text, (0, 2, 4))[1]["position_ids"].tolist() == [[2, 3], [2, 3]]
+    # With a mask no model looks for several texts.
+    assert len(cut_tokens({**inputs, "attention_mask": torch.ones(2, 4)}, (0, 2, 4))) == 2
+
+
 def test_a_layout_with_slices_survives_json() -> None:
     layout = Layout(2, 0, 2, 1, (0, 3, 6), 2, "token", token_slices=((4,), (6, 2)))
     assert Layout.from_event(layout.as_event()) == layout

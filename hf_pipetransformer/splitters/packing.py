@@ -14,12 +14,13 @@ _MARKS_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 
 _REMEDY = (
     "Expected one row a sample: use a collator that pads, such as DataCollatorWithPadding, in place of "
-    "DataCollatorWithFlattening or a packed data set."
+    "DataCollatorWithFlattening; or pack the data set itself, into rows with position_ids that begin again with each "
+    "text."
 )
 
 
 def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
-    """Refuse a batch in which a row is not one sample.
+    """Refuse a batch in which a row is not one sample of the data set, whatever that is.
 
     Args:
         inputs: a collated batch.
@@ -27,7 +28,7 @@ def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: st
         main_input: name of the model's main input; None looks for the usual names.
 
     Raises:
-        ValueError: several samples stand in one row, or rows and samples differ in number.
+        ValueError: the collator put several samples into one row, or rows and samples differ in number.
     """
     marks = [name for name in _MARKS_OF_PACKING if inputs.get(name) is not None]
     if marks:
@@ -35,7 +36,7 @@ def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: st
             f"The collator concatenates samples: {num_samples} samples gave a batch with {', '.join(marks)}. {_REMEDY}"
         )
     positions = inputs.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.dim() == 2:
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) != num_samples:
         row = _first_restart(positions, inputs.get("attention_mask"))
         if row is not None:
             raise ValueError(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests.decoders import DECODERS, collate_tokens, make_decoder, make_rows, ties_embeddings
+from tests.decoders import DECODERS, collate_tokens, make_decoder, make_packed_rows, make_rows, ties_embeddings
 
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -34,6 +34,7 @@ class DecoderCase:
         options: of the pipeline.
         task: what it learns, see `make_decoder`.
         config: changes of the model's config.
+        is_packed: rows hold several texts.
         accumulation: batches of a step.
         layouts: K and R.
     """
@@ -42,6 +43,7 @@ class DecoderCase:
     options: dict[str, Any] = field(default_factory=dict)
     task: str = "words"
     config: dict[str, Any] = field(default_factory=dict)
+    is_packed: bool = False
     accumulation: int = 1
     layouts: tuple[tuple[int, int], ...] = ((2, 1),)
 
@@ -74,6 +76,11 @@ CLASSIFIERS = {
     "classes-mixtral": DecoderCase("mixtral", task="classes"),
     "tags-gpt2": DecoderCase("gpt2", task="tags", layouts=((2, 1), (2, 2))),
 }
+PACKED = {
+    "packed-llama": DecoderCase("llama", {"pipeline_parallel_num_microbatches": 3}, is_packed=True, accumulation=2),
+    "packed-gpt2": DecoderCase("gpt2", is_packed=True, layouts=((2, 1), (2, 2))),
+    "packed-gemma2": DecoderCase("gemma2", is_packed=True, layouts=((2, 1), (2, 2))),
+}
 SLICED = {
     "ragged": DecoderCase("llama", RAGGED, layouts=((2, 1), (4, 1))),
     "even": DecoderCase("gpt2", EVEN, accumulation=2, layouts=((2, 1), (4, 1))),
@@ -87,13 +94,20 @@ ELASTIC = {
     "frozen-slices": DecoderCase("llama", RAGGED | FROZEN, layouts=((2, 1), (4, 1))),
     "frozen-whole": DecoderCase("gpt2", FROZEN),
 }
-CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | SLICED | ELASTIC
+CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | ELASTIC
+
+
+def rows_of(case: DecoderCase, num: int = 64) -> list[dict[str, Any]]:
+    return make_packed_rows(num) if case.is_packed else make_rows(num, case.task)
 
 
 def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Trainer:
     torch.manual_seed(0)
     model = make_decoder(case.model, case.task, **case.config)
-    data = {"train_dataset": make_rows(task=case.task), "data_collator": collate_tokens}
+    data = {
+        "train_dataset": rows_of(case),
+        "data_collator": default_data_collator if case.is_packed else collate_tokens,
+    }
     common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
         "per_device_eval_batch_size": 8 // WORLD_SIZE, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True,
@@ -121,7 +135,7 @@ def run(name: str, case: DecoderCase, layout: tuple[int, int], folder: Path) -> 
     found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
     if isinstance(trainer, PipeTransformerTrainer):
         found["layout"] = trainer.layout.as_event()
-    found["evaluated"] = trainer.evaluate(make_rows(12, case.task))["eval_loss"]
+    found["evaluated"] = trainer.evaluate(rows_of(case, 12))["eval_loss"]
     if trainer.is_world_process_zero():
         (folder / f"{where}.json").write_text(json.dumps(found))
 

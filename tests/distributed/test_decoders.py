@@ -13,7 +13,7 @@ from tests.distributed.launcher import launch
 
 
 # In every run of CI: positions that are learned, rotary ones, and layers of two kinds; on two processes only.
-FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "tags-qwen2")
+FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "tags-qwen2", "packed-llama")
 OTHERS = [name for name in CASES if name not in {*FAMILIES, *SLICED, *ELASTIC}]
 WORKER = Path(__file__).with_name("decoder_worker.py")
 TOLERANCE = 1e-5
