@@ -74,6 +74,8 @@ _KINDS: dict[str, tuple[type[nn.Module], type[PreTrainedConfig], dict[str, Any]]
 }
 DECODERS = tuple(_KINDS)
 """One of each family that is tested."""
+CUT_INSIDE = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Those that may be cut between attention and MLP."""
 
 
 NUM_LABELS = 3

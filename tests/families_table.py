@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from hf_pipetransformer.splitters import find_splitter
+from tests.decoders import DECODERS, make_decoder
 from tests.models import MODELS, attention_implementations, build_model
 
 
@@ -27,6 +29,19 @@ _TASKS = {
     "audio": "audio classification",
 }
 
+_DECODERS = {
+    "gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 (text)", "phi3": "Phi-3", "olmo2": "OLMo 2", "smollm3": "SmolLM3", "gpt_neox": "GPT-NeoX",
+    "opt": "OPT", "mixtral": "Mixtral", "qwen2_moe": "Qwen2-MoE", "qwen3_moe": "Qwen3-MoE",
+}  # fmt: skip
+_CLASSIFIERS = {
+    "gpt2": "sequence classification, token classification",
+    "llama": "sequence classification",
+    "qwen2": "sequence classification, token classification",
+    "qwen3": "sequence classification",
+    "mixtral": "sequence classification",
+}
+
 
 def families_table(release: str) -> str:
     """Rows of family, cuts, tasks and attention implementations; `release` is the version of transformers."""
@@ -38,11 +53,16 @@ def families_table(release: str) -> str:
         "|---|---|---|---|",
     ]
     for family, members in names.items():
-        model = build_model(members[0])
-        cuts = "between attention and MLP" if find_splitter(model).cuts_inside_layers else "between layers"
-        tasks = ", ".join(_TASKS[MODELS[name].task] for name in members)
-        lines.append(f"| {family} | {cuts} | {tasks} | {', '.join(attention_implementations(model))} |")
+        lines.append(_row(family, [_TASKS[MODELS[name].task] for name in members], build_model(members[0])))
+    for name in DECODERS:
+        tasks = ["next words", *([_CLASSIFIERS[name]] if name in _CLASSIFIERS else [])]
+        lines.append(_row(_DECODERS[name], tasks, make_decoder(name)))
     return "".join(f"{line}\n" for line in lines)
+
+
+def _row(family: str, tasks: list[str], model: Any) -> str:
+    cuts = "between attention and MLP" if find_splitter(model).cuts_inside_layers else "between layers"
+    return f"| {family} | {cuts} | {', '.join(tasks)} | {', '.join(attention_implementations(model))} |"
 
 
 def written_table() -> str:

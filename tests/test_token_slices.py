@@ -111,13 +111,19 @@ def slices_of(inputs: dict[str, torch.Tensor], num_batch_slices: int, cuts: list
 
 
 def run_sliced(
-    model: nn.Module, size: int, num_batch_slices: int, cuts: list[int], recompute: bool = False
+    model: nn.Module,
+    size: int,
+    num_batch_slices: int,
+    cuts: list[int],
+    recompute: bool = False,
+    boundaries: list[int] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and gradients of a model on `size` ranks."""
+    """The loss and gradients of a model on `size` ranks, with as many layers each if no `boundaries` are given."""
     inputs = batch()
     models = [copy.deepcopy(model) for _ in range(size)]
     views = [StageView(own, find_splitter(own), trace(own, inputs)) for own in models]
-    boundaries = [0, *(1 + 2 * (LAYERS * stage // size) for stage in range(1, size)), views[0].structure.num_units]
+    if boundaries is None:
+        boundaries = [0, *(1 + 2 * (LAYERS * stage // size) for stage in range(1, size)), views[0].structure.num_units]
     for stage, view in enumerate(views):
         view.install(range(boundaries[stage], boundaries[stage + 1]))
 
@@ -174,6 +180,18 @@ def test_slices_give_the_gradients_of_whole_sequences(
 def test_slices_may_be_recomputed() -> None:
     model = decoder("llama")
     assert_is_whole(model, *run_sliced(model, 2, 2, [0, 3, 10, 11, 24], recompute=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize("boundaries", [[0, 2, 4, 8], [0, 2, 3, 8]], ids=["inside layers", "one stage an MLP"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_boundaries_inside_layers_give_the_gradients_of_whole_sequences(
+    name: str, boundaries: list[int], recompute: bool
+) -> None:
+    """Keys and values are kept by the stage that has a layer's attention, whoever has its MLP."""
+    model = decoder(name)
+    assert set(boundaries) <= set(trace(model, batch()).cut_positions())
+    assert_is_whole(model, *run_sliced(model, 3, 2, [0, 3, 10, 11, 24], recompute, boundaries))
 
 
 def test_the_comparison_sees_what_a_slice_reads_of_earlier_ones() -> None:

@@ -11,6 +11,8 @@ from hf_pipetransformer.splitters.deberta_v2 import DebertaV2Splitter
 from hf_pipetransformer.splitters.dinov2 import Dinov2Splitter
 from hf_pipetransformer.splitters.distilbert import DistilBertSplitter
 from hf_pipetransformer.splitters.generic import GenericSplitter
+from hf_pipetransformer.splitters.gpt2 import GPT2Splitter
+from hf_pipetransformer.splitters.llama import LlamaSplitter
 from hf_pipetransformer.splitters.modernbert import ModernBertSplitter
 from hf_pipetransformer.splitters.mpnet import MPNetSplitter
 from hf_pipetransformer.splitters.siglip import SiglipSplitter
@@ -29,6 +31,8 @@ _FAMILIES = (
     BeitSplitter,
     Dinov2Splitter,
     SiglipSplitter,
+    LlamaSplitter,
+    GPT2Splitter,
 )
 _SPLITTERS = {model_type: splitter for splitter in _FAMILIES for model_type in splitter.model_types}
 
