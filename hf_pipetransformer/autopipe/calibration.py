@@ -40,7 +40,7 @@ def calibrate(
         factors[part] = measured / modelled if measured and modelled else 1.0
     scaled = costs.scaled(factors["forward"], factors["backward"])
     trained = [
-        sum(costs.parameters[unit] for unit in _units(layout, rank) if unit >= layout.first_active_unit)
+        sum(costs.trained[unit] for unit in _units(layout, rank) if unit >= layout.first_active_unit)
         for rank in range(len(reports))
     ]
     largest = max((rank for rank in ranks), key=lambda rank: trained[rank])

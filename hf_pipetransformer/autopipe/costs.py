@@ -36,6 +36,8 @@ class UnitCosts:
         parameters: elements; what several units use is counted at the first.
         activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
         shared: what several units use, not by unit: stages that share it hold a copy each.
+        kept: elements of `parameters` that the user froze; empty where all are trained.
+        kept_shared: as `shared`, of what the user froze.
         slices: what slices of tokens cost; None where sequences stay whole.
 
     Raises:
@@ -48,13 +50,21 @@ class UnitCosts:
     parameters: tuple[int, ...]
     activation_bytes: tuple[float, ...]
     shared: Shared = ()
+    kept: tuple[int, ...] = ()
+    kept_shared: Shared = ()
     slices: TokenCosts | None = None
 
     def __post_init__(self) -> None:
-        by_unit = [field.name for field in fields(self) if field.name not in ("shared", "slices")]
-        lengths = {name: len(getattr(self, name)) for name in by_unit}
+        others = ("shared", "kept_shared", "slices", *(() if self.kept else ("kept",)))
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Elements by unit that are trained unless their layer freezes."""
+        kept = self.kept or (0,) * len(self.parameters)
+        return tuple(whole - frozen for whole, frozen in zip(self.parameters, kept, strict=True))
 
     def scaled(self, forward: float, backward: float) -> UnitCosts:
         """The same units with the times of forwards and of backwards multiplied by a factor each."""
@@ -159,7 +169,7 @@ def predict_step(
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     table = find_schedule(layout.schedule).table(*shape, max(1, len(shares)))
     timeline = simulate(table, durations, layout.places)
-    trained = max(_by_rank(layout, _by_stage(layout, _active(layout, costs.parameters))))
+    trained = max(trained_elements(layout, costs))
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
     pipeline = accumulation * timeline.end
     reduction = overheads.reduction_per_byte * trained * GRADIENT_BYTES * ring
@@ -172,6 +182,11 @@ def predict_step(
         other=overheads.per_step,
         rank_seconds=tuple(accumulation * busy for busy in timeline.busy),
     )
+
+
+def trained_elements(layout: Layout, costs: UnitCosts) -> list[float]:
+    """What each rank of a pipeline trains; what several use is counted at the first."""
+    return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
 
 
 def rank_bytes(
@@ -198,13 +213,14 @@ def rank_bytes(
     kept = [samples * size for size in _by_stage(layout, _active(layout, costs.activation_bytes))]
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     loads = list(find_schedule(layout.schedule).peaks(kept, *shape))
-    trained = _by_rank(layout, _by_stage(layout, _active(layout, costs.parameters)))
+    trained = trained_elements(layout, costs)
     reduced = trained.copy()
     for rank, parameters in enumerate(_by_rank(layout, _by_stage(layout, costs.parameters))):
         loads[rank] += trained[rank] * state_bytes_per_parameter + (parameters - trained[rank]) * weight_bytes
-    for units, elements in costs.shared:
+    shared = [*((entry, True) for entry in costs.shared), *((entry, False) for entry in costs.kept_shared)]
+    for (units, elements), is_trained in shared:
         first, *others = layout.ranks_of(units)
-        is_trained = units[0] >= layout.first_active_unit
+        is_trained = is_trained and units[0] >= layout.first_active_unit
         for rank in others:
             loads[rank] += elements * (weight_bytes + (GRADIENT_BYTES if is_trained else 0))
         if others and is_trained:

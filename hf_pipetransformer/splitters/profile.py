@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.check import gradients_discarded
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.units import attention_of, mlp_of
@@ -96,7 +97,7 @@ def profile_units(
     cuts = structure.cut_positions()
     view = StageView(model, splitter, structure)
     runner = _Runner(view, compute, inputs, next(model.parameters()).device, num_repeats)
-    alone = units_run_alone(structure)
+    alone = units_run_alone(structure, middle_layer(model, structure))
     try:
         for start, end in zip(cuts, cuts[1:], strict=False):
             if start not in alone:
@@ -118,9 +119,14 @@ def profile_units(
     return profile
 
 
-def units_run_alone(structure: Structure) -> tuple[int, ...]:
-    """The units that stand for all: embeddings, attention and MLP of a middle layer (one piece if uncut), head."""
-    layer = structure.num_layers // 2
+def middle_layer(model: nn.Module, structure: Structure) -> int:
+    """The layer that stands for all: the middle one of those that are trained, of all if none is."""
+    trained = _trained_layers(model, structure) or list(range(structure.num_layers))
+    return trained[len(trained) // 2]
+
+
+def units_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
+    """The units that stand for all: embeddings, attention and MLP of `layer` (one piece if uncut), head."""
     middle = (attention_of(layer), mlp_of(layer)) if structure.cuts_inside_layers else (attention_of(layer),)
     return (0, *middle, structure.num_units - 1)
 
@@ -192,17 +198,23 @@ class _Runner:
         return time.perf_counter()
 
 
+def _trained_layers(model: nn.Module, structure: Structure) -> list[int]:
+    return [index for index, layer in enumerate(structure.layers) if any(p.requires_grad for p in layer.parameters())]
+
+
 @contextmanager
-def trainable(model: nn.Module) -> Iterator[None]:
-    """Every parameter is trainable inside, also those that the user froze; gradients are dropped."""
+def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
+    """Inside, layers train what their user trains of them; all there is, if no layer trains anything.
+
+    Gradients are dropped.
+    """
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    gradients = {parameter: parameter.grad for parameter in flags}
-    for parameter in flags:
-        parameter.requires_grad_(parameter.is_floating_point())
+    if not _trained_layers(model, structure):
+        for parameter in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
     try:
-        with torch.enable_grad():
+        with gradients_discarded(model):
             yield
     finally:
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
-            parameter.grad = gradients[parameter]

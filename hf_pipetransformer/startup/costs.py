@@ -19,8 +19,9 @@ from hf_pipetransformer.splitters.profile import (
     MEMORY_SHARE,
     UnitProfile,
     affordable_samples,
+    middle_layer,
     profile_units,
-    trainable,
+    trained_as_given,
     units_run_alone,
 )
 from hf_pipetransformer.splitters.structure import Structure
@@ -60,7 +61,7 @@ def measure_costs(
     """
 
     def measure() -> dict[str, Any]:
-        with trainable(subject.model):
+        with trained_as_given(subject.model, structure):
             found, num_samples = _measure_units(subject, structure, samples_per_microbatch(args), topology, read)
         return {
             "forward": found.forward,
@@ -75,17 +76,21 @@ def measure_costs(
     num_samples = int(costs["num_samples"])
     message_bytes = int(costs["boundary_bytes"] * num_samples)
     hop, reduction = topology.measure(message_bytes)
-    parameters, shared = [0] * structure.num_units, []
+    parameters, kept = [0] * structure.num_units, [0] * structure.num_units
+    shared: dict[bool, list[tuple[tuple[int, ...], int]]] = {True: [], False: []}
     for name, parameter in subject.model.named_parameters():
         units = structure.units_of_parameter[name]
         # Of tied weights the first user keeps the state and takes the step.
         parameters[units[0]] += parameter.numel()
+        kept[units[0]] += 0 if parameter.requires_grad else parameter.numel()
         if len(units) > 1:
-            shared.append((units, parameter.numel()))
+            shared[parameter.requires_grad].append((units, parameter.numel()))
     return MeasuredCosts(
         UnitCosts(
             parameters=tuple(parameters),
-            shared=tuple(shared),
+            shared=tuple(shared[True]),
+            kept=tuple(kept),
+            kept_shared=tuple(shared[False]),
             forward=tuple(costs["forward"]),
             backward=tuple(costs["backward"]),
             edge_backward=tuple(costs["edge_backward"]),
@@ -111,7 +116,8 @@ def _measure_units(
     if wanted > size:
         pilot = measure(inputs, size, num_repeats=1)
         free = _free_bytes(device, topology.num_ranks_here)
-        wanted = max(size, affordable_samples(wanted, pilot, len(units_run_alone(structure)), free))
+        num_units_run = len(units_run_alone(structure, middle_layer(subject.model, structure)))
+        wanted = max(size, affordable_samples(wanted, pilot, num_units_run, free))
     batch = {key: moved(value, device) for key, value in read(wanted).items()}
     return measure(batch, batch_size(batch)), batch_size(batch)
 

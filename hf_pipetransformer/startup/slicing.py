@@ -23,7 +23,7 @@ from hf_pipetransformer.splitters.check import (
     gradient_norms,
     gradients_discarded,
 )
-from hf_pipetransformer.splitters.profile import PROFILE_SECONDS, trainable
+from hf_pipetransformer.splitters.profile import PROFILE_SECONDS, trained_as_given
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.costs import ReadBatch, moved
@@ -146,7 +146,7 @@ def measure_slices(
     def measure() -> dict[str, Any]:
         given = subject.inputs if read is None else read(min(most, MOST_SEQUENCES))
         batch = {key: moved(value, device) for key, value in given.items()}
-        with trainable(subject.model):
+        with trained_as_given(subject.model, structure):
             return fit_token_costs(measured_times(subject, structure, rule, batch)).as_event()
 
     return TokenCosts(**topology.decide(measure))
