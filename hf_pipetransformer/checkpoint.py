@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from hf_pipetransformer.adapters import adapter_files, load_adapters
 from hf_pipetransformer.manifest import (
     Entry,
     checksum_of,
@@ -178,7 +179,9 @@ def read_state(folder: str) -> dict[str, Any]:
     names = set(os.listdir(folder))
     if not os.path.isdir(path):
         if not has_weights(folder):
-            raise ValueError(f"{folder!r} is no complete checkpoint: it holds neither {_WEIGHTS} nor {_INDEX}.")
+            raise ValueError(
+                f"{folder!r} is no complete checkpoint: it holds neither {_WEIGHTS} nor {_INDEX}, nor adapters."
+            )
         by_trainer = any(name.startswith(("optimizer.", "scheduler.", "rng_state")) for name in names)
         what = "was saved by plain Trainer" if by_trainer else "holds the model only (save_only_model=True)"
         raise ValueError(f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline.")
@@ -196,8 +199,9 @@ def read_state(folder: str) -> dict[str, Any]:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether a folder holds a saved model."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in (_WEIGHTS, _INDEX))
+    """Whether a folder holds a saved model, or the adapters of one."""
+    is_whole = any(os.path.isfile(os.path.join(folder, name)) for name in (_WEIGHTS, _INDEX))
+    return is_whole or bool(adapter_files(folder))
 
 
 def _read_json(path: str, folder: str) -> dict[str, Any]:
@@ -380,12 +384,16 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
     transformers saves some models (ViT) under other names than their parameters have; only `from_pretrained` knows
     them. Tensors that have the model's own names, such as those of a head that the user exchanged, are taken as they
-    are.
+    are. Of adapters of PEFT the base is not saved and stays as it is.
 
     Raises:
         ValueError: the files are not those of this model.
     """
-    saved = dict(_saved_tensors(folder))
+    names = _weight_files(folder)
+    if names == adapter_files(folder):
+        load_adapters(model, folder, {name: dict(_tensors_of(folder, name)) for name in names})
+        return
+    saved = {key: value for name in names for key, value in _tensors_of(folder, name)}
     expected = model.state_dict()
     own = {key: value for key, value in saved.items() if key in expected and value.shape == expected[key].shape}
     missing = _not_loaded(model, own)
@@ -422,6 +430,8 @@ def check_weights(folder: str) -> None:
 def _weight_files(folder: str) -> list[str]:
     if os.path.isfile(os.path.join(folder, _WEIGHTS)):
         return [_WEIGHTS]
+    if not os.path.isfile(os.path.join(folder, _INDEX)) and adapter_files(folder):
+        return adapter_files(folder)
     try:
         return sorted(set(_read_json(os.path.join(folder, _INDEX), folder)["weight_map"].values()))
     except (KeyError, AttributeError, TypeError) as error:
@@ -435,11 +445,10 @@ def _opened_weights(folder: str, name: str) -> Any:
         raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({error}).") from error
 
 
-def _saved_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in _weight_files(folder):
-        with _opened_weights(folder, name) as file:
-            for key in file.keys():  # noqa: SIM118
-                yield key, file.get_tensor(key)
+def _tensors_of(folder: str, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with _opened_weights(folder, name) as file:
+        for key in file.keys():  # noqa: SIM118
+            yield key, file.get_tensor(key)
 
 
 def _not_loaded(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:

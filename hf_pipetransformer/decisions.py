@@ -42,7 +42,7 @@ class Decisions:
         inputs: for planning.
         num_frozen: layers frozen at the start.
         world_size: ranks.
-        units_of_parameter: name of each parameter to the units that use it.
+        units_of_parameter: name of each parameter that the user trains to the units that use it.
         write: writes an event.
         cache: says at each freeze how far up activations are stored; None without a cache.
     """

@@ -1,22 +1,35 @@
-"""Models with PEFT adapters are Trainer's, which one sentence says; parts of a pipeline are refused at once."""
+"""Models with PEFT adapters: inside the layers they are split and frozen with them, others are Trainer's."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import Trainer
+from peft import PeftModel, PeftType
+from torch import nn
+from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, adapters, checkpoint
+from hf_pipetransformer.autopipe.costs import UnitCosts, rank_bytes, trained_elements
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.shell import PipelineShell
+from hf_pipetransformer.run.frozen_weights import _context
+from hf_pipetransformer.run.need import Need, need_of
+from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.splitters.check import Probe, probe_model
+from hf_pipetransformer.splitters.profile import middle_layer
+from hf_pipetransformer.units import attention_of, block_of, mlp_of
+from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.models import build_model, collate, make_dataset
-from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter
+from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
 
 
-SAID = "freezes and stores nothing: a model with PEFT adapters"
+SAID = "freezes and stores nothing"
+NOTHING = {"freeze_policy": "none", "activation_cache": "auto"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,44 +37,176 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
 
 
-def trainer_of(model: Any, folder: Path, **options: Any) -> PipeTransformerTrainer:
-    args = PipeTransformerArguments(
-        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to="none",
-        disable_tqdm=True, learning_rate=0.05, save_steps=2, **options,
-    )  # fmt: skip
-    return PipeTransformerTrainer(model, args, train_dataset=make_dataset("bert_sequence", 10), data_collator=collate)
+def trainer_of(model: Any, folder: Path, family: str = "bert", **options: Any) -> PipeTransformerTrainer:
+    return PipeTransformerTrainer(model, arguments(folder, **options), **data_of(family))
 
 
-@pytest.mark.parametrize("more", [{}, {"freeze_policy": "none", "activation_cache": "on"}])
-@pytest.mark.parametrize("name", ["adapters", "an added adapter"])
-def test_what_freezes_and_stores_is_left_out_with_one_sentence(
-    name: str, more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
+    common: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, "learning_rate": 0.05, "save_steps": 2, "logging_steps": 1,
+    }  # fmt: skip
+    return PipeTransformerArguments(**{**common, **options})
+
+
+def batch_of(family: str) -> dict[str, torch.Tensor]:
+    data = data_of(family)
+    batch: dict[str, torch.Tensor] = data["data_collator"]([data["train_dataset"][i] for i in range(4)])
+    return batch
+
+
+def probed(model: Any, family: str) -> Probe:
+    batch = batch_of(family)
+    return probe_model(model.eval(), find_splitter(model), lambda inputs: model(**inputs).loss, batch, "input_ids")
+
+
+def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+# ---- adapters inside the layers ----
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*(("llama", method) for method in METHODS), ("bert", "lora"), ("bert", "biases"), ("gpt2", "ends")],
+)
+def test_the_split_model_gives_what_the_whole_one_gives_and_layers_own_their_adapters(
+    family: str, method: str
 ) -> None:
-    ours = outcome(USAGES[name], PipeTransformerTrainer, more, tmp_path / "ours")
-    assert len([record for record in caplog.records if SAID in record.message]) == 1
-    assert_same(ours, outcome(USAGES[name], Trainer, {}, tmp_path / "plain"))
-    assert ours["is_left"]
+    model = adapted(family, method)
+    assert adapters.why_unsplittable(model) is None
+    structure = probed(model, family).structure
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for index, layer in enumerate(structure.layers):
+        for parameter in layer.parameters():
+            assert set(structure.units_of_parameter[names[id(parameter)]]) <= {attention_of(index), mlp_of(index)}
+    shared = [name for name, units in structure.units_of_parameter.items() if len(units) > 1]
+    assert not any(model.get_parameter(name).requires_grad for name in shared)
 
 
-def test_nothing_is_said_where_nothing_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer_of(with_adapters(), tmp_path, freeze_policy="none")
-    assert SAID not in caplog.text
+def test_an_adapter_that_was_added_belongs_to_its_layer_and_half() -> None:
+    units = probed(adapted("bert", "lora", is_added=True), "bert").structure.units_of_parameter
+    layer = "bert.encoder.layer.2"
+    assert units[f"{layer}.attention.self.query.lora_B.default.weight"] == (attention_of(2),)
+    assert units[f"{layer}.attention.output.dense.lora_A.default.weight"] == (attention_of(2),)
+    assert units[f"{layer}.output.dense.lora_A.default.weight"] == (mlp_of(2),)
 
 
-def test_a_function_that_makes_a_model_with_adapters_is_told_of_in_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = {**BERT["given"](), "model_init": with_adapters}
-    usage = Usage(**{**BERT, "model": lambda: None, "given": lambda: given})
-    ours = outcome(usage, PipeTransformerTrainer, {}, tmp_path / "ours")
-    assert len([record for record in caplog.records if SAID in record.message]) == 1
-    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+def test_layers_are_as_uniform_as_they_are_without_adapters() -> None:
+    plain = [(name, p.shape) for name, p in base_of("llama").model.layers[1].named_parameters()]
+    one, other = (adapted("llama", method).get_base_model() for method in ("ranks", "scattered"))
+    for model in (one, other):
+        assert [(name, p.shape) for name, p in adapters.base_parameters(model.model.layers[1])] == plain
+    other.model.layers[1].mlp.down_proj = nn.Linear(64, 33)
+    with pytest.raises(ValueError, match="no single stack"):
+        find_splitter(other).layers(other)
+
+
+def test_a_model_that_is_wrapped_is_known_by_its_own_name() -> None:
+    # By it Trainer chooses how labels are smoothed.
+    model = adapted("gpt2", "lora")
+    assert PipelineShell(model, nn.Module, False)._get_name() == "GPT2LMHeadModel"
 
 
 @pytest.mark.parametrize("make", [with_adapters, with_added_adapter])
-def test_parts_of_a_pipeline_are_refused_when_the_trainer_is_made(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a model with PEFT adapters is neither split nor frozen"):
-        trainer_of(make(), tmp_path, pipeline_parallel_num_microbatches=2)
+def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_path: Path) -> None:
+    assert need_of(arguments(tmp_path, **NOTHING), None, None, make()) is Need.NONE
+    assert need_of(arguments(tmp_path), None, None, make()) is Need.MUST
+    assert (
+        need_of(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2), None, None, make()) is Need.MUST
+    )
+
+
+def test_layers_below_the_first_adapter_are_stored(tmp_path: Path) -> None:
+    assert need_of(arguments(tmp_path, **NOTHING), None, None, adapted("llama", "upper")) is Need.WISH
+    assert need_of(arguments(tmp_path, **NOTHING), None, None, adapted("llama", "scattered")) is Need.NONE
+    ours = trainer_of(
+        adapted("llama", "upper"), tmp_path / "ours", "llama", freeze_policy="none", activation_cache="on",
+        max_steps=12, save_strategy="no",
+    )  # fmt: skip
+    ours.train()
+    assert ours.layout is not None
+    assert (ours.layout.num_frozen_layers, ours.layout.cache_level) == (2, 2)
+    rates = [entry["cache_hit_rate"] for entry in ours.state.log_history if "cache_hit_rate" in entry]
+    assert rates == [0, 1]
+    plain = Trainer(
+        adapted("llama", "upper"),
+        TrainingArguments(**{**plain_options(tmp_path / "plain"), "max_steps": 12, "save_strategy": "no"}),
+        **data_of("llama"),
+    )
+    plain.train()
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def plain_options(folder: Path) -> dict[str, Any]:
+    args = arguments(folder)
+    names = ("output_dir", "max_steps", "per_device_train_batch_size", "use_cpu", "report_to", "disable_tqdm")
+    return {name: getattr(args, name) for name in (*names, "learning_rate", "save_steps", "logging_steps")}
+
+
+def losses(trainer: Any, after: int = 0) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > after]
+
+
+def test_a_layer_that_freezes_takes_its_adapter_along(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        adapted("bert", "lora"), tmp_path, freeze_policy="fixed", freeze_at="2:2", activation_cache="on"
+    )
+    trainer.train()
+    before, after = (PeftModel.from_pretrained(base_of("bert"), tmp_path / f"checkpoint-{n}") for n in (2, 4))
+    own = dict(after.named_parameters())
+    moved = {name for name, parameter in before.named_parameters() if not torch.equal(parameter, own[name])}
+    blocks = {
+        block_of(trainer.pipeline_run.pipeline.stage.view.structure.units_of_parameter[name][0]) for name in moved
+    }
+    assert blocks == {3, 4, 5}
+    assert all("lora_" in name or "modules_to_save" in name for name in moved)
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    trained = {name for name, parameter in trainer.model.named_parameters() if id(parameter) in held}
+    assert trained == moved
+    assert sum(p.requires_grad for p in trainer.model.parameters()) == len(adapted_names(trainer.model))
+
+
+def adapted_names(model: Any) -> list[str]:
+    return [name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name]
+
+
+def test_what_the_user_froze_costs_neither_gradients_nor_moments() -> None:
+    costs = UnitCosts(
+        forward=(1.0,) * 6, backward=(1.0,) * 6, edge_backward=(1.0,) * 6, activation_bytes=(0.0,) * 6,
+        parameters=(100, 50, 50, 50, 50, 10), kept=(100, 40, 50, 40, 50, 0), kept_shared=(((0, 5), 100),),
+    )  # fmt: skip
+    layout = Layout(2, 0, 2, 1, (0, 3, 6), 1, "1f1b")
+    assert trained_elements(layout, costs) == [10, 20]
+    # 16 bytes of what is trained, 4 of the rest; the head's copy of the embeddings is frozen too.
+    assert rank_bytes(layout, costs, 1) == [10 * 16 + 190 * 4, 20 * 16 + 90 * 4 + 100 * 4]
+    both = rank_bytes(replace(layout, num_replicas=2), costs, 1)
+    assert both == [10 * 20 + 190 * 4, 20 * 20 + 90 * 4 + 100 * 4]
+    frozen = replace(layout, num_frozen_layers=1)
+    assert trained_elements(frozen, costs) == [0, 20]
+
+
+def test_the_layer_that_is_measured_trains_its_adapters_alone() -> None:
+    model = adapted("llama", "upper")
+    assert middle_layer(model, probed(model, "llama").structure) == 3
+
+
+def test_what_stored_activations_hang_on_names_the_adapters(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), adapted("bert", "lora")
+    before = _context(model, args)
+    model.save_pretrained(tmp_path / "saved")
+    assert _context(model, args) == before == _context(adapted("bert", "lora"), args)
+    louder = adapted("bert", "lora")
+    louder.base_model.model.bert.encoder.layer[0].attention.self.query.scale_layer(2.0)
+    assert _context(louder, args) != before
+    with model.disable_adapter():
+        assert _context(model, args) != before
+    assert "adapters" not in _context(base_of("bert"), args)
+
+
+# ---- files ----
 
 
 def test_saved_adapters_load_and_merge_and_what_they_merge_into_trains_on(tmp_path: Path) -> None:
@@ -81,6 +226,89 @@ def test_saved_adapters_load_and_merge_and_what_they_merge_into_trains_on(tmp_pa
     assert whole.layout is not None and whole.layout.num_frozen_layers == 1
 
 
-def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**batch).logits
+@pytest.mark.parametrize("is_added", [False, True])
+def test_adapters_of_a_checkpoint_are_taken_up_to_the_bit(is_added: bool, tmp_path: Path) -> None:
+    options = {"freeze_policy": "fixed", "freeze_at": "3:1"}
+    whole = trainer_of(adapted("bert", "lora", is_added), tmp_path / "whole", **options)
+    whole.train()
+    other = adapted("bert", "lora", is_added)
+    for name in adapted_names(other):
+        nn.init.normal_(other.get_parameter(name))
+    resumed = trainer_of(other, tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert losses(resumed, 2) == losses(whole, 2)
+
+
+def test_several_adapters_are_loaded_each_from_its_folder(tmp_path: Path) -> None:
+    model, other = adapted("bert", "lora"), adapted("bert", "lora")
+    for each in (model, other):
+        each.add_adapter("second", lora("bert", r=3, init_lora_weights=False, modules_to_save=None))
+        each.set_adapter("default")
+    for name in adapted_names(model):
+        nn.init.normal_(model.get_parameter(name))
+    model.save_pretrained(tmp_path)
+    assert adapters.adapter_files(str(tmp_path)) == [adapters.FILE, f"second/{adapters.FILE}"]
+    checkpoint.check_weights(str(tmp_path))
+    checkpoint.load_weights(other, str(tmp_path))
+    for adapter in ("default", "second"):
+        for each in (model, other):
+            each.set_adapter(adapter)
+        assert torch.equal(logits(model, batch_of("bert")), logits(other, batch_of("bert")))
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    adapted("bert", "lora").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="adapters, and BertForSequenceClassification has none"):
+        checkpoint.load_weights(base_of("bert"), str(tmp_path))
+    with pytest.raises(ValueError, match="not those of this model"):
+        checkpoint.load_weights(adapted("bert", "ranks"), str(tmp_path))
+    opened = adapted("bert", "lora")
+    opened.base_model.model.bert.pooler.dense.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="no weights for .*pooler.*which is trained"):
+        checkpoint.load_weights(opened, str(tmp_path))
+
+
+# ---- adapters that no stage would own ----
+
+
+@pytest.mark.parametrize("more", [{}, {"freeze_policy": "none", "activation_cache": "on"}])
+def test_what_freezes_and_stores_is_left_out_with_one_sentence(
+    more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = outcome(USAGES["prompts"], PipeTransformerTrainer, more, tmp_path / "ours")
+    assert len([record for record in caplog.records if SAID in record.message]) == 1
+    assert_same(ours, outcome(USAGES["prompts"], Trainer, {}, tmp_path / "plain"))
+    assert ours["is_left"]
+
+
+def test_nothing_is_said_where_nothing_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer_of(with_prompts(), tmp_path, freeze_policy="none")
+    assert SAID not in caplog.text
+
+
+def test_a_function_that_makes_a_model_with_prompts_is_told_of_in_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {**BERT["given"](), "model_init": with_prompts}
+    usage = Usage(**{**BERT, "model": lambda: None, "given": lambda: given})
+    ours = outcome(usage, PipeTransformerTrainer, {}, tmp_path / "ours")
+    assert len([record for record in caplog.records if SAID in record.message]) == 1
+    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("method", list(OUTSIDE))
+def test_parts_of_a_pipeline_are_refused_when_the_trainer_is_made(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompt_encoder\S+ of the PEFT adapters .* lies outside of the layers"):
+        trainer_of(adapted("gpt2", method), tmp_path, "gpt2", pipeline_parallel_num_microbatches=2)
+
+
+def test_what_has_not_been_tried_is_refused_by_its_name() -> None:
+    model = adapted("llama", "lora")
+    model.peft_config["default"].trainable_token_indices = [1]
+    assert "LORA with trainable_token_indices" in str(adapters.why_unsplittable(model))
+    model.peft_config["default"].trainable_token_indices = None
+    model.peft_config["default"].peft_type = PeftType.ADALORA
+    assert "kind ADALORA" in str(adapters.why_unsplittable(model))
+    model = adapted("llama", "lora")
+    model.get_base_model().is_quantized = True
+    assert "quantized" in str(adapters.why_unsplittable(model))

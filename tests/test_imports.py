@@ -28,6 +28,7 @@ FLOORS = [
     {"pipeline", "autodp", "plain_checkpoint"},
     {"splitters", "checkpoint", "freeze", "refusals", "transfers"},
     {
+        "adapters",
         "layout",
         "arguments",
         "batches",

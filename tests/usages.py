@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from tests.adapted import adapted
 from tests.models import build_model, collate, make_dataset
 
 
@@ -164,6 +165,11 @@ def with_added_adapter() -> nn.Module:
     model = build_model("bert_sequence")
     model.add_adapter(lora())
     return model
+
+
+def with_prompts() -> nn.Module:
+    """A model whose adapters stand before its layers."""
+    return adapted("bert", "prompts")
 
 
 def half_frozen() -> nn.Module:
@@ -414,6 +420,7 @@ USAGES = {
     "a device map": Usage(**{**BERT, "model": on_a_map}),
     "adapters": Usage({"save_steps": 2}, **{**BERT, "model": with_adapters}, act=files_of_adapters),
     "an added adapter": Usage({"save_steps": 2}, **{**BERT, "model": with_added_adapter}, act=files_of_adapters),
+    "prompts": Usage({"save_steps": 2}, **{**BERT, "model": with_prompts}, act=files_of_adapters),
     "adapters gone on with": Usage(**{**BERT, "model": with_adapters}, options=STEPS, act=resume_early),
     "a frozen parameter": Usage(model=half_frozen),
     "made by a function": Usage(given=lambda: {"model_init": Line}, model=lambda: None),  # type: ignore[arg-type, return-value]

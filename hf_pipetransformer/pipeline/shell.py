@@ -10,6 +10,8 @@ import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
+from hf_pipetransformer.adapters import bare_model
+
 
 class Runner(Protocol):
     """Runs batches through all stages."""
@@ -65,4 +67,4 @@ class PipelineShell(nn.Module):
 
     def _get_name(self) -> str:
         # Trainer asks for the class name of the model to choose how labels are smoothed.
-        return type(self.module).__name__
+        return type(bare_model(self.module)).__name__

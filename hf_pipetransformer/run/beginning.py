@@ -115,7 +115,11 @@ class Beginning:
             ),
             num_frozen=stage.layout.num_frozen_layers,
             world_size=self.topology.world_size,
-            units_of_parameter=stage.view.structure.units_of_parameter,
+            units_of_parameter={
+                name: units
+                for name, units in stage.view.structure.units_of_parameter.items()
+                if stage.store.trainable[name]
+            },
             write=self.journal.write,
             cache=None if cache is None else cache.planner,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from hf_pipetransformer import adapters
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
 from hf_pipetransformer.autodp.topology import all_gather_trees
@@ -62,4 +63,6 @@ def _context(model: Any, args: PipeTransformerArguments) -> str:
     # Saving a model writes these into its configuration, and the weights' dtype is in their digests.
     entries: dict[str, Any] = config_value(model, "to_dict", dict)()
     settings = {key: value for key, value in entries.items() if key not in NOT_SETTINGS}
+    if adapters.has_adapters(model):
+        settings = {**settings, "adapters": adapters.settings(model)}
     return " ".join([*map(str, parts), json.dumps(settings, sort_keys=True, default=str)])

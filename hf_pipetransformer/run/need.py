@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+from hf_pipetransformer.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.freeze.policies import FreezePolicy
-from hf_pipetransformer.splitters import Splitter
+from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
 
 
 class Need(Enum):
@@ -16,7 +17,7 @@ class Need(Enum):
     NONE = "none"
     WISH = "wish"
     """Where it does not work, Trainer does: the numbers of one process on several replicas, stored activations, and
-    with adapters also layers that freeze."""
+    with adapters that cannot be split also layers that freeze."""
     MUST = "must"
 
 
@@ -33,15 +34,14 @@ def need_of(
     """
     freezes = args.freeze_policy != "none" if policy is None else policy.freezes
     asks_for_parts = _asks_for_parts(args, splitter)
-    if has_adapters(model) and not asks_for_parts:
+    if _leaves_adapters_to_trainer(model) and not asks_for_parts:
         return Need.WISH if freezes or args.activation_cache == "on" else Need.NONE
     is_divided = args.world_size > 1 and args.pipeline_size != 1
     if is_divided or freezes or asks_for_parts or args.activation_cache == "on":
         return Need.MUST
-    if args.world_size > 1:
+    if args.world_size > 1 and not has_adapters(model):
         return Need.WISH
-    has_frozen = model is not None and any(not parameter.requires_grad for parameter in model.parameters())
-    return Need.WISH if has_frozen and args.activation_cache == "auto" else Need.NONE
+    return Need.WISH if args.activation_cache == "auto" and _may_store(model) else Need.NONE
 
 
 def does_without_layers(args: PipeTransformerArguments, splitter: Splitter | None) -> bool:
@@ -60,6 +60,18 @@ def _asks_for_parts(args: PipeTransformerArguments, splitter: Splitter | None) -
     )
 
 
-def has_adapters(model: Any) -> bool:
-    """Whether a model carries adapters of PEFT, around it or added to it."""
-    return bool(getattr(model, "peft_config", None))
+def _leaves_adapters_to_trainer(model: Any) -> bool:
+    return has_adapters(model) and (why_unsplittable(model) is not None or bool(getattr(model, "hf_device_map", None)))
+
+
+def _may_store(model: Any) -> bool:
+    """Whether the script froze something below what it trains, as far as is seen before the start."""
+    if model is None:
+        return False
+    if not has_adapters(model):
+        return any(not parameter.requires_grad for parameter in model.parameters())
+    try:
+        first = find_splitter(model).layers(bare_model(model))[0]
+    except UnsupportedModelError:
+        return False
+    return not any(parameter.requires_grad for parameter in first.parameters())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from hf_pipetransformer.adapters import why_unsplittable
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.freeze.policies import FreezePolicy
@@ -27,7 +28,7 @@ from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.first_batches import first_batches, most_samples
 from hf_pipetransformer.run.loaders import Request
-from hf_pipetransformer.run.need import Need, does_without_layers, has_adapters, need_of
+from hf_pipetransformer.run.need import Need, does_without_layers, need_of
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
@@ -185,10 +186,11 @@ def say_left_to_trainer(error: ValueError) -> None:
 
 def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:
     """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
-    if has_adapters(model):
+    reason = why_unsplittable(model)
+    if reason is not None:
         raise UnsupportedModelError(
-            "a model with PEFT adapters is neither split nor frozen layer by layer. With pipeline_parallel_size=1 it "
-            "is trained as by Trainer; or merge the adapters first (`merge_and_unload`)."
+            f"{reason}. Use plain LoRA on an unquantized model, or ask for no stages, micro-batches or layout_plan: "
+            "the model is then trained as by Trainer."
         )
     num_stages = 1 if args.world_size == 1 else args.pipeline_size
     check_model(model, num_stages, is_undivided(args), (users_optimizer, None))

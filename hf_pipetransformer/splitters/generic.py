@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pipetransformer.adapters import base_parameters
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value
 
 
@@ -54,7 +55,7 @@ def _unlike(stack: nn.ModuleList) -> str:
     """What tells a layer of a stack from the first; nothing if they are alike."""
 
     def shapes(layer: nn.Module) -> dict[str, Any]:
-        return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in layer.named_parameters()}}
+        return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in base_parameters(layer)}}
 
     first = shapes(stack[0])
     for index, layer in enumerate(stack):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer import units
+from hf_pipetransformer.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
 
 
@@ -80,7 +81,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     Raises:
         UnsupportedModelError: layers that are not run once each and in order, or whose input no module returns.
     """
-    layers = splitter.layers(model)
+    layers = splitter.layers(bare_model(model))
     trace = _Trace()
     with torch.no_grad(), _hooks(model, layers, trace):
         run_forward()

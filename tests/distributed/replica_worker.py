@@ -16,17 +16,17 @@ from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
 from tests.test_trainers_checkpoints import TRAINERS, losses, make
-from tests.usages import USAGES, Usage, assert_same, outcome, with_adapters
+from tests.usages import USAGES, Usage, assert_same, outcome, with_prompts
 
 
 OPTIONS = {"freeze_policy": "none", "pipeline_parallel_size": "1"}
 FREEZING = "freezing: "
 
 
-def refuse_stages_of_adapters(folder: Path) -> None:
-    with pytest.raises(ValueError, match="PEFT adapters is neither split nor frozen"):
+def refuse_stages_of_prompts(folder: Path) -> None:
+    with pytest.raises(ValueError, match="lies outside of the layers"):
         outcome(
-            Usage(model=with_adapters, act=lambda trainer: pytest.fail("it was made")),
+            Usage(model=with_prompts, act=lambda trainer: pytest.fail("it was made")),
             PipeTransformerTrainer,
             {"pipeline_parallel_size": "2"},
             folder,
@@ -63,7 +63,7 @@ def main() -> None:
         assert ours["is_left"], f"{name}: a pipeline ran"
         assert_same(ours, plain)
         print(f"same: {name}", flush=True)
-    refuse_stages_of_adapters(Path(sys.argv[1]) / "stages")
+    refuse_stages_of_prompts(Path(sys.argv[1]) / "stages")
     exchange_checkpoints(Path(sys.argv[1]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

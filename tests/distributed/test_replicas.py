@@ -22,7 +22,7 @@ USED = (
     "T5",
     "adapters",
     "an added adapter",
-    "freezing: adapters",
+    "freezing: prompts",
     "freezing: several outputs",
     "freezing: a model of transformers without layers",
     "batch normalisation",

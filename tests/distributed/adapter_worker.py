@@ -1,0 +1,163 @@
+"""Models with adapters in pipelines, beside plain Trainer or one stage of ours on one process.
+
+    adapter_worker.py FOLDER CASE...
+
+Rank 0 writes `FOLDER/<case>-<K>x<R>.json`: losses, gradient norms, the last layout, whether saved adapters give the
+same logits. Every rank writes what it keeps for the training (see `Holdings`), into `<case>-<K>x<R>-<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autopipe.costs import trained_elements
+from tests.adapted import METHODS, adapted, base_of, data_of
+
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS, SAVED_AT = 6, 4
+ONE_STAGE = (1, 1)
+
+
+@dataclass(frozen=True)
+class AdapterCase:
+    """One training.
+
+    Args:
+        family: of the model.
+        method: of the adapters.
+        options: of the pipeline.
+        training: other options.
+        is_added: the adapter is added to the model, not around it.
+        layouts: K and R.
+    """
+
+    family: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    is_added: bool = False
+    layouts: tuple[tuple[int, int], ...] = ((2, 1),)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether layers freeze, which plain Trainer does not do."""
+        return "freeze_policy" in self.options
+
+
+FROZEN = {"freeze_policy": "fixed", "freeze_at": "2:1,4:3", "activation_cache": "on", "elastic": True}
+EVERYWHERE = ((2, 1), (2, 2), (4, 1))
+ON_EVERY_CHANGE = {
+    "gpt2-dora": AdapterCase("gpt2", "dora", training={"gradient_accumulation_steps": 2}, layouts=EVERYWHERE),
+    "bert-lora": AdapterCase("bert", "lora", layouts=EVERYWHERE),
+    "gpt2-frozen": AdapterCase("gpt2", "lora", FROZEN, layouts=EVERYWHERE),
+}
+OTHERS = {
+    "bert-added": AdapterCase("bert", "lora", is_added=True),
+    "bert-zero-bubble": AdapterCase("bert", "dora", {"pipeline_schedule": "zb_h1"}),
+    "bert-recomputed": AdapterCase("bert", "lora", {"pipeline_checkpoint": "always"}),
+    "llama-smoothed": AdapterCase("llama", "lora", training={"label_smoothing_factor": 0.1}),
+    "llama-slices": AdapterCase("llama", "lora", {"pipeline_schedule": "token", "pipeline_token_slices": "4"}),
+    "llama-upper-stored": AdapterCase("llama", "upper", {"activation_cache": "on"}),
+    "gpt2-ends": AdapterCase("gpt2", "ends", layouts=EVERYWHERE),
+    "gpt2-whole-ends": AdapterCase("gpt2", "whole-ends"),
+    **{f"llama-{method}": AdapterCase("llama", method) for method in METHODS},
+}
+CASES = ON_EVERY_CHANGE | OTHERS
+
+
+class Holdings(TrainerCallback):
+    """Notes at the end of a step what a rank keeps beside the weights: elements of gradients and optimizer state."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.found: dict[str, Any] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        store = self.trainer.pipeline_run.pipeline.stage.store
+        self.found["gradients"] = sum(p.grad.numel() for p in store.held().values() if p.grad is not None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        pipeline = self.trainer.pipeline_run.pipeline
+        stage, costs = pipeline.stage, pipeline.start_up.plans.costs.units
+        states = optimizer.optimizer.state.values()
+        self.found |= {
+            "moments": sum(value.numel() for state in states for value in state.values() if value.dim()),
+            "reduced": sum(view.numel() for bucket in stage.reducer.buckets for view in bucket.views),
+            "has_replicas": stage.groups.num_replicas > 1,
+            "weights": sum(p.numel() for p in stage.store.held().values()),
+            "planned": trained_elements(stage.layout, costs)[stage.groups.position],
+            "adapters": sum(
+                p.numel() for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)
+            ),
+        }
+
+
+def make_trainer(case: AdapterCase, folder: Path, layout: tuple[int, int], is_plain: bool = False) -> Any:
+    common: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
+        "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+        "save_steps": SAVED_AT, **case.training,
+    }  # fmt: skip
+    model, data = adapted(case.family, case.method, case.is_added), data_of(case.family)
+    if is_plain:
+        trainer = Trainer(model, TrainingArguments(**common), **data)
+        if case.family == "bert":
+            trainer.model_accepts_loss_kwargs = False  # transformers#47688
+        return trainer
+    options = {"freeze_policy": "none", "activation_cache": "off", **case.options}
+    return PipeTransformerTrainer(
+        model, PipeTransformerArguments(**common, pipeline_parallel_size=layout[0], **options), **data
+    )
+
+
+def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+def run(name: str, case: AdapterCase, layout: tuple[int, int], folder: Path) -> None:
+    where = f"{name}-{layout[0]}x{layout[1]}"
+    trainer = make_trainer(case, folder / where, layout, is_plain=layout == ONE_STAGE and not case.freezes)
+    is_ours = isinstance(trainer, PipeTransformerTrainer)
+    if is_ours and layout != ONE_STAGE:
+        holdings = Holdings(trainer)
+        trainer.add_callback(holdings)
+    trainer.train()
+    trainer.save_model()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
+    if is_ours:
+        found["layout"] = trainer.layout.as_event()
+    if is_ours and layout != ONE_STAGE:
+        (folder / f"{where}-{trainer.args.process_index}.json").write_text(json.dumps(holdings.found))
+    if trainer.is_world_process_zero():
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+        loaded = PeftModel.from_pretrained(base_of(case.family), folder / where)
+        found["loads"] = torch.equal(logits(loaded, batch), logits(trainer.model, batch))
+        (folder / f"{where}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    for name in sys.argv[2:]:
+        case = CASES[name]
+        for layout in case.layouts if WORLD_SIZE > 1 else (ONE_STAGE,):
+            if layout[0] * layout[1] == WORLD_SIZE:
+                run(name, case, layout, Path(sys.argv[1]))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
