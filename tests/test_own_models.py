@@ -203,7 +203,34 @@ def test_activations_without_a_sequence_freeze_but_are_not_stored(tmp_path: Path
     assert "expected three dimensions, (batch, seq, hidden)" in events
 
 
-MODELS = {kind.__name__: kind for kind in (Stack, ConfigIsNone, AddsInLayers, ChangesAround, ChangesBefore, Flat)}
+# ---- weights that code reads without calling their module ----
+
+
+class TiedByHand(Stack):
+    """The entry's weight once more at the end, and one of a module that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.entry(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        y = (hidden @ self.entry.weight * self.beside.weight).mean(dim=(1, 2)) + self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+def test_a_weight_belongs_to_where_it_is_read() -> None:
+    model, inputs = TiedByHand(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    structure = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure
+    assert structure.units_of_parameter["entry.weight"] == (0, structure.num_units - 1)
+    assert structure.units_of_parameter["entry.bias"] == (0,)
+
+
+MODELS = {
+    kind.__name__: kind for kind in (Stack, ConfigIsNone, AddsInLayers, ChangesAround, ChangesBefore, TiedByHand, Flat)
+}
 """Those that can be cut, by name."""
 
 

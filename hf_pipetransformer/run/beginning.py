@@ -29,6 +29,7 @@ from hf_pipetransformer.run.cache import TrainingCache, begin_cache
 from hf_pipetransformer.run.cache_inputs import remove_old_stores
 from hf_pipetransformer.run.description import RunDescription
 from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.noted import Noted, noting_nothing
 from hf_pipetransformer.run.optimizer import StepHooks, divide
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
@@ -137,7 +138,7 @@ class Beginning:
             loader=loader,
             optimizer=optimizer,
             hooks=StepHooks(optimizer.optimizer, pipeline),
-            steps=Steps(self.trainer, self.topology, pipeline, loader),
+            steps=Steps(self.trainer, self.topology, pipeline, loader, Noted(self.trainer, self.topology)),
             controller=controller,
             transitions=Transitions(*parts, controller, optimizer, cache, loader),
             cache=cache,
@@ -212,4 +213,5 @@ def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
     """What `compute_loss` gives, which alone knows which columns of a batch are the model's."""
     num_items = torch.tensor(host.items_of(trainer, inputs), device=trainer.args.device)
     passes = "labels" in inputs and host.takes_num_items(trainer)
-    return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)
+    with noting_nothing(trainer):
+        return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)

@@ -13,7 +13,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_pipetransformer.autodp.gathering import ReplicaGather
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
+from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.noted import Noted
 from hf_pipetransformer.run.pipeline import Pipeline
 
 
@@ -22,26 +24,33 @@ class Evaluation:
 
     Args:
         trainer: whose loop it is.
+        topology: the ranks.
         pipeline: runs the batches.
         loader: gives them.
     """
 
     is_users = False
 
-    def __init__(self, trainer: Trainer, pipeline: Pipeline, loader: PipelineLoader) -> None:
+    def __init__(self, trainer: Trainer, topology: Topology, pipeline: Pipeline, loader: PipelineLoader) -> None:
         self.trainer = trainer
         self.pipeline = pipeline
         self.loader = loader
+        self.told_num_items = False
+        """Whether the loss of the batch under way is told by what to divide."""
+        self.noted = Noted(trainer, topology)
         self.gather = ReplicaGather(pipeline.stage.groups, loader)
 
     @contextmanager
-    def sending(self, inputs: dict[str, Any], loss_only: bool) -> Iterator[None]:
-        """Inside, the last stage gives the others the loss without the logits if nobody can look at these."""
+    def running(self, inputs: dict[str, Any], loss_only: bool) -> Iterator[None]:
+        """Inside, a batch runs; the last stage gives the others the loss alone if nobody can look at the logits."""
         trainer, runner = self.trainer, self.pipeline.runner
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
         runner.sends_loss_only = loss_only and has_loss and host.has_plain_loss(trainer)
+        self.told_num_items = False
+        self.noted.begin_batch()
         try:
-            yield
+            with self.noted.of_part(inputs):
+                yield
         finally:
             runner.sends_loss_only = False
 
@@ -50,7 +59,8 @@ class Evaluation:
         return None if loss is None else self.gather.mean(loss, num_items).expand(num_samples)
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
-        """Trainer's output, which of a stream counts what this replica saw, for all replicas."""
+        """Trainer's output, which of a stream counts what this replica saw, for all replicas. A collective call."""
+        self.noted.note("eval")
         if not isinstance(self.loader, StreamLoader):
             return output
         metrics = dict(output.metrics or {})
@@ -83,8 +93,9 @@ class UsersEvaluation:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self.told_num_items = False
 
-    def sending(self, _inputs: dict[str, Any], _loss_only: bool) -> AbstractContextManager[None]:
+    def running(self, _inputs: dict[str, Any], _loss_only: bool) -> AbstractContextManager[None]:
         """See `Evaluation`."""
         return nullcontext()
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, get_args
 
 import datasets
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
@@ -42,6 +43,15 @@ def shifts_labels(trainer: Trainer) -> bool:
 def items_of(trainer: Trainer, inputs: Any) -> int:
     """Items of a batch that the mean of the loss runs over."""
     return count_items(inputs, shifts_labels(trainer)) if inputs else 0
+
+
+def items_of_own_mean(trainer: Trainer, inputs: Any) -> int:
+    """Items that the mean of a loss runs over which is told no number.
+
+    Trainer counts one label too many a sequence for causal models whose loss it does not know by name (GPT-2).
+    """
+    shifts = shifts_labels(trainer) or type(trainer.model).__name__.endswith("LMHeadModel")
+    return count_items(inputs, shifts) if inputs else 0
 
 
 def takes_num_items(trainer: Trainer) -> bool:
@@ -83,15 +93,47 @@ _NOT_CALLED_BELOW = (
 )
 """Methods of Trainer that a pipeline replaces altogether."""
 
+_DOES_SOMETHING_UNDER = {"trl.trainer.sft_trainer.SFTTrainer.training_step": "activation_offloading"}
+"""Methods of other trainers that are Trainer's unless an option is set."""
 
-def check_taken_over(below: Any) -> None:
+
+def kind_of_arguments(make: Callable[..., Any]) -> type[TrainingArguments]:
+    """What a trainer's constructor calls its arguments: the class that it names first.
+
+    Args:
+        make: the constructor.
+    """
+    parameter = inspect.signature(make).parameters.get("args")
+    annotation = None if parameter is None else parameter.annotation
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, TrainingArguments)), TrainingArguments)
+
+
+def check_kind_of_arguments(make: Callable[..., Any], args: TrainingArguments) -> None:
+    """Refuse arguments that a trainer would make anew as those of its own, without the pipeline's options."""
+    kind = kind_of_arguments(make)
+    if not isinstance(args, kind):
+        trainer = make.__qualname__.partition(".")[0]
+        raise ValueError(
+            f"{trainer} takes {kind.__name__}, found {type(args).__name__}. Define a class with the options of both, "
+            f"`@dataclass class Arguments(PipeTransformerArguments, {kind.__name__})`, or pass {kind.__name__}, which "
+            "gets the defaults of the pipeline."
+        )
+
+
+def check_taken_over(below: Any, args: TrainingArguments) -> None:
     """Refuse a trainer whose own steps would silently not run: the pipeline runs them.
 
     Args:
         below: the trainer as the classes after the mixin know it, its `super()`.
+        args: its options.
     """
     for name in _NOT_CALLED_BELOW:
-        if getattr(below, name).__func__ is not getattr(Trainer, name):
+        method = getattr(below, name).__func__
+        option = _DOES_SOMETHING_UNDER.get(f"{method.__module__}.{method.__qualname__}")
+        if option is not None and getattr(args, option):
+            raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='always'.")
+        if option is None and method is not getattr(Trainer, name):
             raise ValueError(
                 f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "
                 f"the steps through the pipeline. Override compute_loss, or override {name} in a class that stands "
@@ -149,6 +191,39 @@ def take_up_loss(
     trainer._tr_loss += unlogged_loss
     trainer._globalstep_last_logged = last_logged_step
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
+
+
+Notes = dict[str, dict[str, list[float]]]
+"""Averages over batches that `compute_loss` noted, by mode ("train" or "eval") and name."""
+
+
+def notes(trainer: Trainer) -> Notes | None:
+    """Those of a trainer of TRL; None for a trainer that notes nothing."""
+    found = getattr(trainer, "_metrics", None)
+    return found if isinstance(found, dict) and {"train", "eval"} <= found.keys() else None
+
+
+def num_tokens_read(trainer: Trainer) -> int | None:
+    """By this rank in training, as trainers of TRL count; None for others."""
+    count: int | None = getattr(trainer, "_total_train_tokens", None)
+    return count
+
+
+def count_tokens_read(trainer: Trainer, num: int) -> None:
+    """See `num_tokens_read`."""
+    if num_tokens_read(trainer) is not None:
+        trainer._total_train_tokens += num
+
+
+@contextmanager
+def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
+    """See `num_tokens_read`."""
+    count = num_tokens_read(trainer)
+    try:
+        yield
+    finally:
+        if count is not None:
+            trainer._total_train_tokens = count
 
 
 @contextmanager

@@ -363,9 +363,10 @@ class Run:
 
         Args:
             method: makes the loader. One of the user's own may give any loader if there is one stage only, so nothing
-                starts before it is known.
+                starts before it is known; nor where another trainer makes a data set of `dataset` first.
         """
-        awaits_loader = self._num_stages == 1 and host.is_overridden(self.trainer, method)
+        makes_loader = self._num_stages == 1 and host.is_overridden(self.trainer, method)
+        awaits_loader = makes_loader or host.is_overridden(self.trainer, "evaluate")
         with self._up(None if awaits_loader else self._asked_for(dataset)):
             yield
 
@@ -414,7 +415,7 @@ class Run:
                     yield self._evaluation
                     return
                 loader = given if request is None else self.loader(request)
-                self._evaluation = evaluation = Evaluation(trainer, self.pipeline, loader)
+                self._evaluation = evaluation = Evaluation(trainer, self.topology, self.pipeline, loader)
                 trainer.gather_function = evaluation.gather
                 with nullcontext() if cache is None else cache.storing_for(loader):
                     yield evaluation

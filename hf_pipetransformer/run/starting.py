@@ -29,6 +29,7 @@ from hf_pipetransformer.run import host
 from hf_pipetransformer.run.first_batches import first_batches, most_samples
 from hf_pipetransformer.run.loaders import Request
 from hf_pipetransformer.run.need import Need, does_without_layers, need_of
+from hf_pipetransformer.run.noted import noting_nothing
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
@@ -162,7 +163,7 @@ def check_given(
     if need is Need.NONE:
         return False
     try:
-        host.check_taken_over(below)
+        host.check_taken_over(below, args)
         check_arguments(args)
         if model is not None:
             check_trained_model(model, args, optimizers[0])
@@ -205,7 +206,8 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     device = next(trainer.model.parameters()).device  # The CPU for a model that is too large for the device.
     passes = "labels" in inputs and host.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
+    with noting_nothing(trainer):
+        loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 
 

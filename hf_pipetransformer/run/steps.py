@@ -17,6 +17,7 @@ from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
 from hf_pipetransformer.pipeline.program import Write
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.noted import Noted
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.startup import main_input_of
 
@@ -45,12 +46,14 @@ class Steps:
         topology: the ranks.
         pipeline: runs the batches.
         loader: of all batches; None for one of the user's own.
+        noted: what losses note beside them.
     """
 
     trainer: Trainer
     topology: Topology
     pipeline: Pipeline
     loader: PipelineLoader | None
+    noted: Noted
     _step: _Step = field(default_factory=_Step, init=False)
 
     def are_over(self, batches: Any) -> bool:
@@ -109,10 +112,11 @@ class Steps:
             clear_device_cache()
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            with trainer.compute_loss_context_manager():
+            with trainer.compute_loss_context_manager(), self.noted.of_part(micro_batch):
                 loss: torch.Tensor = trainer.compute_loss(model, micro_batch, num_items_in_batch=num_items)
             return loss
 
+        self.noted.begin_batch(inputs if pipeline.stage.groups.is_first else None)
         share = 1.0 if host.is_divided(trainer, num_items) else 1.0 / trainer.current_gradient_accumulation_steps
         loss_scale: float | torch.Tensor = share
         if trainer.accelerator.scaler is not None:

@@ -146,6 +146,7 @@ class Training:
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
         if logs:
+            self.steps.noted.note("train")
             # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
             self.patience.is_resting = True
         elif saves_or_evaluates:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hf_pipetransformer import units
 from hf_pipetransformer.adapters import bare_model
@@ -70,6 +71,22 @@ class _Trace:
         self.layer_calls: list[int] = []
         self.layer_outputs: list[Any] = []
         self.entered_input: Any = None
+        self.reads: dict[int, int] = {}
+
+
+class _Reads(TorchFunctionMode):
+    """Notes for each parameter how many layers had run when it was last read, by whatever code."""
+
+    def __init__(self, model: nn.Module, trace: _Trace) -> None:
+        super().__init__()
+        self._ids = {id(parameter) for parameter in model.parameters()}
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if id(value) in self._ids:
+                self._trace.reads[id(value)] = len(self._trace.layer_outputs)
+        return func(*args, **(kwargs or {}))
 
 
 def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any]) -> Structure:
@@ -83,7 +100,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     """
     layers = splitter.layers(bare_model(model))
     trace = _Trace()
-    with torch.no_grad(), _hooks(model, layers, trace):
+    with torch.no_grad(), _hooks(model, layers, trace), _Reads(model, trace):
         run_forward()
     name = type(model).__name__
     if trace.layer_calls != list(range(len(layers))):
@@ -188,6 +205,9 @@ def _users(
             users.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
     for module in trace.after:
         add(module, [head], recurse=False)
+    for key, num_layers_before in trace.reads.items():
+        if num_layers_before == len(layers):
+            users.setdefault(key, set()).add(head)  # Maybe the weight of a module that ran before the layers.
     for module in beside:
         add(module, everywhere)
     for module in trace.spanning:

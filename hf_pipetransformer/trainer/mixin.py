@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from hf_pipetransformer.arguments import PipeTransformerArguments, with_pipeline_options
+from hf_pipetransformer.arguments import with_pipeline_options
 from hf_pipetransformer.autodp.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
@@ -29,7 +29,7 @@ class PipeTransformerMixin(Overrides):
     trainer does in `compute_loss`, `prediction_step`, `log` and so on stays.
 
     Args:
-        model: see `Trainer`.
+        model: see `Trainer`, or the trainer after the mixin.
         args ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options; plain ones get their
             defaults.
         policy ([`FreezePolicy`], *optional*): decides what freezes; it wins over `freeze_policy`.
@@ -42,16 +42,21 @@ class PipeTransformerMixin(Overrides):
 
     def __init__(
         self,
-        model: PreTrainedModel | torch.nn.Module | None = None,
+        model: PreTrainedModel | torch.nn.Module | str | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
         policy: FreezePolicy | None = None,
         splitter: Splitter | None = None,
         **named: Any,
     ) -> None:
-        args = PipeTransformerArguments(output_dir="tmp_trainer") if args is None else with_pipeline_options(args)
-        given = inspect.signature(super().__init__).bind(model, args, *positional, **named).arguments
-        own = {"model": model, "args": args, "policy": policy, "splitter": splitter}
+        make = super().__init__
+        args = host.kind_of_arguments(make)(output_dir="tmp_trainer") if args is None else args
+        host.check_kind_of_arguments(make, args)
+        args = with_pipeline_options(args)
+        given = inspect.signature(make).bind(model, args, *positional, **named).arguments
+        # Trainers of TRL load a model by its name.
+        known = model if isinstance(model, torch.nn.Module) else None
+        own = {"model": known, "args": args, "policy": policy, "splitter": splitter}
         needs_pipeline = check_given(super(Overrides, self), **{**named, **given, **own})
         args.places_model = needs_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1

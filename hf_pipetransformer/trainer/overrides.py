@@ -181,18 +181,16 @@ class Overrides(_Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
-        evaluation, num_items, num_samples = (
-            self.pipeline_run.evaluation,
-            host.items_of(self, inputs),
-            batch_size(inputs),
-        )
+        evaluation, given = self.pipeline_run.evaluation, dict(inputs)
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
-        with evaluation.sending(inputs, prediction_loss_only and is_trainers):
+        with evaluation.running(inputs, prediction_loss_only and is_trainers):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        return evaluation.global_loss(loss, num_items, num_samples), logits, labels
+        count = host.items_of if evaluation.told_num_items else host.items_of_own_mean
+        return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
         # Called by Trainer's `prediction_step`; training counts over all replicas in `get_batch_samples`.
+        self.pipeline_run.evaluation.told_num_items = True
         if self.pipeline_run.evaluation.is_users:
             return super()._get_num_items_in_batch(batch_samples, device)
         if not any("labels" in batch for batch in batch_samples) or not host.takes_num_items(self):

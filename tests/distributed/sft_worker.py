@@ -1,0 +1,61 @@
+"""TRL's SFTTrainer in a pipeline, beside itself on one process.
+
+    sft_worker.py FOLDER CASE...
+
+Rank 0 writes `FOLDER/<case>-<processes>.json`: what was logged, and the last layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import SFTTrainer
+
+from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer
+
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+FROZEN = {"freeze_policy": "fixed", "freeze_at": "6:1,11:2", "pipeline_compression": "throughput"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {"gradient_accumulation_steps": 2},
+    "slices": {"model": "llama", "pipeline_schedule": "token", "pipeline_token_slices": "4"},
+    "frozen": {"model": "qwen2", **FROZEN},
+}
+
+
+def make_trainer(name: str, folder: Path) -> Any:
+    """SFTTrainer itself on one process, unless layers freeze, which it does not do."""
+    options = dict(CASES[name])
+    batches = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 8 // WORLD_SIZE)
+    if WORLD_SIZE > 1:
+        own = {"freeze_policy": "none", "activation_cache": "off", "pipeline_parallel_size": 2}
+        return make_sft_trainer(SFTPipelineTrainer, folder, **own | options | batches)
+    is_frozen = "freeze_policy" in options
+    kept = {key: value for key, value in options.items() if is_frozen or not key.startswith("pipeline")}
+    own = {"activation_cache": "off"} if is_frozen else {}
+    return make_sft_trainer(SFTPipelineTrainer if is_frozen else SFTTrainer, folder, **own | kept)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        trainer = make_trainer(name, folder / f"{name}-{WORLD_SIZE}")
+        trainer.train()
+        if trainer.is_world_process_zero():
+            found = {"logged": logged(trainer)}
+            if isinstance(trainer, SFTPipelineTrainer):
+                found["layout"] = trainer.layout.as_event()
+            (folder / f"{name}-{WORLD_SIZE}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

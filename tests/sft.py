@@ -1,0 +1,70 @@
+"""Supervised fine-tuning with TRL's trainer and ours over it: a tokenizer made on the spot, and text for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from tests.decoders import VOCABULARY, make_decoder
+
+
+SPECIAL = ["<pad>", "<eos>", "<unk>"]
+WORDS = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
+
+
+@dataclass
+class SFTArguments(PipeTransformerArguments, SFTConfig):
+    """Options of both."""
+
+
+class SFTPipelineTrainer(PipeTransformerMixin, SFTTrainer):
+    """A pipeline for TRL's trainer."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_texts(num: int, seed: int = 0) -> Dataset:
+    """Texts of 3 to 40 words."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 41, (num,), generator=generator).tolist()
+    words = [torch.randint(len(SPECIAL), VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"text": " ".join(WORDS[number] for number in numbers)} for numbers in words])
+
+
+def make_sft_trainer(kind: type[SFTTrainer], folder: Path, model: Any = "gpt2", **options: Any) -> Any:
+    """Either kind; `options` may hold those of a pipeline for ours, and `peft_config`."""
+    common: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 20, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
+        "logging_steps": 5, "learning_rate": 1e-3, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "report_to": "none", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 10, "save_strategy": "no",
+    }  # fmt: skip
+    given = {name: options.pop(name) for name in ("peft_config",) if name in options}
+    torch.manual_seed(0)
+    return kind(
+        make_decoder(model) if isinstance(model, str) else model,
+        (SFTArguments if issubclass(kind, PipeTransformerMixin) else SFTConfig)(**common | options),
+        train_dataset=make_texts(64), eval_dataset=make_texts(13, seed=1), processing_class=make_tokenizer(), **given,
+    )  # fmt: skip
+
+
+def logged(trainer: SFTTrainer) -> list[dict[str, float]]:
+    """What does not hang on time."""
+    names = {"loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens"}
+    names |= {f"eval_{name}" for name in names}
+    return [
+        {name: value for name, value in entry.items() if name in names}
+        for entry in trainer.state.log_history
+        if names & entry.keys()
+    ]

@@ -1,0 +1,75 @@
+"""TRL's SFTTrainer under the mixin, on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import SFTConfig, SFTTrainer
+
+from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.run.noted import averages
+from tests.decoders import make_decoder
+from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer, make_texts, make_tokenizer
+
+
+PIPELINE: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}
+
+
+def test_averages_of_parts_are_those_of_the_batches() -> None:
+    first, second = (0, 3, {"accuracy": 0.5}), (0, 1, {"accuracy": 0.1})
+    assert averages([first, second]) == pytest.approx({"accuracy": 0.4})
+    assert averages([first, second, (1, 2, {"accuracy": 0.2})]) == pytest.approx({"accuracy": 0.3})
+    assert averages([(0, 0, {"accuracy": 0.0})]) == {"accuracy": 0.0}, "nothing is predicted"
+
+
+def test_metrics_are_of_whole_batches_and_of_steps_alone(tmp_path: Path) -> None:
+    plain = make_sft_trainer(SFTTrainer, tmp_path / "plain", max_steps=4, logging_steps=2, eval_steps=2)
+    ours = make_sft_trainer(
+        SFTPipelineTrainer, tmp_path / "ours", max_steps=4, logging_steps=2, eval_steps=2, **PIPELINE
+    )
+    plain.train()
+    ours.train()
+    assert ours.layout.num_microbatches == 4
+    for found, expected in zip(logged(ours), logged(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_texts_are_evaluated_before_a_training(tmp_path: Path) -> None:
+    plain = make_sft_trainer(SFTTrainer, tmp_path / "plain")
+    ours = make_sft_trainer(SFTPipelineTrainer, tmp_path / "ours", **PIPELINE)
+    texts = make_texts(9, seed=2)
+    found, expected = (trainer.evaluate(texts)["eval_loss"] for trainer in (ours, plain))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_is_loaded_by_its_name(tmp_path: Path) -> None:
+    make_decoder("gpt2").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    trainer = SFTPipelineTrainer(str(tmp_path / "model"), SFTConfig(str(tmp_path), use_cpu=True, report_to="none"),
+                                 train_dataset=make_texts(8))  # fmt: skip
+    assert isinstance(trainer.args, PipeTransformerArguments)
+    assert trainer.model.config.model_type == "gpt2"
+
+
+def test_options_that_the_trainer_would_lose_are_refused(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=r"SFTTrainer takes SFTConfig, found PipeTransformerArguments"):
+        SFTPipelineTrainer(make_decoder("gpt2"), args, train_dataset=make_texts(8))
+
+
+def test_offloaded_activations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="activation_offloading=True is not supported"):
+        make_sft_trainer(SFTPipelineTrainer, tmp_path, activation_offloading=True, **PIPELINE)
+
+
+def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {**PIPELINE, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    first = make_sft_trainer(SFTPipelineTrainer, tmp_path / "run", max_steps=4, **saving)
+    first.train()
+    second = make_sft_trainer(SFTPipelineTrainer, tmp_path / "run", max_steps=4, **saving)
+    second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    names = ("loss", "mean_token_accuracy")
+    last = [{name: entry[name] for name in names if name in entry} for entry in logged(second)[-1:]]
+    assert last == [{name: entry[name] for name in names if name in entry} for entry in logged(first)[-1:]]
