@@ -37,6 +37,8 @@ ATTRIBUTES = {
     "transformers.trainer:_total_loss_scalar": "Trainer",
     "transformers.trainer:_tr_loss": "Trainer",
     "transformers.trainer:_train_batch_size": "Trainer",
+    "trl.trainer.sft_trainer:_metrics": "SFTTrainer",
+    "trl.trainer.sft_trainer:_total_train_tokens": "SFTTrainer",
 }
 
 # Attributes of tensors, which no source text of Python shows.

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.run.noted import Noted
 from hf_pipetransformer.run.steps import Steps
 from tests.models import build_model, collate, make_dataset
 from tests.usages import same, untimed
@@ -136,7 +137,8 @@ def steps_beside(counts_of_another: list[int]) -> Steps:
     trainer.args = SimpleNamespace(device="cpu")
     pipeline: Any = SimpleNamespace(runner=SimpleNamespace(over_replicas=over_replicas), has_labels=True)
     pipeline.layout = SimpleNamespace(num_replicas=2)
-    return Steps(trainer, SimpleNamespace(rank=0), pipeline, None)  # type: ignore[arg-type]
+    topology: Any = SimpleNamespace(rank=0)
+    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology))
 
 
 def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:

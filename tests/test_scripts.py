@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import run_clm
 import run_glue
 import run_image_classification
 import script_utils
@@ -18,6 +19,7 @@ from PIL import Image
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -31,7 +33,9 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from hf_pipetransformer import PipeTransformerArguments
+from tests.decoders import make_decoder
 from tests.distributed.launcher import accelerate_launch, launch
+from tests.sft import make_texts, make_tokenizer
 from tests.tiny_bert import save_tiny_bert
 
 
@@ -630,3 +634,58 @@ def test_the_quick_start_runs_as_the_readme_says(tmp_path: Path, monkeypatch: py
     result = accelerate_launch(SCRIPTS / "quick_start.py", timeout=200, env={"ACCELERATE_USE_CPU": None})
     assert "'eval_loss'" in result.output
     assert "K=1 stages x R=2 replicas" in result.output.splitlines()[-1]
+
+
+# --- causal language models
+
+
+def test_texts_become_blocks_of_equal_length() -> None:
+    found = run_clm.in_blocks({"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8]]}, 3)
+    assert found == {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]}
+    assert run_clm.in_blocks({"input_ids": [[1]]}, 3)["input_ids"] == []
+
+
+def test_a_block_longer_than_the_model_takes_is_refused() -> None:
+    tokenizer, config = make_tokenizer(), make_decoder("gpt2").config
+    assert run_clm.block_size_of(run_clm.CausalDataArguments(train_file="x"), tokenizer, config) == 128
+    with pytest.raises(ValueError, match="--block_size 129 is more than the 128 tokens"):
+        run_clm.block_size_of(run_clm.CausalDataArguments(train_file="x", block_size=129), tokenizer, config)
+
+
+def test_one_of_two_ways_to_a_causal_model_is_named() -> None:
+    with pytest.raises(ValueError, match="one of --model_name_or_path and --model_type"):
+        run_clm.CausalModelArguments()
+
+
+@pytest.fixture
+def causal_options(tmp_path: Path) -> list[str]:
+    make_decoder("gpt2").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    for name, num in (("train", 60), ("dev", 12)):
+        make_texts(num).to_parquet(tmp_path / f"{name}.parquet")
+    return [
+        *("--model_name_or_path", str(tmp_path / "model"), "--train_file", str(tmp_path / "train.parquet")),
+        *("--validation_file", str(tmp_path / "dev.parquet"), "--do_train", "--do_eval", "--use_cpu", "true"),
+        *("--pipeline_parallel_size", "2", "--freeze_policy", "none", "--max_steps", "3", "--report_to", "none"),
+        *("--disable_tqdm", "true", "--output_dir", str(tmp_path / "out")),
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_run_clm_trains_and_evaluates_slices_in_two_stages(causal_options: list[str], tmp_path: Path) -> None:
+    options = [*causal_options, "--block_size", "32", "--pipeline_schedule", "token"]
+    launch(SCRIPTS / "run_clm.py", options, num_processes=2, timeout=200)
+    found = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert found["perplexity"] == pytest.approx(np.exp(found["eval_loss"]))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_layer == 4
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_run_sft_trains_and_evaluates_in_two_stages(causal_options: list[str], tmp_path: Path) -> None:
+    launch(SCRIPTS / "run_sft.py", [*causal_options, "--bf16", "false"], num_processes=2, timeout=200)
+    found = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert 0 <= found["eval_mean_token_accuracy"] <= 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()
