@@ -30,7 +30,7 @@ CHANGED_AT = 6
 
 def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
     given = {"train_dataset": make_dataset("bert_sequence", 12), "data_collator": collate} | {
-        name: changes.pop(name) for name in ("callbacks", "eval_dataset") if name in changes
+        name: changes.pop(name) for name in ("callbacks", "eval_dataset", "train_dataset") if name in changes
     }
     options: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 12, "save_strategy": "no",
@@ -41,6 +41,21 @@ def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
     return PipeTransformerTrainer(
         build_model("bert_sequence"), PipeTransformerArguments(**(options | changes)), **given
     )
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Rows without an index."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_dataset("bert_sequence", 12))
+
+
+def test_a_stream_is_not_stored_and_the_reason_is_told(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=Streamed(), max_steps=3)
+    trainer.train()
+    assert trainer.layout.num_frozen_layers == 2
+    (event,) = cache_events(trainer, "off")
+    assert "the data set is a stream (Streamed): without indices" in event["reason"]
 
 
 def cache_events(trainer: PipeTransformerTrainer, what: str) -> list[dict[str, Any]]:

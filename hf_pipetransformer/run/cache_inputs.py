@@ -79,8 +79,8 @@ class CacheInputs:
             )
         elif isinstance(loader, StreamLoader):
             reason = (
-                f"the data set is an {type(loader.dataset).__name__}: without indices no sample is known again. Use a "
-                "data set with indices."
+                f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
+                "again. Use a data set with indices."
             )
         elif len(self.start_up.probe.activation.hidden_shape) != 2:
             shape = ("batch", *self.start_up.probe.activation.hidden_shape)

@@ -35,6 +35,7 @@ class DecoderCase:
         task: what it learns, see `make_decoder`.
         config: changes of the model's config.
         is_packed: rows hold several texts.
+        num_rows: of the data set.
         accumulation: batches of a step.
         layouts: K and R.
     """
@@ -44,6 +45,7 @@ class DecoderCase:
     task: str = "words"
     config: dict[str, Any] = field(default_factory=dict)
     is_packed: bool = False
+    num_rows: int = 64
     accumulation: int = 1
     layouts: tuple[tuple[int, int], ...] = ((2, 1),)
 
@@ -55,6 +57,7 @@ class DecoderCase:
 
 TOKEN = {"pipeline_schedule": "token"}
 RAGGED, EVEN = TOKEN | {"pipeline_token_slices": "5,20,9"}, TOKEN | {"pipeline_token_slices": "4"}
+KEPT = {"freeze_policy": "fixed", "freeze_at": "2:1,4:2", "activation_cache": "on"}
 FROZEN = {"freeze_policy": "fixed", "freeze_at": "3:1,5:2", "pipeline_compression": "throughput"}
 
 FAMILIES = {
@@ -94,10 +97,16 @@ ELASTIC = {
     "frozen-slices": DecoderCase("llama", RAGGED | FROZEN, layouts=((2, 1), (4, 1))),
     "frozen-whole": DecoderCase("gpt2", FROZEN),
 }
-CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | ELASTIC
+# Four epochs of two steps: rows are written in the second, and read from then on.
+STORED = {
+    "stored-packed": DecoderCase("qwen2", KEPT, is_packed=True, num_rows=16, layouts=((2, 1), (2, 2))),
+    "stored-llama": DecoderCase("llama", KEPT, num_rows=16),
+    "stored-gpt2": DecoderCase("gpt2", KEPT | {"pipeline_compression": "throughput"}, num_rows=16),
+}
+CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | ELASTIC | STORED
 
 
-def rows_of(case: DecoderCase, num: int = 64) -> list[dict[str, Any]]:
+def rows_of(case: DecoderCase, num: int) -> list[dict[str, Any]]:
     return make_packed_rows(num) if case.is_packed else make_rows(num, case.task)
 
 
@@ -105,7 +114,7 @@ def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Tr
     torch.manual_seed(0)
     model = make_decoder(case.model, case.task, **case.config)
     data = {
-        "train_dataset": rows_of(case),
+        "train_dataset": rows_of(case, case.num_rows),
         "data_collator": default_data_collator if case.is_packed else collate_tokens,
     }
     common: dict[str, Any] = {
@@ -122,7 +131,7 @@ def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Tr
     if layout == (1, 1):
         # Whole sequences on one process, which other tests compare with plain Trainer.
         options = {key: value for key, value in options.items() if key.startswith("freeze")}
-    options = {"freeze_policy": "none", "activation_cache": "off", **options}
+    options = {"freeze_policy": "none", "activation_cache": "off", "activation_cache_dir": str(folder), **options}
     args = PipeTransformerArguments(**common, pipeline_parallel_size=layout[0], **options)
     return PipeTransformerTrainer(model, args, **data)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS
+from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS, STORED
 from tests.distributed.launcher import launch
 
 
 # In every run of CI: positions that are learned, rotary ones, and layers of two kinds; on two processes only.
-FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "tags-qwen2", "packed-llama")
+FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "packed-llama", "stored-packed")
 OTHERS = [name for name in CASES if name not in {*FAMILIES, *SLICED, *ELASTIC}]
 WORKER = Path(__file__).with_name("decoder_worker.py")
 TOLERANCE = 1e-5
@@ -86,11 +86,31 @@ def test_losses_gradients_and_evaluation_follow_plain_trainer(
         assert len(lengths) > 2
 
 
+def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What happened on two stages."""
+    lines = (folder / f"{name}-2x1" / "pipetransformer_events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.parametrize("name", list(ELASTIC))
 def test_layers_freeze_as_the_table_says(name: str, on_two: Path) -> None:
     last = end(on_two, name, (2, 1))["layout"]
     assert last["num_frozen_layers"] == 2
-    events = [
-        json.loads(line) for line in (on_two / f"{name}-2x1" / "pipetransformer_events.jsonl").read_text().splitlines()
-    ]
+    events = events_of(on_two, name)
     assert [event["num_frozen"] for event in events if event["event"] == "freeze"][-2:] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "fixture"),
+    [
+        pytest.param(name, "families", marks=pytest.mark.slow) if name in OTHERS else (name, "on_two")
+        for name in STORED
+    ],
+)
+def test_what_frozen_layers_give_is_read_in_the_last_epochs(
+    name: str, fixture: str, request: pytest.FixtureRequest
+) -> None:
+    events = events_of(request.getfixturevalue(fixture), name)
+    epochs = [event for event in events if event["event"] == "cache" and event["what"] == "epoch"]
+    num_rows = CASES[name].num_rows
+    assert [(epoch["hits"], epoch["misses"]) for epoch in epochs] == [(0, num_rows), (num_rows, 0), (num_rows, 0)]
