@@ -239,6 +239,34 @@ def test_adapters_of_a_checkpoint_are_taken_up_to_the_bit(is_added: bool, tmp_pa
     assert losses(resumed, 2) == losses(whole, 2)
 
 
+def test_the_best_adapters_are_loaded_at_the_end_and_checkpoints_of_plain_trainer_are_gone_on_from(
+    tmp_path: Path,
+) -> None:
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "max_steps": 6,
+        "greater_is_better": True,
+    }
+    data = {**data_of("bert"), "eval_dataset": make_dataset("bert_sequence", 8, seed=1)}
+    plain = Trainer(
+        adapted("bert", "lora"), TrainingArguments(**{**plain_options(tmp_path / "plain"), **best}), **data
+    )
+    plain.model_accepts_loss_kwargs = False  # transformers#47688
+    plain.train()
+    args = arguments(tmp_path / "ours", **NOTHING, **best, pipeline_parallel_num_microbatches=2)
+    ours = PipeTransformerTrainer(adapted("bert", "lora"), args, **data)
+    ours.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert ours.layout is not None and ours.layout.num_microbatches == 2
+    assert losses(ours, 2) == pytest.approx(losses(plain, 2), rel=1e-5)
+    step = ours.state.best_global_step
+    assert step == plain.state.best_global_step < 6
+    folder = tmp_path / ("plain" if step == 2 else "ours") / f"checkpoint-{step}"
+    loaded = PeftModel.from_pretrained(base_of("bert"), folder)
+    assert torch.equal(logits(loaded, batch_of("bert")), logits(ours.model, batch_of("bert")))
+
+
 def test_several_adapters_are_loaded_each_from_its_folder(tmp_path: Path) -> None:
     model, other = adapted("bert", "lora"), adapted("bert", "lora")
     for each in (model, other):

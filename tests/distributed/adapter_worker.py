@@ -121,6 +121,15 @@ def make_trainer(case: AdapterCase, folder: Path, layout: tuple[int, int], is_pl
     )
 
 
+def loaded(case: AdapterCase, folder: Path) -> Any:
+    """What PEFT, or transformers, makes of saved adapters."""
+    model = base_of(case.family)
+    if not case.is_added:
+        return PeftModel.from_pretrained(model, folder)
+    model.load_adapter(str(folder))
+    return model
+
+
 def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(**batch).logits
@@ -143,8 +152,7 @@ def run(name: str, case: AdapterCase, layout: tuple[int, int], folder: Path) -> 
         (folder / f"{where}-{trainer.args.process_index}.json").write_text(json.dumps(holdings.found))
     if trainer.is_world_process_zero():
         batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-        loaded = PeftModel.from_pretrained(base_of(case.family), folder / where)
-        found["loads"] = torch.equal(logits(loaded, batch), logits(trainer.model, batch))
+        found["loads"] = torch.equal(logits(loaded(case, folder / where), batch), logits(trainer.model, batch))
         (folder / f"{where}.json").write_text(json.dumps(found))
 
 
