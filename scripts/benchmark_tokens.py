@@ -30,7 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.planner import plan_layout
 from hf_pipetransformer.autopipe.token_costs import SliceTime, TokenCosts
-from hf_pipetransformer.autopipe.token_plans import choose_slices
+from hf_pipetransformer.autopipe.token_plans import choose_slices, seconds_of_slices
 from hf_pipetransformer.batches import count_items
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.pipeline.losses import LossRule
@@ -132,7 +132,10 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
             "slices": list(cuts["planned"][1]),
             "seconds to plan": round(planning, 4),
         },
-        "predicted seconds": round(float(plan[2]), 4),
+        "predicted seconds": {
+            name: round(seconds_of_slices(costs, lengths, samples // m, m, world), 4)
+            for name, (m, lengths) in cuts.items()
+        },
         "seconds": {name: summary(values) for name, values in seconds.items()},
         f"planned over {whole}": summary([a / b for a, b in zip(seconds[whole], seconds["planned"], strict=True)]),
         f"planned over {equal}": summary([a / b for a, b in zip(seconds[equal], seconds["planned"], strict=True)]),

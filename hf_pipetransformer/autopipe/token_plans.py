@@ -83,7 +83,7 @@ def choose_slices(
         size = -(-samples // count)
         sliced = _best_lengths(costs, length, size, count, pipeline_size, hop)
         for lengths in dict.fromkeys([(length,), sliced]):
-            seconds = _simulated(costs, lengths, size, min(count, samples), pipeline_size, hop)
+            seconds = seconds_of_slices(costs, lengths, size, min(count, samples), pipeline_size, hop)
             plans.append(TokenPlan(count, lengths, seconds))
     return min(plans, key=lambda plan: (plan.seconds, plan.num_microbatches, len(plan.lengths)))
 
@@ -110,9 +110,19 @@ def _best_lengths(
     return tuple(stop - start for start, stop in pairwise(round(length * end / granules) for end in ends))
 
 
-def _simulated(
+def seconds_of_slices(
     costs: TokenCosts, lengths: tuple[int, ...], size: int, count: int, pipeline_size: int, hop: float
 ) -> float:
+    """That the schedule's table takes with batch slices that are all cut alike.
+
+    Args:
+        costs: of slices, all stages together.
+        lengths: of the token slices.
+        size: sequences of a batch slice.
+        count: M.
+        pipeline_size: K.
+        hop: seconds of a message.
+    """
     whole = costs.seconds(size, 0, sum(lengths)) / pipeline_size
     seconds = [whole * share for share in costs.shares(size, lengths)]
     table = find_schedule("token").table(pipeline_size, count, num_token_slices=len(lengths))
