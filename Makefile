@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features study clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -34,6 +34,7 @@ help:
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
+	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -108,6 +109,11 @@ benchmark-features: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_features.py \
 		--data $(SHARED)/data --models $(SHARED)/models --output benchmarks/features.json
 	$(BIN)/python scripts/benchmark_squad.py --data $(SHARED)/data --output benchmarks/squad.json
+
+benchmark-tokens: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_tokens.py \
+		--output benchmarks/tokens.json
+	$(BIN)/python scripts/benchmark_slices.py --output benchmarks/token_plans.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)

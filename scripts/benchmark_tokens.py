@@ -44,7 +44,7 @@ from hf_pipetransformer.wiring import StageSettings, make_engine
 
 
 VOCABULARY, HIDDEN = 5000, 384
-EQUAL_SLICES = (2, 4, 8, 16)
+EQUAL_SLICES = (2, 4, 8)
 
 
 def gpt2(num_samples: int, length: int) -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
@@ -110,8 +110,12 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
     plan = topology.decide(lambda: list(_planned(costs, length, samples, world)))
     planning = time.perf_counter() - start
     cuts = {f"1f1b M={m}": (m, (length,)) for m in range(1, samples + 1) if samples % m == 0}
-    cuts |= {f"S={s}": (m, (length // s,) * s) for s in EQUAL_SLICES for m in (1, samples) if m == 1 or s == 2}
+    counts = sorted({1, samples}) if samples <= world else [samples]
+    cuts |= {f"S={s} M={m}": (m, (length // s,) * s) for s in EQUAL_SLICES for m in counts}
     cuts["planned"] = (int(plan[0]), tuple(plan[1]))
+    predicted = {
+        name: seconds_of_slices(costs, lengths, -(-samples // m), m, world) for name, (m, lengths) in cuts.items()
+    }
     contenders = {name: step_of(stage, model, found, inputs, *cut) for name, cut in cuts.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with stage.active():
@@ -132,10 +136,7 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
             "slices": list(cuts["planned"][1]),
             "seconds to plan": round(planning, 4),
         },
-        "predicted seconds": {
-            name: round(seconds_of_slices(costs, lengths, samples // m, m, world), 4)
-            for name, (m, lengths) in cuts.items()
-        },
+        "predicted seconds": {name: round(each, 4) for name, each in predicted.items()},
         "seconds": {name: summary(values) for name, values in seconds.items()},
         f"planned over {whole}": summary([a / b for a, b in zip(seconds[whole], seconds["planned"], strict=True)]),
         f"planned over {equal}": summary([a / b for a, b in zip(seconds[equal], seconds["planned"], strict=True)]),
@@ -143,27 +144,29 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
     }
 
 
-def _planned(costs: TokenCosts, length: int, samples: int, world: int) -> tuple[int, list[int], float]:
+def _planned(costs: TokenCosts, length: int, samples: int, world: int) -> tuple[int, list[int]]:
     plan = choose_slices(costs, length, samples, world, None)
-    return plan.num_microbatches, list(plan.lengths), plan.seconds
+    return plan.num_microbatches, list(plan.lengths)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of alternating contenders")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 8], help="sequences of a batch")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens of a sequence")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of alternating contenders")
+    parser.add_argument(
+        "--settings", nargs="+", default=["1x1024", "2x1024", "1x2048", "8x1024", "2x2048"],
+        help="sequences of a batch x tokens of a sequence",
+    )  # fmt: skip
     options = parser.parse_args()
     torch.set_num_threads(1)
     accelerate.PartialState()
     topology = Topology(timeout=300, local_world_size=dist.get_world_size())
     results: dict[str, Any] = {"machine": machine()}
-    for length in options.lengths:
-        for samples in options.batches:
-            name = f"batch {samples}, {length} tokens"
-            results[name] = one_setting(samples, length, options.rounds, topology)
-            report(name, results[name])
+    for setting in options.settings:
+        samples, length = map(int, setting.split("x"))
+        name = f"batch {samples}, {length} tokens"
+        results[name] = one_setting(samples, length, options.rounds, topology)
+        report(name, results[name])
     finish(options.output, results)
 
 

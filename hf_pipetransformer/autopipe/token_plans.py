@@ -98,7 +98,7 @@ def plan_buckets(
 
 
 def _best_lengths(
-    costs: TokenCosts, length: int, size: int, count: int, pipeline_size: int, hop: float
+    costs: TokenCosts, length: int, size: int, count: int, pipeline_size: int, hop: float = 0.0
 ) -> tuple[int, ...]:
     granules = max(1, min(MOST_GRANULES, length // GRANULE))
     times = costs.times(size, length, granules, 1 / pipeline_size, hop)
@@ -111,7 +111,7 @@ def _best_lengths(
 
 
 def seconds_of_slices(
-    costs: TokenCosts, lengths: tuple[int, ...], size: int, count: int, pipeline_size: int, hop: float
+    costs: TokenCosts, lengths: tuple[int, ...], size: int, count: int, pipeline_size: int, hop: float = 0.0
 ) -> float:
     """That the schedule's table takes with batch slices that are all cut alike.
 
