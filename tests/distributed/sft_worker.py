@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
+from tests.adapted import lora
 from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer
 
 
@@ -26,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"gradient_accumulation_steps": 2},
     "slices": {"model": "llama", "pipeline_schedule": "token", "pipeline_token_slices": "4"},
     "frozen": {"model": "qwen2", **FROZEN},
+    "adapters": {"model": "gpt2", "peft_config": lora("gpt2")},
 }
 
 
