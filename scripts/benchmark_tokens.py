@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from benchmark_pipeline import finish, machine, probe, report, summary, timed
+from saved_bytes import SavedBytes
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_pipetransformer.autodp.topology import Topology
@@ -55,6 +57,31 @@ def gpt2(num_samples: int, length: int) -> tuple[GPT2LMHeadModel, dict[str, torc
     )  # fmt: skip
     ids = torch.randint(5, VOCABULARY, (num_samples, length))
     return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def stage_of(model: GPT2LMHeadModel, found: Probe, topology: Topology) -> Stage:
+    """This rank's part of as many stages as there are processes."""
+    layout = plan_layout(found.unit_flops, found.structure.cut_positions(), 6, topology.world_size, 1, 1, "1f1b")
+    settings = StageSettings(torch.device("cpu"), 300.0, "never", StepMeter(torch.device("cpu")))
+    return apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
+
+
+def kept_bytes(topology: Topology, samples: int = 8, length: int = 512, num_slices: int = 4) -> dict[str, Any]:
+    """What the first stage keeps for the backward at most, by batch slices; a single one keeps everything."""
+    model, inputs = gpt2(samples, length)
+    found = probe(model, {key: value[:, :32] for key, value in inputs.items()})
+    stage = stage_of(model, found, topology)
+    most = {}
+    for count in (1, 2, 4, 8):
+        step = step_of(stage, model, found, inputs, count, (length // num_slices,) * num_slices)
+        saved = SavedBytes(SimpleNamespace(model=model, add_callback=lambda _: None))  # type: ignore[arg-type]
+        with stage.active():
+            step()
+            saved.on_step_begin(None, None, None)
+            with saved.hooks():
+                step()
+        most[f"{count} batch slices of {num_slices}"] = round(saved.most / 2**20, 1)
+    return {"first stage, MiB": most}
 
 
 def step_of(
@@ -103,9 +130,7 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
     )  # fmt: skip
     costs = measure_slices(subject, found.structure, LossRule.MEAN, topology, None, samples)
     times = measured_times(subject, found.structure, LossRule.MEAN, inputs) if topology.rank == 0 else []
-    layout = plan_layout(found.unit_flops, found.structure.cut_positions(), 6, world, 1, 1, "1f1b")
-    settings = StageSettings(torch.device("cpu"), 300.0, "never", StepMeter(torch.device("cpu")))
-    stage = apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
+    stage = stage_of(model, found, topology)
     start = time.perf_counter()
     plan = topology.decide(lambda: list(_planned(costs, length, samples, world)))
     planning = time.perf_counter() - start
@@ -161,7 +186,8 @@ def main() -> None:
     torch.set_num_threads(1)
     accelerate.PartialState()
     topology = Topology(timeout=300, local_world_size=dist.get_world_size())
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine(), "memory": kept_bytes(topology)}
+    report("memory", results["memory"])
     for setting in options.settings:
         samples, length = map(int, setting.split("x"))
         name = f"batch {samples}, {length} tokens"

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autopipe.token_costs import SliceTime, TokenCosts, fit_token_costs
@@ -20,6 +28,7 @@ from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import Durations, simulate
 from hf_pipetransformer.token_slices import slice_bounds
 from tests.decoders import collate_tokens, make_decoder, make_rows
+from tests.sft import make_tokenizer
 
 
 COSTS = TokenCosts(launch=0.01, sequence=0.0, context=1e-6, token=5e-5, attention=1e-8, length=2048)
@@ -150,11 +159,11 @@ def test_sequences_are_not_cut_where_that_gains_nothing() -> None:
 
 
 def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
-    return PipeTransformerArguments(
-        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
-        report_to="none", disable_tqdm=True, save_strategy="no", seed=3,
-        **{"freeze_policy": "none", "pipeline_schedule": "token", **options},
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "use_cpu": True, "report_to": "none",
+        "disable_tqdm": True, "save_strategy": "no", "seed": 3, "freeze_policy": "none", "pipeline_schedule": "token",
+    }  # fmt: skip
+    return PipeTransformerArguments(str(folder), **common | options)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +188,11 @@ def test_what_cannot_go_with_slices_is_refused(options: dict[str, Any], message:
         PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, **{"pipeline_schedule": "token", **options})
 
 
-def trained(model: Any, folder: Path, **options: Any) -> PipeTransformerTrainer:
+def trained(model: Any, folder: Path, resume: str | None = None, **options: Any) -> PipeTransformerTrainer:
     trainer = PipeTransformerTrainer(
         model, arguments(folder, **options), train_dataset=make_rows(), data_collator=collate_tokens
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -259,3 +268,41 @@ def test_slices_are_planned_from_measured_times(tmp_path: Path) -> None:
     assert costs.seconds(1, 0, costs.length) > 0
     assert sum(costs.shares(1, [3, costs.length - 3])) >= 1 - 1e-9
     assert all(a <= b for a, b in pairwise(costs.seconds(1, 0, tokens) for tokens in (1, 8, 64)))
+
+
+def test_a_run_with_slices_and_frozen_layers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "pipeline_token_slices": "5,20,9", "pipeline_parallel_num_microbatches": 2, "freeze_policy": "fixed",
+        "freeze_at": "1:1,4:2", "max_steps": 6, "save_strategy": "steps", "save_steps": 3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = make_decoder("qwen2")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = trained(model, tmp_path, **options)
+    model.load_state_dict(state)
+    rest = trained(model, tmp_path, resume=str(tmp_path / "checkpoint-3"), **options)
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (whole, rest)]
+    assert losses[1][-3:] == losses[0][-3:]
+    assert rest.layout.num_frozen_layers == whole.layout.num_frozen_layers == 2
+    assert rest.layout.token_slices == whole.layout.token_slices
+
+
+def test_the_collator_of_transformers_gives_the_losses_of_trainer(tmp_path: Path) -> None:
+    collator = DataCollatorForLanguageModeling(make_tokenizer(), mlm=False)
+    rows = [{"input_ids": row["input_ids"]} for row in make_rows(24)]
+    common: dict[str, Any] = {
+        "max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 1,
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 3,
+    }  # fmt: skip
+    found = []
+    for kind in (Trainer, PipeTransformerTrainer):
+        torch.manual_seed(0)
+        args = TrainingArguments(str(tmp_path), **common)
+        if kind is PipeTransformerTrainer:
+            own = {"freeze_policy": "none", "pipeline_schedule": "token", "pipeline_token_slices": "3"}
+            args = PipeTransformerArguments(str(tmp_path), **common, **own, pipeline_parallel_num_microbatches="2")
+        trainer = kind(make_decoder("llama"), args, train_dataset=rows, data_collator=collator)
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append([entry[key] for entry in entries for key in ("loss", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
