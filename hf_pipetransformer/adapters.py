@@ -152,5 +152,7 @@ def _adapter_of(model: Any, folder: str) -> str:
     """The adapter that a folder inside a saved model is of; PEFT saves `default`, or the only one, beside the rest."""
     if folder:
         return folder
+    if not hasattr(model, "get_base_model"):
+        return str(model.active_adapters()[0])  # transformers saves the active one alone.
     names = list(model.peft_config)
     return "default" if "default" in names else names[0]

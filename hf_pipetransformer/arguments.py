@@ -268,6 +268,7 @@ class PipeTransformerArguments(TrainingArguments):
 
     # No options: whether a trainer of this library reads them, and whether it puts the model on its devices itself.
     is_taken = False
+    recomputes_for_trainer = False
     places_model = False
 
     def __post_init__(self) -> None:
@@ -299,6 +300,13 @@ class PipeTransformerArguments(TrainingArguments):
                 # The engine recomputes; the model must not do so a second time.
                 self.pipeline_checkpoint = "always"
                 self.activation_checkpointing = False
+                self.recomputes_for_trainer = True
+
+    def leave_recomputing_to_trainer(self) -> None:
+        """Of a run without a pipeline: `activation_checkpointing` as it was asked for."""
+        if self.recomputes_for_trainer:
+            self.pipeline_checkpoint, self.activation_checkpointing = "never", True
+            self.recomputes_for_trainer = False
 
     def _check_chunks(self) -> None:
         schedule = find_schedule(self.pipeline_schedule)

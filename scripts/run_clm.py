@@ -5,8 +5,9 @@
         --dataset_config_name wikitext-2-raw-v1 --do_train --do_eval \
         --pipeline_parallel_size 2 --output_dir outputs/wikitext
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_clm.py` mean the same here. With one
-or two long sequences a batch `--pipeline_schedule token` fills the stages with slices of them.
+On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_clm.py` mean the same here, but a
+`--block_size` that the model does not take is refused. With one or two long sequences a batch
+`--pipeline_schedule token` fills the stages with slices of them.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def load_model(model_args: CausalModelArguments) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(
             model_args.model_name_or_path, config=read_config(model_args), **model_args.hub_options
         )
+    if model_args.config_name is not None:
+        return AutoModelForCausalLM.from_config(read_config(model_args))
     config = CONFIG_MAPPING[model_args.model_type]()
     if model_args.config_overrides:
         config.update_from_string(model_args.config_overrides)
@@ -169,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     start_logging(args)
     set_seed(args.seed)
     with args.main_process_first(desc="loading data"):
-        data = select_samples(load_data(data_args, model_args), data_args, args)
+        data = load_data(data_args, model_args)
     tokenizer_name = model_args.tokenizer_name or model_args.model_name_or_path
     if tokenizer_name is None:
         raise ValueError("A new model needs --tokenizer_name.")
@@ -179,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
         model.resize_token_embeddings(len(tokenizer))
     size = block_size_of(data_args, tokenizer, model.config)
     with args.main_process_first(desc="tokenizing"):
-        data = tokenize(data, tokenizer, data_args, size)
+        wanted = {"train": args.do_train, "validation": args.do_eval}
+        texts = DatasetDict({name: split for name, split in data.items() if wanted.get(name)})
+        data = select_samples(tokenize(texts, tokenizer, data_args, size), data_args, args)
     trainer = PipeTransformerTrainer(
         model=model,
         args=args,

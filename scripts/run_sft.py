@@ -35,8 +35,8 @@ logger = logging.getLogger("run_sft")
 
 
 @dataclass
-class SFTArguments(PipeTransformerArguments, SFTConfig):
-    """Options of SFTTrainer and of the pipeline."""
+class SFTArguments(SFTConfig, PipeTransformerArguments):
+    """Options of SFTTrainer, with its defaults, and of the pipeline."""
 
 
 class SFTPipelineTrainer(PipeTransformerMixin, SFTTrainer):
@@ -56,6 +56,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
     model_args, data_args, args = parse_arguments(ModelConfig, DataArguments, SFTArguments, argv=argv)
     start_logging(args)
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        raise ValueError(
+            "Quantized models cannot be trained in a pipeline: leave out --load_in_4bit and --load_in_8bit."
+        )
     with args.main_process_first(desc="loading data"):
         data = select_samples(load_data(data_args), data_args, args)
     options = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}

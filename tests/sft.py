@@ -21,7 +21,7 @@ WORDS = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL))
 
 
 @dataclass
-class SFTArguments(PipeTransformerArguments, SFTConfig):
+class SFTArguments(SFTConfig, PipeTransformerArguments):
     """Options of both."""
 
 

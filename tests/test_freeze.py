@@ -430,3 +430,9 @@ def test_a_decision_held_back_by_the_minimum_knows_it() -> None:
     signal = FreezeSignal(20, 40, 6, 4, 4.0)
     assert decide(Schedule(1 / 3), signal, 2).is_held_back
     assert not decide(Schedule(1 / 3), signal, 0).is_held_back
+
+
+def test_what_is_not_trained_has_no_smallest_norm() -> None:
+    """Adapters leave the head, and layers without one, with no gradient at all."""
+    assert GradientNorm.smallest(FreezeSignal(1, 100, 6, 0, 0.0, (5.0, 0.0, 4.0, 3.0, 2.0, 9.0, 0.0))) == 4
+    assert GradientNorm.smallest(FreezeSignal(1, 100, 6, 0, 0.0, (0.0,) * 7)) == 6

@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.run.noted import averages
 from tests.decoders import make_decoder
-from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer, make_texts, make_tokenizer
+from tests.sft import SFTArguments, SFTPipelineTrainer, logged, make_sft_trainer, make_texts, make_tokenizer
 
 
 PIPELINE: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}
@@ -73,3 +73,27 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     names = ("loss", "mean_token_accuracy")
     last = [{name: entry[name] for name in names if name in entry} for entry in logged(second)[-1:]]
     assert last == [{name: entry[name] for name in names if name in entry} for entry in logged(first)[-1:]]
+
+
+def test_options_of_both_have_the_defaults_of_sft() -> None:
+    ours, plain = SFTArguments("x", use_cpu=True), SFTConfig("x", use_cpu=True)
+    for name in ("learning_rate", "logging_steps", "bf16", "activation_checkpointing", "max_length"):
+        assert getattr(ours, name) == getattr(plain, name), name
+
+
+def test_what_is_computed_again_is_noted_once_and_the_last_steps_at_the_end(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": "llama", "max_steps": 3, "logging_steps": 2, "eval_strategy": "no"}
+    slices = {"pipeline_schedule": "token", "pipeline_token_slices": "5,20,9", "pipeline_checkpoint": "always"}
+    plain = make_sft_trainer(SFTTrainer, tmp_path / "plain", **options)
+    ours = make_sft_trainer(SFTPipelineTrainer, tmp_path / "ours", **options, **slices, **PIPELINE)
+    plain.train()
+    ours.train()
+    assert "mean_token_accuracy" in plain.state.log_history[-1]
+    for found, expected in zip(logged(ours), logged(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_that_runs_the_model_twice_is_refused_in_words(tmp_path: Path) -> None:
+    trainer = make_sft_trainer(SFTPipelineTrainer, tmp_path, label_smoothing_factor=0.1, max_steps=1, **PIPELINE)
+    with pytest.raises(ValueError, match="One loss runs GPT2LMHeadModel 2 times"):
+        trainer.train()

@@ -227,9 +227,10 @@ class GradientNorm(Schedule):
 
     @staticmethod
     def smallest(signal: FreezeSignal) -> int:
-        """The active layer with the smallest gradient norm; L is the head."""
-        candidates = range(signal.num_frozen, signal.num_layers + 1)
-        return min(candidates, key=lambda index: signal.gradient_norms[index])
+        """The active layer with the smallest gradient norm; L is the head. What is not trained has none."""
+        norms = signal.gradient_norms
+        candidates = [index for index in range(signal.num_frozen, signal.num_layers + 1) if norms[index]]
+        return min(candidates or [signal.num_layers], key=lambda index: norms[index])
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.rule}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,14 @@ import torch
 
 from hf_pipetransformer.pipeline.program import MicroBatch, StageProgram
 from hf_pipetransformer.pipeline.schedules import BEGINS_BACKWARD, COMPUTATIONS, Op, Row
+
+
+_RUNS_AGAIN: ContextVar[bool] = ContextVar("runs_again", default=False)
+
+
+def runs_again() -> bool:
+    """Whether a forward is under way that has run before."""
+    return _RUNS_AGAIN.get()
 
 
 def recomputed_micro_batches(row: Row, chunk: int, mode: str) -> frozenset[int]:
@@ -92,8 +101,12 @@ class RecomputingProgram:
     def _run_again(self, micro_batch: MicroBatch) -> None:
         start = self._starts.pop(micro_batch.index, None)
         if start is not None:
-            with _restored(start.random_state, self.device), torch.enable_grad():
-                self.program.forward(micro_batch, start.received)
+            token = _RUNS_AGAIN.set(True)
+            try:
+                with _restored(start.random_state, self.device), torch.enable_grad():
+                    self.program.forward(micro_batch, start.received)
+            finally:
+                _RUNS_AGAIN.reset(token)
 
 
 def _random_state(device: torch.device) -> Mapping[str, torch.Tensor]:

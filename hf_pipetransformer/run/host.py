@@ -12,6 +12,7 @@ import datasets
 import torch
 from transformers import Trainer, TrainingArguments
 
+from hf_pipetransformer.adapters import bare_model
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
 
@@ -50,7 +51,7 @@ def items_of_own_mean(trainer: Trainer, inputs: Any) -> int:
 
     Trainer counts one label too many a sequence for causal models whose loss it does not know by name (GPT-2).
     """
-    shifts = shifts_labels(trainer) or type(trainer.model).__name__.endswith("LMHeadModel")
+    shifts = shifts_labels(trainer) or type(bare_model(trainer.model)).__name__.endswith("LMHeadModel")
     return count_items(inputs, shifts) if inputs else 0
 
 
@@ -116,7 +117,7 @@ def check_kind_of_arguments(make: Callable[..., Any], args: TrainingArguments) -
         trainer = make.__qualname__.partition(".")[0]
         raise ValueError(
             f"{trainer} takes {kind.__name__}, found {type(args).__name__}. Define a class with the options of both, "
-            f"`@dataclass class Arguments(PipeTransformerArguments, {kind.__name__})`, or pass {kind.__name__}, which "
+            f"`@dataclass class Arguments({kind.__name__}, PipeTransformerArguments)`, or pass {kind.__name__}, which "
             "gets the defaults of the pipeline."
         )
 
@@ -200,7 +201,9 @@ Notes = dict[str, dict[str, list[float]]]
 def notes(trainer: Trainer) -> Notes | None:
     """Those of a trainer of TRL; None for a trainer that notes nothing."""
     found = getattr(trainer, "_metrics", None)
-    return found if isinstance(found, dict) and {"train", "eval"} <= found.keys() else None
+    if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
+        return None
+    return found if all(getattr(each, "default_factory", None) is list for each in found.values()) else None
 
 
 def num_tokens_read(trainer: Trainer) -> int | None:

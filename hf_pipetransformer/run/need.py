@@ -53,7 +53,7 @@ def _asks_for_parts(args: PipeTransformerArguments, splitter: Splitter | None) -
     return (
         args.pipeline_size not in (None, 1)
         or args.num_microbatches not in (None, 1)
-        or args.pipeline_checkpoint != "never"
+        or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
         or args.pipeline_token_slices != "auto"
         or args.layout_plan is not None
         or splitter is not None

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
+from hf_pipetransformer.pipeline.recompute import runs_again
 from hf_pipetransformer.run import host
 
 
@@ -82,10 +83,15 @@ class Noted:
     @contextmanager
     def of_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """The loss of a part of a batch is computed inside; a stage that has none leaves with an error."""
+        if host.notes(self.trainer) is None:
+            yield
+            return
         # These trainers train causal models: the first token of a sequence is predicted by none.
         num_items = count_items(inputs, shifts_labels=True) if inputs else 0
         with noting_apart(self.trainer) as apart, host.counting_no_tokens(self.trainer):
             yield
+        if runs_again():
+            return  # Noted when it ran first.
         for mode, notes in apart.items():
             values = {name: values[-1] for name, values in notes.items() if values and name != "num_tokens"}
             if values:
@@ -100,5 +106,5 @@ class Noted:
         self._parts[mode] = []
         together = averages([part for each in found for part in each["parts"]])
         notes[mode].update({name: [value] for name, value in together.items()})
-        if host.num_tokens_read(self.trainer) is not None:
+        if together and host.num_tokens_read(self.trainer) is not None:
             notes[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]

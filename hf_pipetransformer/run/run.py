@@ -152,6 +152,7 @@ class Run:
             if not (self._may_do_without or lacks_layers) or not (self.resumption is None or self.resumption.is_plain):
                 raise
             say_left_to_trainer(error)
+        self.trainer.args.leave_recomputing_to_trainer()
         host.place_model(self.trainer)
         self.is_left_to_trainer = self._evaluates_alone = True
         return None
@@ -258,6 +259,7 @@ class Run:
     def finish_training(self) -> None:
         """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
         pipeline, training, self.in_training = self.pipeline, self.training, None
+        training.steps.noted.note("train")  # Trainer logs once more.
         training.end()
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")

@@ -161,6 +161,7 @@ def check_given(
     check_launch(args)
     need = need_of(args, policy, splitter, model)
     if need is Need.NONE:
+        args.leave_recomputing_to_trainer()
         return False
     try:
         host.check_taken_over(below, args)
@@ -173,6 +174,7 @@ def check_given(
         if need is Need.MUST and not lacks_layers:
             raise
         say_left_to_trainer(error)
+        args.leave_recomputing_to_trainer()
         return False
     for text in warn_about_options(args) if args.process_index == 0 else ():
         logger.warning(text)

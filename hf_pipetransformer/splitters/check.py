@@ -136,7 +136,8 @@ def _refuse_loss_over_routers(model: nn.Module) -> None:
         raise UnsupportedModelError(
             "config.output_router_logits=True adds a loss over the routers of all layers and all tokens of a batch: a "
             "stage knows the routers of its own layers, a micro-batch its own tokens, and frozen layers that are not "
-            "run again tell nothing of theirs. Set it to False, or use transformers.Trainer."
+            "run again tell nothing of theirs. Set it to False (with TRL: router_aux_loss_coef=0.0), or use "
+            "transformers.Trainer."
         )
 
 

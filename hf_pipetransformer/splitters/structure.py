@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ class _Reads(TorchFunctionMode):
         self._trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
+        given = (*args, *(kwargs or {}).values())
+        for value in chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in given):
             if id(value) in self._ids:
                 self._trace.reads[id(value)] = len(self._trace.layer_outputs)
         return func(*args, **(kwargs or {}))
@@ -103,6 +105,12 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     with torch.no_grad(), _hooks(model, layers, trace), _Reads(model, trace):
         run_forward()
     name = type(model).__name__
+    passes = len(trace.layer_calls) // len(layers)
+    if passes > 1 and trace.layer_calls == list(range(len(layers))) * passes:
+        raise UnsupportedModelError(
+            f"One loss runs {name} {passes} times, expected once: leave out what has it run again, as "
+            "label_smoothing_factor and compute_loss_func do with SFTTrainer."
+        )
     if trace.layer_calls != list(range(len(layers))):
         raise UnsupportedModelError(
             f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."

@@ -61,9 +61,9 @@ def parameters() -> list[Any]:
     for name, case in CASES.items():
         for layout in case.layouts:
             is_large = layout[0] * layout[1] == 4
-            is_slow = name in OTHERS or (is_large and name in FAMILIES)
-            fixture = "families" if is_slow else "on_four" if is_large else "on_two"
-            marks = [pytest.mark.slow] if is_slow else []
+            of_families = name in OTHERS or (is_large and name in FAMILIES)
+            fixture = "families" if of_families else "on_four" if is_large else "on_two"
+            marks = [pytest.mark.slow] if of_families or is_large else []
             found.append(pytest.param(name, layout, fixture, id=f"{name}-{layout[0]}x{layout[1]}", marks=marks))
     return found
 
