@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 RECOMPUTE_MODES = ("always", "except_last", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
+WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
+CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -47,6 +49,9 @@ READERS: dict[str, Reader] = {
     "pipeline_schedule": choice(SCHEDULE_NAMES),
     "pipeline_token_slices": lengths_or("auto"),
     "pipeline_chunks": optional(whole_number("a number of stages, 1 or more", least=1)),
+    "pipeline_weights": choice(WEIGHTS),
+    "pipeline_clip": choice(CLIPS),
+    "pipeline_drain_interval": optional(whole_number("a number of optimizer steps, 1 or more", least=1)),
     "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
     "pipeline_timeout": _is_wait,
     "freeze_policy": choice(FREEZE_POLICIES, off="none", null="none"),
@@ -87,6 +92,10 @@ class PipeTransformerArguments(TrainingArguments):
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`): order of the micro-batches.
         pipeline_chunks (`int`, *optional*): V; by default the schedule's.
         pipeline_token_slices (`str` or `int`, *optional*, defaults to `"auto"`): S, with the schedule `"token"`.
+        pipeline_weights (`str`, *optional*, defaults to `"pipeoptim"`): with the schedule `"async_1f1b"`, the weights
+            that forwards and backwards see (PipeOptim, Table II).
+        pipeline_clip (`str`, *optional*, defaults to `"stage"`): with that schedule, the norm to clip gradients by.
+        pipeline_drain_interval (`int`, *optional*): with that schedule, optimizer steps between two drains.
         pipeline_checkpoint (`str`, *optional*, defaults to `"never"`): activation recomputation.
         pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other in a
             step; between steps `ddp_timeout`.
@@ -148,6 +157,32 @@ class PipeTransformerArguments(TrainingArguments):
         metadata={
             "help": "Stages on each rank of a pipeline, V; by default what the schedule says. Schedules that "
             "interleave stages take 2 or more, others one number only."
+        },
+    )
+    pipeline_weights: str = field(
+        default="pipeoptim",
+        metadata={
+            "help": "With pipeline_schedule='async_1f1b', the weights that a forward and a backward see: predicted "
+            "and current ('pipeoptim'), current and current ('vanilla'), the forward's in both ('stashing', PipeDream), "
+            "those before the last update in both ('double_buffer', PipeDream-2BW), or predicted in both "
+            "('spectrain', and 'xpipe', which predicts as Adam does).",
+            "choices": WEIGHTS,
+        },
+    )
+    pipeline_clip: str = field(
+        default="stage",
+        metadata={
+            "help": "With pipeline_schedule='async_1f1b', what max_grad_norm bounds: the gradient norm of each stage "
+            "('stage'), or of the model, by its norm in the last step that all stages have done ('last').",
+            "choices": CLIPS,
+        },
+    )
+    pipeline_drain_interval: int | None = field(
+        default=None,
+        metadata={
+            "help": "With pipeline_schedule='async_1f1b', optimizer steps after which all stages come to the same "
+            "weights; by default only where it is needed: to evaluate, to save, to change the layout, and at the end "
+            "of an epoch."
         },
     )
     pipeline_checkpoint: str = field(
@@ -283,6 +318,7 @@ class PipeTransformerArguments(TrainingArguments):
         self._check_freezing()
         self._check_chunks()
         self._check_token_slices()
+        self._check_asynchronous()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # There is nothing else; without the word accelerate would make each process a world of its own.
             self.use_cpu = True
@@ -335,6 +371,37 @@ class PipeTransformerArguments(TrainingArguments):
                 "sequences. Leave activation_cache out, or use pipeline_schedule='1f1b'."
             )
 
+    def _check_asynchronous(self) -> None:
+        if not self.is_asynchronous:
+            defaults = {"pipeline_weights": "pipeoptim", "pipeline_clip": "stage", "pipeline_drain_interval": None}
+            for name, default in defaults.items():
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} needs pipeline_schedule='async_1f1b', found "
+                        f"{self.pipeline_schedule!r}."
+                    )
+            return
+        if self.pipeline_checkpoint == "except_last":
+            raise ValueError(
+                "pipeline_checkpoint='except_last' with pipeline_schedule='async_1f1b', which has no last "
+                "micro-batch: set it to 'always' or 'never'."
+            )
+        if self.torch_compile:
+            raise ValueError(
+                "torch_compile with pipeline_schedule='async_1f1b' has not been verified: use another schedule, or "
+                "leave torch_compile out."
+            )
+        if self.fp16:
+            raise ValueError(
+                "fp16=True with pipeline_schedule='async_1f1b': stages would have to agree in every step whether it "
+                "is skipped. Use bf16=True, or pipeline_schedule='1f1b'."
+            )
+        if self.activation_cache == "on":
+            raise ValueError(
+                "activation_cache='on' with pipeline_schedule='async_1f1b': nothing is stored there. Leave "
+                "activation_cache out, or use pipeline_schedule='1f1b'."
+            )
+
     def _check_freezing(self) -> None:
         if self.freeze_policy == "fixed" and not self.freeze_at:
             raise ValueError("freeze_policy='fixed' needs freeze_at='step:layers,...', found none.")
@@ -371,6 +438,11 @@ class PipeTransformerArguments(TrainingArguments):
     def cuts_tokens(self) -> bool:
         """Whether sequences are cut into slices of their tokens."""
         return find_schedule(self.pipeline_schedule).in_token_slices is not None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages update themselves without waiting for the others."""
+        return find_schedule(self.pipeline_schedule).is_asynchronous
 
     @property
     def token_slices(self) -> Plans | None:

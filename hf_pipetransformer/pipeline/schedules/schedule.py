@@ -38,6 +38,8 @@ class Schedule:
         max_chunks: the largest V.
         in_token_slices: makes of what `lay` gives, and S, what is computed for S slices of the tokens of each
             micro-batch; None for a schedule that cuts batches alone.
+        is_asynchronous: stages update themselves without waiting for the others, and batches follow each other
+            without a flush.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Schedule:
     min_chunks: int = 1
     max_chunks: int = 1
     in_token_slices: Callable[[Computations, int], Computations] | None = None
+    is_asynchronous: bool = False
 
     @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
     def table(
