@@ -163,8 +163,8 @@ class PipeTransformerArguments(TrainingArguments):
         default="pipeoptim",
         metadata={
             "help": "With pipeline_schedule='async_1f1b', the weights that a forward and a backward see: predicted "
-            "and current ('pipeoptim'), current and current ('vanilla'), the forward's in both ('stashing', PipeDream), "
-            "those before the last update in both ('double_buffer', PipeDream-2BW), or predicted in both "
+            "and current ('pipeoptim'), current and current ('vanilla'), the forward's in both ('stashing'), "
+            "those before the last update in both ('double_buffer'), or predicted in both "
             "('spectrain', and 'xpipe', which predicts as Adam does).",
             "choices": WEIGHTS,
         },
