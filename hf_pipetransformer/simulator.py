@@ -22,6 +22,7 @@ class Durations:
             the next, for a table that splits backwards.
         backward_weight: seconds of the part that gives the gradients of the weights.
         factors: by which all these are longer for each micro-batch, by its number; nothing where all are alike.
+        update: seconds of the stage's optimizer step, where the table has updates; nothing where they take no time.
     """
 
     forward: tuple[float, ...]
@@ -30,9 +31,12 @@ class Durations:
     backward_input: tuple[float, ...] = ()
     backward_weight: tuple[float, ...] = ()
     factors: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
 
     def of(self, stage: int, op: Op, micro_batch: int) -> float:
-        """Seconds that the computation `op` of a micro-batch takes on `stage`."""
+        """Seconds that the computation `op` of a micro-batch takes on `stage`, or its update."""
+        if op is Op.UPDATE:
+            return self.update[stage] if self.update else 0.0
         by_op = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
@@ -43,7 +47,7 @@ class Durations:
 
 
 class Span(NamedTuple):
-    """One computation: from `start` to `end`, in seconds since the first rank began."""
+    """One computation or update: from `start` to `end`, in seconds since the first rank began."""
 
     rank: int
     action: Action

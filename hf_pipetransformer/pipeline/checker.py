@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hf_pipetransformer.pipeline.schedules import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
     GIVES,
+    GRADIENTS_ARE_WHOLE,
     NEEDS,
     SENDS,
     Action,
@@ -37,6 +38,7 @@ def check_table(
     first_active_stage: int = 0,
     placement: Placement | None = None,
     num_token_slices: int = 1,
+    step_sizes: Sequence[int] = (),
 ) -> None:
     """Prove that `table` computes all that it should, keeps gradients out of frozen stages and ends, or raise.
 
@@ -52,27 +54,33 @@ def check_table(
         placement: where the stages lie; by default one on each rank.
         num_token_slices: so many micro-batches in a row, from a multiple of it on, are slices of the same sequences:
             their forwards must follow each other, and their backwards in the reverse order.
+        step_sizes: of a table with updates, micro-batches of each step: every stage must update itself once a step,
+            between the last backward of the step and its next computation.
 
     Raises:
         ScheduleError: with the ranks that wait for each other, the messages that do not match, or what is missing.
     """
     placement = placement or Placement(len(table))
     for rank, row in enumerate(table):
-        _check_row(rank, row, num_microbatches, placement.num_chunks)
+        _check_row(rank, row, num_microbatches, placement.num_chunks, len(step_sizes))
         for chunk, stage in enumerate(placement.stages_of(rank)):
             own = tuple(action for action in row if action.chunk == chunk)
             _check_stage(stage, own, num_microbatches, has_backward and stage >= first_active_stage)
             _check_gradients_stay_active(stage, own, first_active_stage)
             _check_token_slices(stage, own, num_token_slices)
+            if step_sizes:
+                runs_ahead = 0 if stage >= first_active_stage else placement.num_stages - 1 - stage
+                _check_updates(stage, own, step_sizes, runs_ahead)
     check_on_nccl(table, placement=placement)
 
 
-def _check_row(rank: int, row: Row, num_microbatches: int, num_chunks: int) -> None:
+def _check_row(rank: int, row: Row, num_microbatches: int, num_chunks: int, num_steps: int) -> None:
     if len(set(row)) != len(row):
         raise ScheduleError(f"Rank {rank} has an action twice in {_text(row)}.")
     for action in row:
-        if not 0 <= action.micro_batch < num_microbatches:
-            raise ScheduleError(f"Rank {rank} has {action}, but there are {num_microbatches} micro-batches.")
+        count, what = (num_steps, "steps") if action.op is Op.UPDATE else (num_microbatches, "micro-batches")
+        if not 0 <= action.micro_batch < count:
+            raise ScheduleError(f"Rank {rank} has {action}, but there are {count} {what}.")
         if not 0 <= action.chunk < num_chunks:
             raise ScheduleError(f"Rank {rank} has {action}, but it holds {num_chunks} stages.")
 
@@ -109,6 +117,30 @@ def _check_token_slices(stage: int, row: Row, num_token_slices: int) -> None:
                     f"Stage {stage} runs the {what} of slice {later} next after that of slice {earlier}: slices of "
                     "the same sequences run forward in their order and backward in the reverse order."
                 )
+
+
+def _check_updates(stage: int, row: Row, step_sizes: Sequence[int], runs_ahead: int) -> None:
+    """`runs_ahead`: forwards of a frozen stage beyond those of its step; a stage without backwards counts those."""
+    last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in row) else (Op.FORWARD,)
+    total, updates = sum(step_sizes), []
+    ends = [min(end + runs_ahead, total) if end else 0 for end in accumulate(step_sizes)]
+    done: set[int] = set()
+    is_last = True
+    for action in row:
+        if action.op is Op.UPDATE:
+            updates.append(action.micro_batch)
+            expected = ends[len(updates) - 1]
+            if done != set(range(expected)) or not is_last:
+                raise ScheduleError(
+                    f"Stage {stage} has {action} where {len(done)} micro-batches are done; expected it directly after "
+                    f"the first {expected}: {_text(row)}."
+                )
+        elif action.op in COMPUTATIONS:
+            is_last = action.op in last_op
+            if is_last:
+                done.add(action.micro_batch)
+    if updates != [*range(len(step_sizes))]:
+        raise ScheduleError(f"Stage {stage} has updates {updates}, expected one for each of {len(step_sizes)} steps.")
 
 
 LinkKey = tuple[int, str]

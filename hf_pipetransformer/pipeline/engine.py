@@ -170,6 +170,7 @@ _HANDLERS: dict[Op, Callable[[Run, Action], None]] = {
     Op.RECEIVE_BACKWARD: Run._post_receive,
     Op.SEND_FORWARD: Run._post_send,
     Op.SEND_BACKWARD: Run._post_send,
+    Op.UPDATE: lambda _run, _action: None,  # The optimizer's step is the caller's.
 }
 
 

@@ -6,6 +6,7 @@ from hf_pipetransformer.pipeline.schedules.actions import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
     GIVES,
+    GRADIENTS_ARE_WHOLE,
     NEEDS,
     SENDS,
     Action,
@@ -14,6 +15,7 @@ from hf_pipetransformer.pipeline.schedules.actions import (
     Table,
     source_of,
 )
+from hf_pipetransformer.pipeline.schedules.async_1f1b import ASYNC_1F1B
 from hf_pipetransformer.pipeline.schedules.forward_only import FORWARD_ONLY
 from hf_pipetransformer.pipeline.schedules.gpipe import GPIPE
 from hf_pipetransformer.pipeline.schedules.interleaved import INTERLEAVED_1F1B
@@ -29,6 +31,7 @@ __all__ = [
     "COMPUTATIONS",
     "FORWARD_ONLY",
     "GIVES",
+    "GRADIENTS_ARE_WHOLE",
     "NEEDS",
     "SCHEDULE_NAMES",
     "SENDS",
@@ -41,7 +44,9 @@ __all__ = [
     "source_of",
 ]
 
-_SCHEDULES = {schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V, TOKEN)}
+_SCHEDULES = {
+    schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V, TOKEN, ASYNC_1F1B)
+}
 
 SCHEDULE_NAMES = tuple(_SCHEDULES)
 """What `pipeline_schedule` may be."""

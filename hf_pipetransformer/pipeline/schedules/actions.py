@@ -6,6 +6,7 @@ For micro-batch `i` of `M` on a stage; `F3.1` is that of the second stage (chunk
     I i   backward, gradient of the input only   W i   backward, gradients of the weights only
     RF i  post the receive of i's activation     SF i  send i's activation to the next stage
     RB i  post the receive of i's gradient       SB i  send i's gradient to the stage before
+    U t   update of the stage's weights: optimizer step t; only where steps follow each other without a flush
 
 `RF` and `RB` only *post* a receive; the `F`, `B` or `I` that needs the data waits for it. That lets a transfer run
 while the rank computes. `SF` and `SB` may wait until the neighbour has posted the receive.
@@ -28,10 +29,11 @@ class Op(Enum):
     SEND_FORWARD = "SF"
     RECEIVE_BACKWARD = "RB"
     SEND_BACKWARD = "SB"
+    UPDATE = "U"
 
 
 class Action(NamedTuple):
-    """One entry of a rank's row."""
+    """One entry of a rank's row; `micro_batch` of an update is the number of its step."""
 
     op: Op
     micro_batch: int
@@ -51,6 +53,9 @@ COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 """The computations that others wait for on the way back."""
+
+GRADIENTS_ARE_WHOLE = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+"""The computations after which a stage has all that a micro-batch gives to its gradients."""
 
 SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hf_pipetransformer.pipeline.schedules.actions import Action, Op, Table
+from hf_pipetransformer.pipeline.schedules.actions import GRADIENTS_ARE_WHOLE, Action, Op, Table
 from hf_pipetransformer.pipeline.schedules.transfers import add_transfers
+from hf_pipetransformer.pipeline.schedules.updates import add_updates
 from hf_pipetransformer.placement import Placement
 
 
@@ -38,8 +39,8 @@ class Schedule:
         max_chunks: the largest V.
         in_token_slices: makes of what `lay` gives, and S, what is computed for S slices of the tokens of each
             micro-batch; None for a schedule that cuts batches alone.
-        is_asynchronous: stages update themselves without waiting for the others, and batches follow each other
-            without a flush.
+        is_asynchronous: whether optimizer steps follow each other without a flush. A table is then that of M steps of
+            a micro-batch each, with the updates of every rank, and what is in flight that of a window of any length.
     """
 
     name: str
@@ -99,7 +100,8 @@ class Schedule:
             if self.in_token_slices is None or num_token_slices < 1:
                 raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
             rows = self.in_token_slices(rows, num_token_slices)
-        return add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
+        table = add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
+        return add_updates(table, (1,) * num_microbatches, first_active_stage) if self.is_asynchronous else table
 
     def peaks(
         self,
@@ -116,6 +118,9 @@ class Schedule:
             pipeline_size: as of `table`, like the others.
         """
         placement, found = Placement(pipeline_size, num_chunks, self.placement), []
+        if self.is_asynchronous:
+            # Those of the steps that follow come in before these are out.
+            num_microbatches = max(num_microbatches, pipeline_size)
         for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
             stages = placement.stages_of(rank)
             held = most = 0.0
@@ -123,7 +128,7 @@ class Schedule:
                 if op is Op.FORWARD and stages[chunk] >= first_active_stage:
                     held += sizes[stages[chunk]]
                     most = max(most, held)
-                elif op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                elif op in GRADIENTS_ARE_WHOLE:
                     held -= sizes[stages[chunk]]
             found.append(most)
         return tuple(found)
