@@ -11,7 +11,16 @@ from __future__ import annotations
 CALLED = {
     "numpy:_core.multiarray._reconstruct": None,
     "torch:_C.DisableTorchFunctionSubclass": None,
-    "torch:_foreach_norm": None,  # A builtin, which tells no parameters.
+    # Builtins, which tell no parameters.
+    "torch:_foreach_add_": None,
+    "torch:_foreach_addcdiv_": None,
+    "torch:_foreach_copy_": None,
+    "torch:_foreach_div_": None,
+    "torch:_foreach_mul_": None,
+    "torch:_foreach_norm": None,
+    "torch:_foreach_sqrt": None,
+    "torch:_foreach_sub": None,
+    "torch.autograd.grad_mode:_unsafe_preserve_version_counter": "tensors",
     "torch.distributed.distributed_c10d:_get_default_store": "",
     "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout, group",
     "torch.distributed.distributed_c10d:_world": None,

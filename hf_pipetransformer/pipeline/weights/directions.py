@@ -1,0 +1,263 @@
+"""Where the weights go from here: W^ = W - (sum of the coming learning rates) * dW, in place (PipeOptim, Eq. 5).
+
+dW by optimizer (PipeOptim, Table I, with the decay of AdamW added):
+
+    SGD with momentum        the momentum buffer, which the last update was made of
+    Adam, AdamW              m^ / (sqrt(v^) + eps), with amsgrad the largest v; AdamW + decay * W
+    any other                (W before the last update - W after it) / its learning rate
+
+`maximize` needs nothing: the optimizers' states are those of the negated gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hf_pipetransformer.pipeline.weights.copies import Buffers, Tensors, chunks
+from hf_pipetransformer.pipeline.weights.kind import DirectionName
+
+
+class Direction(Protocol):
+    """Knows dW of each parameter."""
+
+    def begin(self) -> None:
+        """A window begins: what an update left is forgotten."""
+        ...
+
+    def before_update(self) -> None:
+        """The gradients are those that the optimizer will use."""
+        ...
+
+    def after_update(self) -> None: ...
+
+    def is_known(self) -> bool:
+        """Whether any parameter has a dW yet."""
+        ...
+
+    def go(self, rates: Sequence[float]) -> None:
+        """Move the weights by as much as `rates`, per parameter group the sum of the coming learning rates."""
+        ...
+
+    @property
+    def bytes_held(self) -> int:
+        """Of what it keeps itself."""
+        ...
+
+
+def make_direction(
+    name: DirectionName, optimizer: Optimizer, values: Tensors, buffers: Buffers, rates_now: Callable[[], list[float]]
+) -> Direction:
+    """How predictions go on for an optimizer.
+
+    Args:
+        values: of the parameters of all groups in their order, sharing their storage.
+        buffers: for copies of them.
+        rates_now: learning rate of each parameter group in the next update.
+    """
+    # A class derived from them may step in another way.
+    if type(optimizer) in (Adam, AdamW):
+        return _Adam(optimizer, values, with_decay=name == "optimizer")
+    if name == "adam":
+        return _OwnMoments(optimizer, values)
+    momentum = [group for group in optimizer.param_groups if type(optimizer) is SGD and _goes_by_buffer(group)]
+    if momentum and len(momentum) == len(optimizer.param_groups):
+        return _Momentum(optimizer, values)
+    return _LastUpdate(optimizer, values, buffers, rates_now)
+
+
+def _goes_by_buffer(group: dict[str, Any]) -> bool:
+    return group["momentum"] != 0 and not group["nesterov"]
+
+
+def _grouped(optimizer: Optimizer, values: Sequence[Any], rates: Sequence[float]) -> Iterator[tuple[Any, Any, float]]:
+    """Each parameter group that moves, with its part of `values` and its rate."""
+    start = 0
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        end = start + len(group["params"])
+        if rate:
+            yield group, values[start:end], rate
+        start = end
+
+
+class _FromState:
+    """What the directions share that need nothing but the optimizer's state."""
+
+    bytes_held = 0
+
+    def __init__(self, optimizer: Optimizer, values: Tensors, key: str) -> None:
+        self.optimizer = optimizer
+        self.values = values
+        self.key = key
+
+    def begin(self) -> None:
+        pass
+
+    def before_update(self) -> None:
+        pass
+
+    def after_update(self) -> None:
+        pass
+
+    def is_known(self) -> bool:
+        return any(state.get(self.key) is not None for state in self.optimizer.state.values())
+
+    def with_state(self, group: dict[str, Any], values: Tensors) -> tuple[Tensors, list[dict[str, Any]]]:
+        """The weights of a group that have a state, and that; those that never had a gradient do not move."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in group["params"]]
+        found = [(v, state) for v, state in zip(values, states, strict=True) if state.get(self.key) is not None]
+        return [value for value, _ in found], [state for _, state in found]
+
+
+class _Momentum(_FromState):
+    def __init__(self, optimizer: Optimizer, values: Tensors) -> None:
+        super().__init__(optimizer, values, "momentum_buffer")
+
+    def go(self, rates: Sequence[float]) -> None:
+        for group, all_values, rate in _grouped(self.optimizer, self.values, rates):
+            values, states = self.with_state(group, all_values)
+            if values:
+                torch._foreach_add_(values, [state["momentum_buffer"] for state in states], alpha=-rate)
+
+
+class _Adam(_FromState):
+    def __init__(self, optimizer: Optimizer, values: Tensors, with_decay: bool) -> None:
+        super().__init__(optimizer, values, "exp_avg")
+        self.with_decay = with_decay
+
+    def go(self, rates: Sequence[float]) -> None:
+        for group, all_values, rate in _grouped(self.optimizer, self.values, rates):
+            values, states = self.with_state(group, all_values)
+            if not values:
+                continue
+            decay = float(group["weight_decay"]) if self.with_decay and group["decoupled_weight_decay"] else 0.0
+            if decay:
+                torch._foreach_mul_(values, 1 - rate * decay)
+            first, steps = ([state[key] for state in states] for key in ("exp_avg", "step"))
+            second = [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states]
+            betas = tuple(float(beta) for beta in group["betas"])
+            on_host = not isinstance(steps[0], torch.Tensor) or steps[0].device.type == "cpu"
+            counts = [float(step) for step in steps] if on_host else steps
+            adam_move(values, first, second, counts, betas, group["eps"], rate)
+
+
+class _OwnMoments:
+    """Adam's moments of the gradients of this window, beside an optimizer that has none. Its defaults."""
+
+    betas, eps = (0.9, 0.999), 1e-8
+
+    def __init__(self, optimizer: Optimizer, values: Tensors) -> None:
+        self.optimizer = optimizer
+        self.values = values
+        self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_gradients: dict[int, int] = {}
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(m.numel() * m.element_size() for moments in self._moments.values() for m in moments)
+
+    def begin(self) -> None:
+        self._moments.clear()
+        self._num_gradients.clear()
+
+    def before_update(self) -> None:
+        for index, (parameter, group) in enumerate((p, g) for g in self.optimizer.param_groups for p in g["params"]):
+            if parameter.grad is None:
+                continue
+            gradient = -parameter.grad if group.get("maximize") else parameter.grad
+            zeros = torch.zeros_like
+            first, second = self._moments.setdefault(index, (zeros(gradient), zeros(gradient)))
+            first.lerp_(gradient, 1 - self.betas[0])
+            second.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
+            self._num_gradients[index] = self._num_gradients.get(index, 0) + 1
+
+    def after_update(self) -> None:
+        pass
+
+    def is_known(self) -> bool:
+        return bool(self._moments)
+
+    def go(self, rates: Sequence[float]) -> None:
+        for _, indices, rate in _grouped(self.optimizer, range(len(self.values)), rates):
+            known = [index for index in indices if index in self._moments]
+            if known:
+                first, second = ([self._moments[index][which] for index in known] for which in (0, 1))
+                counts = [float(self._num_gradients[index]) for index in known]
+                adam_move([self.values[i] for i in known], first, second, counts, self.betas, self.eps, rate)
+
+
+class _LastUpdate:
+    """Goes on as the last update of the window went: dW is its finite difference over its learning rate."""
+
+    def __init__(
+        self, optimizer: Optimizer, values: Tensors, buffers: Buffers, rates_now: Callable[[], list[float]]
+    ) -> None:
+        self.optimizer = optimizer
+        self.values = values
+        self.buffers = buffers
+        self.rates_now = rates_now
+        self._before: Tensors | None = None
+        self._rates: list[float] = []
+
+    bytes_held = 0  # Its copy is one of the buffers.
+
+    def begin(self) -> None:
+        if self._before is not None:
+            self.buffers.give_back(self._before)
+            self._before = None
+
+    def before_update(self) -> None:
+        self.begin()
+        self._before, self._rates = self.buffers.copy(), self.rates_now()
+
+    def after_update(self) -> None:
+        pass
+
+    def is_known(self) -> bool:
+        return self._before is not None and any(self._rates)
+
+    def go(self, rates: Sequence[float]) -> None:
+        assert self._before is not None
+        # Where nothing was learnt, as at the first step of a warm-up, there is no direction.
+        updates = [rate / last if last else 0.0 for rate, last in zip(rates, self._rates, strict=True)]
+        pairs = list(zip(self.values, self._before, strict=True))
+        for _, group, num_updates in _grouped(self.optimizer, pairs, updates):
+            values, before = [value for value, _ in group], [was for _, was in group]
+            for part in chunks(values):
+                back = torch._foreach_sub(before[part], values[part])
+                torch._foreach_add_(values[part], back, alpha=-num_updates)
+
+
+def adam_move(
+    values: Tensors,
+    first: Tensors,
+    second: Tensors,
+    counts: Sequence[float | torch.Tensor],
+    betas: Sequence[float],
+    eps: float,
+    rate: float,
+) -> None:
+    """`values -= rate * m^ / (sqrt(v^) + eps)`, bias-corrected.
+
+    Args:
+        first: m of each tensor.
+        second: v of each.
+        counts: updates that made them; on the device, they are not read from there.
+    """
+    for part in chunks(values):
+        steps: list[Any] = list(counts[part])
+        denominators = list(torch._foreach_sqrt(second[part]))
+        if isinstance(steps[0], torch.Tensor):
+            corrections = [1 - betas[1] ** step for step in steps]
+            torch._foreach_div_(denominators, torch._foreach_sqrt(corrections))
+            torch._foreach_add_(denominators, eps)
+            torch._foreach_mul_(denominators, [(1 - betas[0] ** step) / -rate for step in steps])
+            torch._foreach_addcdiv_(values[part], first[part], denominators)
+        else:
+            torch._foreach_div_(denominators, [(1 - betas[1] ** step) ** 0.5 for step in steps])
+            torch._foreach_add_(denominators, eps)
+            scales = [-rate / (1 - betas[0] ** step) for step in steps]
+            torch._foreach_addcdiv_(values[part], first[part], denominators, scales)

@@ -1,0 +1,121 @@
+"""What a kind of weights is: which version a forward and a backward see, and what has to be kept for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+DirectionName = Literal["optimizer", "adam"]
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What a stage knows as the forward of a unit begins.
+
+    A version is counted in updates of the stage since the window began: version 0 is what it began with.
+
+    Args:
+        stage: of `num_stages`.
+        num_stages: K.
+        units_per_step: A, of a complete step.
+        step: the optimizer step that the unit's gradient goes into, counted in the window. That many updates are done
+            when its backward runs.
+        position: of the unit among those of its step.
+        num_updates: done so far.
+    """
+
+    stage: int
+    num_stages: int
+    units_per_step: int
+    step: int
+    position: int
+    num_updates: int
+
+
+class WeightKind(Protocol):
+    """Which weights the passes of a unit see. A version beyond the current one is predicted, one before it kept.
+
+    Attributes:
+        name: what the option calls it.
+        direction: how a prediction goes on: as the `optimizer` of the run does, or always as `adam` would.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def direction(self) -> DirectionName: ...
+
+    def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
+        """Versions of the stage's weights that are held at most, the current one included (PipeOptim, Table II).
+
+        Backups made while a pass runs with other values count. What a prediction needs beside (the weights before the
+        last update, where nothing else tells the direction; moments of `xpipe` beside another optimizer) does not.
+        """
+        ...
+
+    def check(self, num_stages: int, units_per_step: int) -> None:
+        """Whether it can run so.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        ...
+
+    def predicts(self, stage: int, num_stages: int) -> bool:
+        """Whether passes of that stage ever see predicted weights."""
+        ...
+
+    def forward_version(self, forward: ForwardPass) -> int:
+        """The version that a forward sees."""
+        ...
+
+    def backward_version(self, forward_version: int, num_updates: int) -> int:
+        """The version that the backward of a unit sees, when `num_updates` are done."""
+        ...
+
+    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        """The versions before the current one that are still needed once `num_updates` are done.
+
+        Args:
+            in_flight: what the forwards saw of the units whose backward has not ended.
+        """
+        ...
+
+
+def steady_lag(stage: int, num_stages: int) -> int:
+    """Units between a forward and its backward, in the steady state of 1F1B."""
+    return num_stages - 1 - stage
+
+
+def units_until_first_stage(stage: int) -> int:
+    """Backwards that a stage starts before stage 0 runs the one that it has just run (SpecTrain, Eq. 6).
+
+    A backward reaches stage 0 after `stage` passes, and half of the passes in between are backwards.
+    """
+    return stage // 2
+
+
+class Predictor:
+    """What `spectrain` and `xpipe` share: both passes see the version that the stage has at stage 0's backward."""
+
+    def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
+        return 2 if self.predicts(stage, num_stages) else 1
+
+    def check(self, num_stages: int, units_per_step: int) -> None:
+        return None
+
+    def predicts(self, stage: int, num_stages: int) -> bool:
+        return steady_lag(stage, num_stages) + units_until_first_stage(stage) > 0
+
+    def forward_version(self, forward: ForwardPass) -> int:
+        ahead = forward.position + units_until_first_stage(forward.stage)
+        return forward.step + ahead // forward.units_per_step
+
+    def backward_version(self, forward_version: int, num_updates: int) -> int:
+        return forward_version
+
+    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        return set()

@@ -1,0 +1,235 @@
+"""The weights of one stage, as its forwards and backwards see them.
+
+Other values are written into the storage of the parameters, past their version counters, and the current ones come
+back after the pass. What autograd kept by reference (a parameter, its transpose) is read from there in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from hf_pipetransformer.pipeline.weights.casts import casting_again, is_autocast_on
+from hf_pipetransformer.pipeline.weights.copies import Buffers, Tensors, exchange
+from hf_pipetransformer.pipeline.weights.directions import Direction, make_direction
+from hf_pipetransformer.pipeline.weights.kind import ForwardPass, WeightKind
+from hf_pipetransformer.pipeline.weights.prediction_errors import ErrorMeter, PredictionErrors, Sample
+from hf_pipetransformer.pipeline.weights.rates import ComingRates
+from hf_pipetransformer.report.events import announce
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A unit between the beginning of its forward and the end of its backward."""
+
+    version: int
+    sample: Sample | None
+
+
+class StageWeights:
+    """Has each pass of a window see the weights that a kind wants, over all updates that come in between.
+
+    Units and steps are counted in the window. Whoever drives it enters `autocast`, if any, before `forward` and
+    `backward`, and calls `before_update` and `after_update` from the optimizer's hooks.
+
+    Args:
+        kind: which weights.
+        stage: of `num_stages`.
+        num_stages: K.
+        optimizer: as torch has it, of the stage's parameters; those outside its groups stay as they are.
+        coming_rates: per parameter group the learning rates of the next n updates.
+        units_per_step: A, of a complete step; only kinds that predict beyond a unit's own step ask.
+        say: tells the user something once.
+    """
+
+    def __init__(
+        self,
+        kind: WeightKind,
+        stage: int,
+        num_stages: int,
+        optimizer: torch.optim.Optimizer,
+        coming_rates: ComingRates,
+        units_per_step: int = 1,
+        say: Callable[[str], None] = announce,
+    ) -> None:
+        self.kind = kind
+        self.stage = stage
+        self.num_stages = num_stages
+        self.optimizer = optimizer
+        self.coming_rates = coming_rates
+        self.units_per_step = units_per_step
+        self.say = say
+        self._has_said = False
+        self._updating = ExitStack()
+        self._meter = ErrorMeter()
+        self.begin()
+
+    @property
+    def num_updates(self) -> int:
+        """Of the window."""
+        return self._num_updates
+
+    @property
+    def bytes_held(self) -> int:
+        """Of copies right now, and of what predictions need of their own, beside the current weights."""
+        return self._buffers.bytes_held + (0 if self._direction is None else self._direction.bytes_held)
+
+    def begin(self) -> None:
+        """A window begins: nothing is in flight, no update done."""
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._values: Tensors = [parameter.data for parameter in self._parameters]
+        self._num_updates = 0
+        self._meter.watch(self._values)
+        self.end()
+
+    def end(self) -> None:
+        """Drained or abandoned: nothing is kept but the current weights."""
+        self._updating.close()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._first_units: dict[int, int] = {}
+        self._kept: dict[int, Tensors] = {}
+        self._buffers = Buffers(self._values)
+        self._direction = self._make_direction()
+
+    @contextmanager
+    def forward(self, unit: int, step: int) -> Iterator[None]:
+        """The forward of `unit`, whose gradient goes into `step`.
+
+        Raises:
+            ValueError: that step is done.
+        """
+        if step < self._num_updates:
+            raise ValueError(
+                f"Unit {unit} belongs to step {step}, but {self._num_updates} updates of the window are done: "
+                "expected a step that is still to come. Count units and steps from the window's beginning."
+            )
+        position = unit - self._first_units.setdefault(step, unit)
+        at = ForwardPass(self.stage, self.num_stages, self.units_per_step, step, position, self._num_updates)
+        version = self.kind.forward_version(at)
+        is_cast_again = self._is_cast() and self._backward_differs(version, step)
+        s = step - self._num_updates
+        current = self._meter.sample() if s > 0 and self._meter.is_due() else None
+        with self._showing(version), casting_again(self._parameters) if is_cast_again else nullcontext():
+            sample = None if current is None else Sample(s, current, self._meter.sample())
+            self._in_flight[unit] = _InFlight(version, sample)
+            yield
+
+    @contextmanager
+    def backward(self, unit: int, step: int) -> Iterator[None]:
+        """The backward of `unit`, whose gradient goes into `step`."""
+        entry = self._in_flight.pop(unit)
+        if entry.sample is not None:
+            self._meter.add(entry.sample)
+        with self._showing(self.kind.backward_version(entry.version, self._num_updates)):
+            yield
+
+    def before_update(self) -> None:
+        """`optimizer.step()` comes: what is still needed of the weights is kept."""
+        if self._direction is not None:
+            self._direction.before_update()
+        needed = self._needed(self._num_updates + 1)
+        self._drop(needed)
+        if self._num_updates in needed:
+            self._kept[self._num_updates] = self._buffers.copy()
+        # Backwards of forwards before it are not to be refused: they are meant to see what is there then.
+        self._updating.enter_context(_unsafe_preserve_version_counter(tuple(self._parameters)))
+
+    def after_update(self) -> None:
+        """`optimizer.step()` is done."""
+        self._updating.close()
+        self._num_updates += 1
+        if self._direction is not None:
+            self._direction.after_update()
+        if self._is_cast():
+            torch.clear_autocast_cache()
+        for step in [step for step in self._first_units if step < self._num_updates]:
+            del self._first_units[step]
+
+    def take_errors(self) -> PredictionErrors | None:
+        """The mean errors of the units measured since the last call; None if none was."""
+        return self._meter.take()
+
+    def _make_direction(self) -> Direction | None:
+        if not self.kind.predicts(self.stage, self.num_stages):
+            return None
+
+        def rates_now() -> list[float]:
+            return [group[0] for group in self.coming_rates(1)]
+
+        return make_direction(self.kind.direction, self.optimizer, self._values, self._buffers, rates_now)
+
+    def _showing(self, version: int) -> AbstractContextManager[None]:
+        """That version is in the parameters."""
+        ahead = version - self._num_updates
+        if ahead < 0:
+            return self._showing_kept(version)
+        rates = [sum(group) for group in self.coming_rates(ahead)] if ahead else []
+        return self._showing_predicted(rates) if any(rates) and self._can_predict() else nullcontext()
+
+    @contextmanager
+    def _showing_predicted(self, rates: list[float]) -> Iterator[None]:
+        assert self._direction is not None
+        current = self._buffers.copy()
+        try:
+            self._direction.go(rates)
+            with self._casts_forgotten():
+                yield
+        finally:
+            torch._foreach_copy_(self._values, current)
+            self._buffers.give_back(current)
+
+    @contextmanager
+    def _showing_kept(self, version: int) -> Iterator[None]:
+        kept = self._kept[version]
+        exchange(self._values, kept)
+        try:
+            with self._casts_forgotten():
+                yield
+        finally:
+            if version in self._needed(self._num_updates):
+                exchange(self._values, kept)
+            else:
+                torch._foreach_copy_(self._values, kept)
+                self._buffers.give_back(self._kept.pop(version))
+
+    @contextmanager
+    def _casts_forgotten(self) -> Iterator[None]:
+        """Autocast keeps the casts of parameters until its outermost block ends: not those of other values."""
+        if not self._is_cast():
+            yield
+            return
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+    def _is_cast(self) -> bool:
+        return bool(self._parameters) and is_autocast_on(self._parameters[0].device.type)
+
+    def _backward_differs(self, version: int, step: int) -> bool:
+        """Whether the backward of a unit of `step`, whose forward sees `version`, may see other values."""
+        return self.kind.backward_version(version, step) != version or version > self._num_updates
+
+    def _can_predict(self) -> bool:
+        if self._direction is None:
+            return False
+        known = self._direction.is_known()
+        if not known and not self._has_said:
+            self._has_said = True
+            self.say(
+                f"Stage {self.stage}: the first forwards see the weights as they are, there is no update yet that "
+                "tells where they go."
+            )
+        return known
+
+    def _needed(self, num_updates: int) -> set[int]:
+        return self.kind.kept_versions(num_updates, {entry.version for entry in self._in_flight.values()})
+
+    def _drop(self, needed: set[int]) -> None:
+        for version in [version for version in self._kept if version not in needed]:
+            self._buffers.give_back(self._kept.pop(version))

@@ -1,0 +1,197 @@
+"""The laws of one stage's weights: what a pass sees, what comes back, what is kept and what is measured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from hf_pipetransformer.pipeline.weights import (
+    MEASURED_EVERY,
+    SAMPLED_WEIGHTS,
+    StageWeights,
+    coming_rates,
+    find_weights,
+)
+from hf_pipetransformer.pipeline.weights.casts import cast_parameter
+from hf_pipetransformer.pipeline.weights.directions import adam_move
+from hf_pipetransformer.pipeline.weights.prediction_errors import ErrorMeter
+
+
+def one_weight(kind="pipeoptim", stage=0, num_stages=2):
+    """A stage of one parameter of ones, its weights, and a call that updates it with momentum and rate 0.5."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = partial(SGD, momentum=0.9)([parameter], lr=0.5)
+    weights = StageWeights(find_weights(kind), stage, num_stages, optimizer, coming_rates(None, optimizer))
+
+    def update(gradient: float = 1.0) -> None:
+        parameter.grad = torch.full_like(parameter, gradient)
+        weights.before_update()
+        optimizer.step()
+        weights.after_update()
+
+    return parameter, weights, update
+
+
+def test_the_current_weights_come_back_also_after_a_fault():
+    parameter, weights, update = one_weight()
+    update()
+    assert parameter.tolist() == [0.5] * 3
+
+    def faulty_forward() -> None:
+        with weights.forward(1, 2):
+            assert parameter.tolist() == [0.0] * 3
+            raise RuntimeError("fault")
+
+    with pytest.raises(RuntimeError, match="fault"):
+        faulty_forward()
+    assert parameter.tolist() == [0.5] * 3
+    weights.end()
+    assert weights.bytes_held == 0
+
+
+def test_a_kept_version_goes_after_its_last_unit():
+    parameter, weights, update = one_weight("stashing", num_stages=3)
+    for unit in range(3):
+        with weights.forward(unit, unit):
+            pass
+    with weights.backward(0, 0):
+        pass
+    update()
+    for unit in (1, 2):
+        assert weights.bytes_held == 12
+        with weights.backward(unit, unit):
+            assert parameter.tolist() == [1.0] * 3
+        assert parameter.tolist() == [0.5] * 3
+
+
+def test_an_update_does_not_refuse_backwards_of_forwards_before_it():
+    """Of torch's optimizers only the fused ones leave the version counters alone."""
+    parameter, weights, update = one_weight("vanilla")
+    for unit in range(2):
+        with weights.forward(unit, unit):
+            output = (parameter * parameter).sum()
+    version = parameter._version
+    with weights.backward(0, 0):
+        pass
+    update()
+    assert parameter._version == version
+    parameter.grad = None
+    with weights.backward(1, 1):
+        output.backward()
+    assert parameter.grad.tolist() == [1.0] * 3  # 2 * 0.5
+
+
+def test_a_unit_of_a_step_that_is_done_is_refused():
+    _, weights, update = one_weight()
+    update()
+    with pytest.raises(ValueError, match="Unit 0 belongs to step 0, but 1 updates"), weights.forward(0, 0):
+        pass
+
+
+def test_errors_are_measured_against_the_weights_at_the_backward():
+    parameter, weights, update = one_weight()
+    assert weights.take_errors() is None
+    update()  # The buffer is 1, the weights 0.5.
+    with weights.forward(1, 2):
+        pass
+    update(0.6)  # The buffer is 1.5, the weights -0.25; 0 was predicted.
+    assert parameter.tolist() == [-0.25] * 3
+    with weights.backward(1, 2):
+        pass
+    errors = weights.take_errors()
+    assert (errors.num_units, errors.s) == (1, 1.0)
+    assert errors.error == pytest.approx(1.0)
+    assert errors.error_unpredicted == pytest.approx(3.0)
+    assert weights.take_errors() is None
+
+
+def test_every_so_manieth_unit_is_measured_and_only_with_updates_ahead():
+    _, weights, update = one_weight("vanilla")
+    for step in range(2 * MEASURED_EVERY):
+        for ahead in (0, 1):
+            with weights.forward(2 * step + ahead, step + ahead):
+                pass
+        for ahead in (0, 1):
+            with weights.backward(2 * step + ahead, step + ahead):
+                pass
+        update()
+    assert weights.take_errors().num_units == 2
+
+
+def test_a_sample_is_bounded_and_the_same_each_time():
+    meter = ErrorMeter()
+    meter.watch([torch.randn(size) for size in [(3, SAMPLED_WEIGHTS), (7,), (SAMPLED_WEIGHTS // 2,)]])
+    sample = meter.sample()
+    assert SAMPLED_WEIGHTS / 2 < len(sample) <= SAMPLED_WEIGHTS
+    assert torch.equal(sample, meter.sample())
+    meter.watch([torch.arange(5.0), torch.ones(2)])
+    assert meter.sample().tolist() == [0, 1, 2, 3, 4, 1, 1]
+
+
+def test_rates_come_from_the_schedule():
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = SGD([{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:], "lr": 10.0}])
+    scheduler = LambdaLR(optimizer, lambda step: step / 4)
+    rates = coming_rates(scheduler, optimizer)
+    assert rates(3) == [[0.0, 0.25, 0.5], [0.0, 2.5, 5.0]]
+    optimizer.step()
+    scheduler.step()
+    assert rates(2) == [[0.25, 0.5], [2.5, 5.0]]
+    assert rates(0) == [[], []]
+
+
+def test_rates_stay_where_no_schedule_tells():
+    optimizer = Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
+    rates = coming_rates(ReduceLROnPlateau(optimizer), optimizer)
+    assert rates(2) == [[0.5, 0.5]]
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert rates(1) == [[0.25]]
+
+
+def test_counts_on_the_device_predict_the_same():
+    """As fused and capturable optimizers keep them."""
+    torch.manual_seed(0)
+    first, second = [torch.randn(5), torch.randn(2, 3)], [torch.rand(5), torch.rand(2, 3)]
+    moved = [[torch.ones(5), torch.ones(2, 3)] for _ in range(2)]
+    for values, counts in zip(moved, ([3.0, 2.0], [torch.tensor(3.0), torch.tensor(2.0)]), strict=True):
+        adam_move(values, first, second, counts, (0.9, 0.999), 1e-8, 0.1)
+    for one, other in zip(*moved, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_views_of_a_cast_are_recognised_and_nothing_else():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    known = {id(weight): weight}
+    cast = weight.to(torch.bfloat16)
+    for tensor in (cast, cast.t(), cast[0], cast.view(3, 2).transpose(0, 1)):
+        assert cast_parameter(tensor, known) is weight
+    for tensor in (weight, weight.t(), weight.t().to(torch.bfloat16), cast * 2, cast.float(), torch.ones(1)):
+        assert cast_parameter(tensor, known) is None
+    assert cast_parameter(cast, {}) is None
+
+
+def test_casts_of_predicted_weights_do_not_outlive_their_forward():
+    """Autocast keeps casts of parameters as long as its block lasts."""
+    parameter, weights, update = one_weight()
+    hidden = torch.eye(3)
+    update()
+    with torch.autocast("cpu", torch.bfloat16):
+        with weights.forward(1, 2):
+            predicted = torch.nn.functional.linear(hidden, parameter[None])
+        current = torch.nn.functional.linear(hidden, parameter[None])
+    assert (predicted.flatten().tolist(), current.flatten().tolist()) == ([0.0] * 3, [0.5] * 3)
+
+
+def test_a_stage_without_trained_weights_has_nothing_to_do():
+    optimizer = SGD([{"params": []}], lr=0.1)
+    weights = StageWeights(find_weights("vanilla"), 0, 2, optimizer, coming_rates(None, optimizer))
+    for unit in range(2):
+        with weights.forward(unit, unit), weights.backward(unit, unit):
+            pass
+        weights.before_update()
+        weights.after_update()
+    assert weights.take_errors() is None
