@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hf_pipetransformer
 from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
 from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import draw, simulate_equal
+from hf_pipetransformer.simulator import draw, equal_durations, simulate, simulate_equal, steady_seconds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawing.add_argument("--backward", type=float, default=2.0, help="time of a backward; a forward takes 1")
     drawing.add_argument("--hop", type=float, default=0.0, help="time of a message between neighbours")
     drawing.add_argument("--frozen_stages", type=int, default=0, help="stages at the bottom that run forward only")
+    drawing.add_argument("--weights", help="async_1f1b: which weights passes see, a pipeline_weights")
+    drawing.add_argument("--step_microbatches", type=int, help="async_1f1b: micro-batches of an optimizer step, or 1")
+    drawing.add_argument("--update", type=float, help="async_1f1b: time of a stage's optimizer step, or 0.5")
     drawing.set_defaults(run=_simulate)
     exporting = commands.add_parser("export-checkpoint", help="write a checkpoint that plain Trainer resumes")
     exporting.add_argument("checkpoint", help="a checkpoint-N of a pipeline")
@@ -45,10 +50,41 @@ def _simulate(options: argparse.Namespace) -> None:
     shape = options.microbatches, options.frozen_stages, options.backward, options.hop
     try:
         timeline = simulate_equal(schedule, Placement(size, num_chunks, schedule.placement), *shape)
+        if schedule.is_asynchronous:
+            _simulate_window(options)
+            return
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    for name in ("weights", "step_microbatches", "update"):
+        if getattr(options, name) is not None:
+            raise SystemExit(f"--{name} is for async_1f1b, found {schedule.name}.")
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
+
+
+def _simulate_window(options: argparse.Namespace) -> None:
+    """An asynchronous schedule from one drain to the next, and what each rank holds."""
+    from hf_pipetransformer.pipeline.weights import find_weights  # Takes torch, and seconds.
+
+    kind = find_weights(options.weights or "pipeoptim")
+    placement, frozen = Placement(options.stages), options.frozen_stages
+    step_size = 1 if options.step_microbatches is None else options.step_microbatches
+    if step_size < 1:
+        raise ValueError(f"--step_microbatches must be 1 or more, found {step_size}.")
+    kind.check(options.stages, step_size)
+    whole, rest = divmod(options.microbatches, step_size)
+    update = 0.5 if options.update is None else options.update
+    updates = tuple(0.0 if stage < frozen else update for stage in range(options.stages))
+    durations = replace(equal_durations(placement, options.backward, options.hop), update=updates)
+    table = window_table(placement, frozen, (step_size,) * whole + ((rest,) if rest else ()))
+    timeline = simulate(table, durations, placement)
+    print(draw(timeline))
+    print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble: the window fills and drains once")
+    print(f"{steady_seconds(placement, frozen, step_size, durations):g} units of time a step in a long window")
+    held = find_schedule(options.schedule).in_flight(options.stages, 1, first_active_stage=frozen)
+    for stage, in_flight in enumerate(held):
+        copies = kind.copies(stage, options.stages, step_size) if stage >= frozen else 1
+        print(f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})")
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:

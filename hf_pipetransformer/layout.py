@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_pipetransformer import units
+from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.placement import PLACEMENTS, Placement
 from hf_pipetransformer.token_slices import Plans
 
@@ -92,6 +93,11 @@ class Layout:
     def places(self) -> Placement:
         """How the stages lie on the ranks of a pipeline."""
         return Placement(self.pipeline_size, self.num_chunks, self.placement)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages update themselves without waiting for the others; one stage has nobody to wait for."""
+        return self.pipeline_size > 1 and find_schedule(self.schedule).is_asynchronous
 
     @property
     def num_units(self) -> int:

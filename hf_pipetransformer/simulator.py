@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
 from hf_pipetransformer.pipeline.schedules import GIVES, NEEDS, SENDS, Action, Op, Schedule, Table, source_of
+from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
 from hf_pipetransformer.placement import Placement
 
 
@@ -124,9 +125,42 @@ def simulate_equal(
     """
     size, num_chunks, _ = placement
     table = schedule.table(size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
-    share = 1 / (num_chunks * num_token_slices)
+    return simulate(table, equal_durations(placement, backward, hop, num_token_slices), placement)
+
+
+def equal_durations(
+    placement: Placement, backward: float = 2.0, hop: float = 0.0, num_token_slices: int = 1
+) -> Durations:
+    """Those of stages with equal loads, for the arguments of `simulate_equal`."""
+    share = 1 / (placement.num_chunks * num_token_slices)
     forward, whole, half = ((each * share,) * placement.num_stages for each in (1.0, backward, backward / 2))
-    return simulate(table, Durations(forward, whole, hop, half, half), placement)
+    return Durations(forward, whole, hop, half, half)
+
+
+STEADY_UNITS = 24
+"""Units by which two windows differ whose difference tells what a step takes: a multiple of the periods that delays
+between neighbours make in pipelines of up to 4, 6 and 8 ranks."""
+
+
+def steady_seconds(placement: Placement, first_active_stage: int, step_size: int, durations: Durations) -> float:
+    """Seconds of an optimizer step of an asynchronous window without end, which fills and drains nothing.
+
+    That is the slope between two windows, one as long as the other twice, after each of which as much is drained. It
+    is what the slowest stage computes, its update included, or more where messages are slow: a rank that alternates
+    forwards and backwards waits for both.
+
+    Args:
+        placement: one stage on each rank.
+        first_active_stage: stages below it are frozen.
+        step_size: units of each step, 1 or more.
+        durations: one entry a stage.
+    """
+    steps = -(-STEADY_UNITS // step_size)
+    once, twice = (
+        simulate(window_table(placement, first_active_stage, (step_size,) * count), durations, placement).end
+        for count in (steps, 2 * steps)
+    )
+    return (twice - once) / steps
 
 
 def _check_durations(durations: Durations, num_stages: int, splits_backward: bool) -> None:
@@ -184,9 +218,9 @@ class _Run:
 def draw(timeline: Timeline, columns: int = 80) -> str:
     """A text chart, one line a rank, time from left to right.
 
-    Each computation is its name, filled up to its length with `-` (forward), `=` (backward) or `+` (that of weights
-    alone); `.` is waiting. A computation shorter than its name shows the beginning of it. `1f1b`, K=2, M=2, a backward
-    twice a forward:
+    Each computation is its name, filled up to its length with `-` (forward), `=` (backward), `+` (that of weights
+    alone) or `~` (update); `.` is waiting. What is shorter than its name shows the beginning of it. `1f1b`, K=2, M=2,
+    a backward twice a forward:
 
         rank 0 |F0-F1-......B0====...B1====|
         rank 1 |...F0-B0====F1-B1====......|
@@ -202,6 +236,6 @@ def draw(timeline: Timeline, columns: int = 80) -> str:
     scale = width / timeline.end if timeline.end else 0.0
     for rank, action, start, end in timeline.spans:
         first, last = round(start * scale), round(end * scale)
-        fill = {Op.FORWARD: "-", Op.BACKWARD_WEIGHT: "+"}.get(action.op, "=")
+        fill = {Op.FORWARD: "-", Op.BACKWARD_WEIGHT: "+", Op.UPDATE: "~"}.get(action.op, "=")
         lines[rank][first:last] = str(action).ljust(last - first, fill)[: last - first]
     return "\n".join(label.rjust(margin) + "".join(line) + "|" for label, line in zip(labels, lines, strict=True))

@@ -42,6 +42,45 @@ def test_a_pipeline_of_frozen_stages_only_is_refused() -> None:
         main(["simulate", "--stages", "2", "--microbatches", "2", "--frozen_stages", "2"])
 
 
+def test_a_window_is_drawn_with_its_updates_and_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--schedule", "async_1f1b", "--stages", "3", "--microbatches", "4", "--update", "1"]
+    main(["simulate", *options, "--weights", "stashing"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 0 |F0-F1-F2-") and "U0-" in lines[1].replace("~", "-")
+    # The last rank waits for K - 1 forwards and goes on without a wait; K - 1 backwards and an update follow.
+    assert lines[3] == "22 units of time, 27% of it bubble: the window fills and drains once"
+    assert lines[4] == "4 units of time a step in a long window"
+    assert lines[5:] == [
+        f"rank {rank}: micro-batches in flight {3 - rank}, copies of its weights {3 - rank} (stashing)"
+        for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [("pipeoptim", "2221"), ("vanilla", "1111"), ("stashing", "2221"), ("double_buffer", "2222"), ("xpipe", "2222")],
+)
+def test_the_copies_of_every_kind_of_weights(weights: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--schedule", "async_1f1b", "--stages", "4", "--microbatches", "9", "--step_microbatches", "3"]
+    main(["simulate", *options, "--weights", weights])
+    found = [line.split("weights ")[1] for line in capsys.readouterr().out.splitlines() if "copies" in line]
+    assert "".join(each.split()[0] for each in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--schedule", "async_1f1b", "--weights", "stale"], "Unknown pipeline_weights 'stale'"),
+        (["--schedule", "async_1f1b", "--weights", "double_buffer"], "double_buffer.*expected at least 3"),
+        (["--schedule", "async_1f1b", "--step_microbatches", "0"], "must be 1 or more, found 0"),
+        (["--weights", "vanilla"], "--weights is for async_1f1b, found 1f1b"),
+    ],
+)
+def test_what_an_asynchronous_schedule_cannot_be_is_refused(options: list[str], complaint: str) -> None:
+    with pytest.raises(SystemExit, match=complaint):
+        main(["simulate", "--stages", "4", "--microbatches", "4", *options])
+
+
 def test_help_and_version_take_no_torch() -> None:
     code = "import sys; from hf_pipetransformer.cli import main\n" + (
         "try: main([sys.argv[1]])\nexcept SystemExit as end: assert not end.code\n"

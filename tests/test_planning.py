@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -29,7 +30,7 @@ from hf_pipetransformer.autopipe.planner import (
 )
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.startup.planner import memory_conditions
+from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
 
 
 # One layer; units are embeddings, attention, MLP, head.
@@ -569,6 +570,118 @@ def test_every_layout_that_may_follow_is_known_in_advance(
         rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
         found = plan_transition(current, num_frozen_layers, costs_of(6), Overheads(), rules, 8, 8)
         assert found.layout.shape in expected
+
+
+# ---- stages that update themselves ----
+
+ASYNC = replace(SMALL_LAYOUT, schedule="async_1f1b", num_microbatches=1, num_replicas=1)
+
+
+def test_an_asynchronous_step_takes_what_the_slowest_stage_does_with_its_update() -> None:
+    overheads = Overheads(per_microbatch=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
+    # A sample a batch: stage 0 takes 3 + 5 + 2, stage 1 takes 4 + 8 + 2 and has the longer update.
+    found = predict_step(ASYNC, SMALL, overheads, samples_per_pipeline=1)
+    assert found.pipeline == pytest.approx(4 + 8 + 2 + 70 * 0.1)
+    assert (found.reduction, found.optimizer, found.other) == (0, 0, 5)
+    assert found.seconds == found.pipeline + 5
+    assert found.rank_seconds == (10, 14)
+    # An update a step, whatever its batches and their parts; each stage sums its own gradients.
+    found = predict_step(replace(ASYNC, num_replicas=2), SMALL, overheads, samples_per_pipeline=2, accumulation=4)
+    assert found.pipeline == pytest.approx(4 * (2 * 12 + 2) + 70 * 0.1 + 70 * 4 * 0.5)
+    assert found.rank_seconds == (4 * (2 * 8 + 2), 4 * (2 * 12 + 2))
+
+
+def test_a_frozen_stage_of_an_asynchronous_pipeline_only_runs_forwards() -> None:
+    found = predict_step(replace(ASYNC, num_frozen_layers=1), SMALL, Overheads(per_microbatch=1), 1)
+    assert found.rank_seconds == (4, 4 + 1 + 2)
+    assert found.seconds == 7
+
+
+def test_one_rank_is_not_asynchronous() -> None:
+    alone = replace(ASYNC, num_stages=1, boundaries=(0, 4))
+    overheads = Overheads(optimizer_per_parameter=0.1)
+    found, plain = (
+        predict_step(each, SMALL, overheads, samples_per_pipeline=3)
+        for each in (alone, replace(alone, schedule="1f1b"))
+    )
+    assert not alone.is_asynchronous and ASYNC.is_asynchronous
+    assert found == plain
+    assert rank_bytes(alone, SMALL, 4, weights="stashing") == rank_bytes(alone, SMALL, 4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "accumulation", "expected"),
+    [("vanilla", 1, 0), ("pipeoptim", 1, 1), ("stashing", 1, 3), ("stashing", 3, 1)],
+)
+def test_versions_of_the_weights_take_memory(weights: str, accumulation: int, expected: int) -> None:
+    layout = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4))
+    found = rank_bytes(layout, SMALL, 2, accumulation=accumulation, weights=weights)
+    # Of the batches of two samples K - k are in flight.
+    assert found[0] == 10 * 16 + 4 * 2 * 1 + expected * 10 * 4
+    assert found[3] == 40 * 16 + 1 * 2 * 4
+    frozen = rank_bytes(replace(layout, num_frozen_layers=1), SMALL, 2, weights=weights)
+    assert frozen[0] == 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("pipeline_size", "accumulation", "weights", "expected"),
+    [
+        (4, 1, "pipeoptim", 1),
+        (4, 1, "double_buffer", 3),
+        (4, 2, "double_buffer", 2),
+        (4, 3, "double_buffer", 1),
+        (2, 1, "double_buffer", 1),
+        (1, 1, "double_buffer", 1),
+        # As many as there are samples.
+        (8, 1, "double_buffer", 6),
+    ],
+)
+def test_batches_stay_whole_where_nothing_waits(
+    pipeline_size: int, accumulation: int, weights: str, expected: int
+) -> None:
+    assert choose_num_microbatches(pipeline_size, 6, "async_1f1b", accumulation, weights) == expected
+
+
+def test_a_shorter_asynchronous_pipeline_gets_the_micro_batches_that_its_weights_take() -> None:
+    current = replace(layout_of(12, 4, 4), schedule="async_1f1b", num_microbatches=3)
+    found = [
+        plan(current, 2, rules_for(12, unfit=frozenset(unfit), weights="double_buffer")).layout
+        for unfit in ((1, 2), (1,), ())
+    ]
+    assert [(each.pipeline_size, each.num_microbatches) for each in found] == [(4, 3), (2, 1), (1, 1)]
+    assert [each.is_asynchronous for each in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_frozen_layers", "expected"),
+    [
+        (
+            {},
+            0,
+            "first trained one 3 updates at most .* with pipeline_weights='pipeoptim' a forward sees .* backward, ",
+        ),
+        ({"gradient_accumulation_steps": 2}, 0, "one 2 updates at most"),
+        ({"gradient_accumulation_steps": 3}, 0, "one 1 update at most"),
+        ({"pipeline_weights": "stashing"}, 0, "'stashing' a backward sees the weights that its forward saw.$"),
+        ({"pipeline_parallel_num_microbatches": "measured"}, 0, "M=1 by rule: no other number leaves less to wait"),
+        # Three of four stages are frozen.
+        ({}, 1, "one 0 updates at most"),
+    ],
+)
+def test_the_first_line_says_what_asynchronous_means(
+    tmp_path: Path, options: dict[str, object], num_frozen_layers: int, expected: str
+) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="async_1f1b", **options)
+    probe, measured = (
+        SimpleNamespace(unit_flops=()),
+        SimpleNamespace(units=SMALL, overheads=Overheads(), num_samples=1),
+    )
+    planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, 0, has_dropout=True, unfit=0)
+    layout = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4), num_frozen_layers=num_frozen_layers)
+    found = planner.describe(layout, 1, "none", freezes=False)["expectation"]
+    assert "no bubble between drains, for each of 4 stages" in found and "dropout" not in found
+    assert re.search(expected, found)
+    assert not planner.measures_microbatches
 
 
 def test_more_stages_than_the_model_can_be_cut_into_are_refused() -> None:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.pipeline.checker import ScheduleError
 from hf_pipetransformer.pipeline.schedules import Action, Op, find_schedule
+from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
 from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import Durations, Span, Timeline, draw, simulate, simulate_equal
+from hf_pipetransformer.simulator import Durations, Span, Timeline, draw, simulate, simulate_equal, steady_seconds
 from tests.test_schedules import ONE_STAGE_A_RANK, table_of
 
 
@@ -150,3 +151,39 @@ def test_ranks_of_several_stages_compute_as_much_and_wait_less(name: str, num_ch
     found = simulate_equal(schedule, Placement(4, num_chunks, schedule.placement), 8)
     assert found.busy == pytest.approx([24] * 4)
     assert found.bubble < 3 / 11
+
+
+# ---- windows without flushes ----
+
+
+def test_a_window_worked_by_hand() -> None:
+    durations = Durations(forward=(1, 2), backward=(2, 3), hop=1, update=(1, 4))
+    timeline = simulate(window_table(Placement(2), 0, (1, 1)), durations)
+    assert starts(timeline, 0) == {"F0": 0, "F1": 1, "B0": 8, "U0": 10, "B1": 17, "U1": 19}
+    assert starts(timeline, 1) == {"F0": 2, "B0": 4, "U0": 7, "F1": 11, "B1": 13, "U1": 16}
+    assert timeline.end == 20
+    assert timeline.busy == (8, 18)
+
+
+def test_updates_take_no_time_unless_it_is_said() -> None:
+    timeline = simulate(window_table(Placement(2), 0, (1, 1)), Durations((1, 1), (2, 2)))
+    assert timeline.end == 9 and timeline.busy == (6, 6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("step_size", [1, 3, 32])
+def test_a_step_of_a_long_window_takes_what_the_slowest_stage_does(size: int, step_size: int) -> None:
+    forward, backward = tuple(range(1, size + 1)), tuple(range(2, size + 2))
+    durations = Durations(forward, backward, update=(5,) * size)
+    assert steady_seconds(Placement(size), 0, step_size, durations) == step_size * (2 * size + 1) + 5
+    if size > 1:
+        frozen = Durations((9 * size, *forward[1:]), backward, update=(0, *(5,) * (size - 1)))
+        assert steady_seconds(Placement(size), 1, step_size, frozen) == step_size * 9 * size
+
+
+def test_slow_messages_hold_up_two_neighbours_that_wait_for_each_other() -> None:
+    # Two units a round: both stages' passes, and the two messages between them, of which an update hides one half.
+    found = [steady_seconds(Placement(2), 0, 1, Durations((1, 1), (2, 2), hop)) for hop in (0.0, 0.5, 2.0)]
+    assert found == [3.0, 3.5, 5.0]
+    updating = Durations((1, 1), (2, 2), 0.5, update=(1, 1))
+    assert steady_seconds(Placement(2), 0, 1, updating) == 4.0

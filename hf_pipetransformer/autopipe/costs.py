@@ -9,7 +9,8 @@ from itertools import pairwise
 from hf_pipetransformer.autopipe.token_costs import TokenCosts
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.pipeline.weights import find_weights
+from hf_pipetransformer.simulator import Durations, simulate, steady_seconds
 from hf_pipetransformer.token_slices import slice_bounds
 from hf_pipetransformer.units import first_above
 
@@ -102,7 +103,8 @@ class Prediction:
 
     Args:
         seconds: the whole step; the sum of the four that follow.
-        pipeline: forwards, backwards and the bubble, of all batches of the step.
+        pipeline: forwards, backwards and the bubble, of all batches of the step; where stages update themselves, what
+            the slowest takes with its share of the next two.
         reduction: all-reduce over the replicas.
         optimizer: the optimizer step.
         other: everything else.
@@ -143,7 +145,8 @@ def predict_step(
 ) -> Prediction:
     """How long one optimizer step takes: the schedule's table, simulated, and what comes after it.
 
-    The all-reduce and the optimizer take as long as they take on the rank with the most trained parameters.
+    The all-reduce and the optimizer take as long as they take on the rank with the most trained parameters. Under an
+    asynchronous schedule each stage does both for itself, and a step takes what one of a long window does.
 
     Args:
         layout: how the model lies on the ranks.
@@ -166,21 +169,31 @@ def predict_step(
     shares = _shares(layout, costs, samples)
     parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
     durations = Durations(*parts, factors=shares * microbatches)
-    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    table = find_schedule(layout.schedule).table(*shape, max(1, len(shares)))
-    timeline = simulate(table, durations, layout.places)
-    trained = max(trained_elements(layout, costs))
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
-    pipeline = accumulation * timeline.end
-    reduction = overheads.reduction_per_byte * trained * GRADIENT_BYTES * ring
-    optimizer = overheads.optimizer_per_parameter * trained
+    trained = trained_elements(layout, costs)
+    reductions = [overheads.reduction_per_byte * count * GRADIENT_BYTES * ring for count in trained]
+    updates = [overheads.optimizer_per_parameter * count for count in trained]
+    if layout.is_asynchronous:
+        step_size = accumulation * microbatches
+        durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
+        pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
+        reduction = optimizer = 0.0
+        whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
+        busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
+    else:
+        shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+        table = find_schedule(layout.schedule).table(*shape, max(1, len(shares)))
+        timeline = simulate(table, durations, layout.places)
+        pipeline = accumulation * timeline.end
+        reduction, optimizer = max(reductions), max(updates)
+        busy = [accumulation * each for each in timeline.busy]
     return Prediction(
         seconds=pipeline + reduction + optimizer + overheads.per_step,
         pipeline=pipeline,
         reduction=reduction,
         optimizer=optimizer,
         other=overheads.per_step,
-        rank_seconds=tuple(accumulation * busy for busy in timeline.busy),
+        rank_seconds=tuple(busy),
     )
 
 
@@ -195,18 +208,23 @@ def rank_bytes(
     samples_per_pipeline: int,
     state_bytes_per_parameter: float = 16,
     weight_bytes: float = 4,
+    accumulation: int = 1,
+    weights: str = "pipeoptim",
 ) -> list[float]:
     """Bytes that each rank of a pipeline needs for training.
 
     With replicas the gradients that a rank reduces lie in flat buffers too, beside those that the backward makes. A
-    rank that shares a parameter with an earlier user holds its own copy and gradient, without optimizer state.
+    rank that shares a parameter with an earlier user holds its own copy and gradient, without optimizer state. Where
+    stages update themselves, they hold several versions of what they train.
 
     Args:
         layout: how the model lies on the ranks.
         costs: of the model's units; their parameters and activation bytes are read.
         samples_per_pipeline: samples of one batch of one pipeline.
         state_bytes_per_parameter: bytes of a trained parameter; 16 are fp32 weight, gradient and two moments of Adam.
-        weight_bytes: bytes of a frozen parameter.
+        weight_bytes: bytes of a frozen parameter, and of a further version of a trained one.
+        accumulation: batches per optimizer step; read, like the next, where the schedule is asynchronous.
+        weights: which versions passes see, a `pipeline_weights`.
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
@@ -226,6 +244,11 @@ def rank_bytes(
         if others and is_trained:
             # Summed over all ranks that use it, by itself.
             reduced[first] -= elements
+    if layout.is_asynchronous:
+        kind, num_stages = find_weights(weights), layout.num_stages
+        for stage, own in enumerate(trained):
+            versions = kind.copies(stage, num_stages, accumulation * microbatches)
+            loads[stage] += own * weight_bytes * (versions - 1)
     if layout.num_replicas > 1:
         loads = [load + GRADIENT_BYTES * count for load, count in zip(loads, reduced, strict=True)]
     return loads

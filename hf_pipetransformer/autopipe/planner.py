@@ -18,6 +18,7 @@ from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.autopipe.token_plans import cut_layout
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.pipeline.weights import find_weights
 from hf_pipetransformer.token_slices import Plans
 from hf_pipetransformer.units import first_above
 
@@ -50,6 +51,7 @@ class PlanRules:
         initial_largest_size: `largest_rank_size` of the layout of the start.
         num_chunks: V that pipelines of several ranks shall have.
         token_slices: how sequences are cut, if the user says so.
+        weights: which versions of the weights passes see where the schedule is asynchronous, a `pipeline_weights`.
 
     Raises:
         ValueError: unknown compression.
@@ -65,6 +67,7 @@ class PlanRules:
     initial_largest_size: float = 0.0
     num_chunks: int = 1
     token_slices: Plans | None = None
+    weights: str = "pipeoptim"
 
     def __post_init__(self) -> None:
         if self.compression not in ("memory", "throughput"):
@@ -141,12 +144,41 @@ def choose_pipeline_size(
     return fitting[0] if fitting else max(candidates)
 
 
-def choose_num_microbatches(pipeline_size: int, pipeline_batch_size: int) -> int:
-    """M by rule of thumb: 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, at least K."""
+def choose_num_microbatches(
+    pipeline_size: int,
+    pipeline_batch_size: int,
+    schedule: str = "1f1b",
+    accumulation: int = 1,
+    weights: str = "pipeoptim",
+) -> int:
+    """M by rule of thumb: 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, at least K.
+
+    Under an asynchronous schedule there is no bubble to shrink: batches stay whole, unless the weights that passes see
+    take more micro-batches an optimizer step.
+
+    Args:
+        pipeline_size: K.
+        pipeline_batch_size: samples of a batch of one pipeline.
+        schedule: its name.
+        accumulation: batches per optimizer step; read, like the next, where the schedule is asynchronous.
+        weights: which versions passes see, a `pipeline_weights`.
+    """
     if pipeline_size == 1:
         return 1
+    if find_schedule(schedule).is_asynchronous:
+        counts = range(1, pipeline_batch_size + 1)
+        possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
+        return next(possible, max(1, pipeline_batch_size))
     wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
     return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
+
+
+def _is_possible(weights: str, num_stages: int, units_per_step: int) -> bool:
+    try:
+        find_weights(weights).check(num_stages, units_per_step)
+    except ValueError:
+        return False
+    return True
 
 
 def plan_layout(
@@ -240,26 +272,28 @@ def plan_transition(
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
     def judge(layout: Layout) -> Candidate:
-        needed = max(rank_bytes(layout, costs, samples_per_device * layout.pipeline_size))
+        samples, kind = samples_per_device * layout.pipeline_size, rules.weights
+        needed = max(rank_bytes(layout, costs, samples, accumulation=accumulation, weights=kind))
         return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     loads = unit_loads(costs, num_frozen_layers, cache_level)
     candidates = []
     for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
+        samples, is_free = samples_per_device * size, rules.num_microbatches is None
         known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
+        by_rule = choose_num_microbatches(size, samples, current.schedule, accumulation, rules.weights)
         layout = plan_layout(
             unit_costs=loads,
             cut_positions=rules.cut_positions,
             num_layers=current.num_layers,
             pipeline_size=size,
             num_replicas=world_size // size,
-            num_microbatches=known or choose_num_microbatches(size, samples_per_device * size),
+            num_microbatches=known or by_rule,
             schedule=current.schedule,
             num_frozen_layers=num_frozen_layers,
             cache_level=cache_level,
             num_chunks=num_chunks,
         )
-        samples, is_free = samples_per_device * size, rules.num_microbatches is None
         layout = cut_layout(layout, rules.token_slices, costs.slices, samples, is_free, overheads.hop)
         candidate = judge(layout)
         if layout.places == current.places:

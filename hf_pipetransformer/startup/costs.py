@@ -132,7 +132,13 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Samples of the largest micro-batch that the first layout has; with K to be chosen, that of the shortest."""
     size = args.pipeline_size or 1
     samples = args.per_device_train_batch_size * size
-    return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples)))
+    return -(-samples // num_microbatches_at_start(args, size, samples))
+
+
+def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
+    """M of the first layout: the user's, or the rule's."""
+    rule = (args.pipeline_schedule, args.gradient_accumulation_steps, args.pipeline_weights)
+    return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
 
 
 def moved(value: Any, device: torch.device) -> Any:

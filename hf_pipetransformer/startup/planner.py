@@ -13,7 +13,6 @@ from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import (
     PlanRules,
     choose_num_chunks,
-    choose_num_microbatches,
     choose_pipeline_size,
     largest_rank_size,
     plan_layout,
@@ -23,7 +22,18 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import simulate_equal
 from hf_pipetransformer.splitters.check import Probe
-from hf_pipetransformer.startup.costs import MeasuredCosts
+from hf_pipetransformer.startup.costs import MeasuredCosts, num_microbatches_at_start
+
+
+_MEANING = {
+    "pipeoptim": "a forward sees the weights predicted for its backward, a backward the current ones",
+    "vanilla": "forwards and backwards see the current weights",
+    "stashing": "a backward sees the weights that its forward saw",
+    "double_buffer": "forwards and backwards of a step see the weights before the last update",
+    "spectrain": "forwards and backwards see predicted weights",
+    "xpipe": "forwards and backwards see weights predicted as Adam does",
+}
+"""What each `pipeline_weights` is, in words."""
 
 
 def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes: float) -> dict[str, Any]:
@@ -41,6 +51,7 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         "num_microbatches": args.num_microbatches,
         "schedule": args.pipeline_schedule,
         "num_chunks": args.num_chunks,
+        **({"weights": args.pipeline_weights} if args.is_asynchronous else {}),
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,
     }
@@ -79,8 +90,8 @@ class RunPlanner:
     def measures_microbatches(self) -> bool:
         """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
         asked = self.args.pipeline_parallel_num_microbatches
-        if self.args.cuts_tokens:
-            return False  # It is planned with the slices.
+        if self.args.cuts_tokens or self.args.is_asynchronous:
+            return False  # It is planned with the slices, or there is no bubble that it would shrink.
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
@@ -112,6 +123,7 @@ class RunPlanner:
             initial_largest_size=largest_rank_size(units.parameters, layout),
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
+            weights=args.pipeline_weights,
         )
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
@@ -136,7 +148,8 @@ class RunPlanner:
 
             def largest_bytes(k: int) -> float:
                 layout = self._plan(k, samples_per_device, num_frozen)
-                return max(rank_bytes(layout, self.costs.units, k * samples_per_device))
+                kind = {"accumulation": self.args.gradient_accumulation_steps, "weights": self.args.pipeline_weights}
+                return max(rank_bytes(layout, self.costs.units, k * samples_per_device, **kind))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
             untried = [k for k in possible if k > self.unfit]
@@ -156,7 +169,7 @@ class RunPlanner:
             num_layers=structure.num_layers,
             pipeline_size=size,
             num_replicas=self.topology.world_size // size,
-            num_microbatches=self.args.num_microbatches or choose_num_microbatches(size, samples_per_device * size),
+            num_microbatches=num_microbatches_at_start(self.args, size, samples_per_device * size),
             schedule=self.args.pipeline_schedule,
             num_frozen_layers=num_frozen,
             num_chunks=self._num_chunks(size),
@@ -175,23 +188,12 @@ class RunPlanner:
         costs, samples = self.costs, samples_per_device * layout.pipeline_size
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
-        k, m = layout.pipeline_size, layout.num_microbatches
         # Without frozen layers there is nothing to store.
         cache = self.args.activation_cache if freezes or layout.num_frozen_layers else "off"
-        bubble = ""
-        if k > 1:
-            slices = max(map(len, layout.token_slices), default=1)
-            timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
-            parts = f"M={m}" if slices == 1 else f"M={m} with S={slices}"
-            bubble = f" Bubble: at most {1 - timeline.bubble:.0%} of {k} devices a pipeline are busy at {parts}."
-        rule = ""
-        is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
-        if k > 1 and is_free and not self.measures_microbatches:
-            cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"
-            rule = f" M={m} by rule, since {cause}; pipeline_parallel_num_microbatches='measured' tries others."
+        pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
         return {
             "expectation": f"Freezing: {policy}. Activation cache: {cache}. A step is expected "
-            f"to take {prediction.seconds * 1e3:.0f} ms.{bubble}{rule}",
+            f"to take {prediction.seconds * 1e3:.0f} ms.{pace}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
@@ -199,3 +201,35 @@ class RunPlanner:
             "slice_costs": None if costs.units.slices is None else costs.units.slices.as_event(),
             "unit_flops": list(self.probe.unit_flops),
         }
+
+    def _bubble(self, layout: Layout) -> str:
+        """How much of the devices the schedule can use, as a sentence; nothing without a pipeline."""
+        k, m = layout.pipeline_size, layout.num_microbatches
+        if k == 1:
+            return ""
+        slices = max(map(len, layout.token_slices), default=1)
+        timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
+        parts = f"M={m}" if slices == 1 else f"M={m} with S={slices}"
+        return f" Bubble: at most {1 - timeline.bubble:.0%} of {k} devices a pipeline are busy at {parts}."
+
+    def _rule(self, layout: Layout) -> str:
+        """Why M is not tried, as a sentence, where it could be."""
+        is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
+        if layout.pipeline_size == 1 or not is_free or self.measures_microbatches:
+            return ""
+        cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"
+        rule = f" M={layout.num_microbatches} by rule, since {cause}; "
+        return rule + "pipeline_parallel_num_microbatches='measured' tries others."
+
+    def _asynchrony(self, layout: Layout) -> str:
+        """What it means that stages do not wait for each other, as sentences."""
+        k, m, kind = layout.pipeline_size, layout.num_microbatches, self.args.pipeline_weights
+        ahead = -(-(k - 1 - layout.first_active_stage) // (m * self.args.gradient_accumulation_steps))
+        updates = f"{ahead} update{'' if ahead == 1 else 's'}"
+        asked = self.args.pipeline_parallel_num_microbatches
+        rule = f" M={m} by rule: no other number leaves less to wait for." if asked == "measured" else ""
+        return (
+            f" Asynchronous: no bubble between drains, for each of {k} stages updates itself. On the first trained "
+            f"one {updates} at most lie between a forward and its backward; "
+            f"with pipeline_weights={kind!r} {_MEANING[kind]}.{rule}"
+        )
