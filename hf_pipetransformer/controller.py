@@ -106,6 +106,12 @@ class LayoutController:
             self._next_decision = int(self.topology.decide(lambda: self.decisions.next_step(step)))
         return step == self._next_decision
 
+    def coming_decisions(self) -> list[int]:
+        """Steps before which the layout may change, as far as it is known."""
+        if self.replay is not None:
+            return list(self.replay)
+        return [] if self._next_decision is None else [self._next_decision]
+
     def change_before(self, step: int, stage: Stage) -> Change | None:
         """What changes before optimizer step number `step`. A collective call whenever something may change."""
         layout = stage.layout

@@ -16,16 +16,19 @@ from hf_pipetransformer.autodp.topology import broadcast_tree
 from hf_pipetransformer.batches import count_items, cut_tokens, join_outputs, split_batch
 from hf_pipetransformer.cache_tags import CacheTags, detach_tags
 from hf_pipetransformer.errors import guarded
+from hf_pipetransformer.pipeline.engine import Run
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.program import Forward, MicroBatch, Place, Write
-from hf_pipetransformer.pipeline.reduction import last_gradients
+from hf_pipetransformer.pipeline.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, SENDS, Action, Row, Schedule, find_schedule
 from hf_pipetransformer.pipeline.weight_gradients import linear_layers
+from hf_pipetransformer.pipeline.weights import StageWeights
 from hf_pipetransformer.splitters.check import ActivationShape
 from hf_pipetransformer.staging import Arriving, CopyStream
 from hf_pipetransformer.token_slices import slice_bounds
 from hf_pipetransformer.transition import Stage
 from hf_pipetransformer.units import block_of
+from hf_pipetransformer.window import Batch, Window
 
 
 class StageRunner:
@@ -91,28 +94,80 @@ class StageRunner:
         Returns:
             This replica's share of the batch's loss on the last stage, zero on the others.
         """
-        stage, reducer = self.stage, self.stage.reducer
-        assert reducer is not None, "the stage was started for training"
+        stage = self.stage
         bounds = self._token_bounds(inputs)
         cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, write, bounds)
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
             num_slices = max(1, len(bounds) - 1)
             row = self._row(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
-            run = stage.engine.begin(row, OnDevice(cut, row, prepare, self._copies))
-            if is_last_batch:
-                for action, parameters in self._last_gradients_of(row):
-                    run.advance(before=action)
-                    reducer.arm(parameters)
+            uses = Counter(action.micro_batch for action in row if action.op not in SENDS)
+            run = stage.engine.begin(row, OnDevice(cut, uses, prepare, self._copies))
+            self._advance(run, row, is_last_batch)
             shares = run.drain()
             stage.view.widen()
             loss = torch.stack(shares).sum() if shares else loss
         elif total_items == 0 and stage.groups.is_last:
             loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
         if is_last_batch:
-            with stage.settings.meter.part("reduction"):
-                reducer.finish(stage.shared)
+            self._reduce()
         return loss
+
+    def _advance(self, run: Run, row: Row, is_last_batch: bool) -> None:
+        """Run a row; in the last batch of a step gradients are summed over replicas as soon as they are whole."""
+        if is_last_batch:
+            for action, parameters in self._last_gradients_of(row):
+                run.advance(before=action)
+                self._reducer.arm(parameters)
+        run.advance()
+
+    def _reduce(self) -> None:
+        with self.stage.settings.meter.part("reduction"):
+            self._reducer.finish(self.stage.shared)
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        assert self.stage.reducer is not None, "the stage was started for training"
+        return self.stage.reducer
+
+    # ---- without a flush ----
+
+    def open_window(self, weights: StageWeights) -> Window:
+        """Steps may follow each other without a flush, with such weights of this rank's stage."""
+        stage = self.stage
+        return Window(stage.engine, stage.groups, stage.layout.first_active_stage, weights)
+
+    def units(
+        self,
+        inputs: dict[str, Any],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        forward: Forward,
+        total_items: int,
+        loss_scale: float | torch.Tensor,
+    ) -> Batch:
+        """A batch for a window; arguments as of `train`."""
+        groups, stage = self.stage.groups, self.stage.groups.position
+        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, None)
+        has_backward = stage >= self.stage.layout.first_active_stage
+        # Receives, the forward, the backward.
+        num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
+        uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
+        return Batch(OnDevice(cut, uses, prepare, self._copies), [part.activation_shape for part in cut])
+
+    def train_in(self, window: Window, total_items: int, is_last_batch: bool) -> torch.Tensor:
+        """The next batch of a window; arguments and result as of `train`."""
+        device = self.stage.settings.device
+        row = window.begin_batch()
+        self._advance(window.run, row, is_last_batch)
+        shares = window.run.take_results()
+        if is_last_batch:
+            self._reduce()
+        if shares:
+            return torch.stack(shares).sum()
+        is_nan = total_items == 0 and self.stage.groups.is_last
+        return torch.full((), float("nan") if is_nan else 0.0, device=device)
+
+    # ---- counts and norms ----
 
     def over_replicas(self, counts: list[int]) -> list[int]:
         """Item counts summed over all replicas, on the last stage; the others, which see no loss, keep their own."""
@@ -134,6 +189,17 @@ class StageRunner:
         One entry a layer, then the head, then the embeddings; each stage's own, summed over the pipeline. Freezing
         and clipping both live on it, so it costs no pass of its own.
         """
+        return self.summed_over_stages(self.own_gradient_squares())
+
+    def summed_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
+        """What `own_gradient_squares` gave, for all stages. A collective call of the pipeline."""
+        group = self.stage.groups.pipeline_group
+        if group is not None:
+            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
+        return squares
+
+    def own_gradient_squares(self) -> torch.Tensor:
+        """`gradient_squares` of this rank's stages alone."""
         num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
         gradients, where = [], []
@@ -145,9 +211,6 @@ class StageRunner:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
             # Not index_add_: on a GPU it adds in any order, and replicas must come to the same bits.
             squares = torch.where(self._parts(tuple(where)), norms.square(), 0.0).sum(dim=1)
-        group = self.stage.groups.pipeline_group
-        if group is not None:
-            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
         return squares
 
     def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
@@ -276,7 +339,7 @@ class OnDevice(Sequence[MicroBatch]):
 
     Args:
         parts: the micro-batches on the host.
-        row: the engine asks for a micro-batch once an action that is no send; after the last it is let go of.
+        uses: how often each is asked for; after the last time it is let go of.
         prepare: puts inputs on the device.
         copies: where that is done while the device computes.
     """
@@ -284,12 +347,12 @@ class OnDevice(Sequence[MicroBatch]):
     def __init__(
         self,
         parts: list[MicroBatch],
-        row: Row,
+        uses: Counter[int],
         prepare: Callable[[dict[str, Any]], dict[str, Any]],
         copies: CopyStream,
     ) -> None:
         self._parts = parts
-        self._num_left = Counter(action.micro_batch for action in row if action.op not in SENDS)
+        self._num_left = uses
         self._prepare = prepare
         self._copies = copies
         self._coming: dict[int, Arriving[dict[str, Any]]] = {}

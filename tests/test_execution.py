@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hf_pipetransformer.execution import OnDevice
 from hf_pipetransformer.pipeline.engine import Engine
 from hf_pipetransformer.pipeline.program import MicroBatch
-from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, find_schedule
+from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, SENDS, find_schedule
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.staging import CopyStream
@@ -65,7 +66,8 @@ def test_inputs_are_prepared_once_and_stay_until_the_last_use(name: str, num_chu
             return {"x": there}
 
         parts = [MicroBatch(i, {"x": torch.tensor(i)}, 1.0, (1,), lambda _: None) for i in range(count)]
-        return OnDevice(parts, table[rank], prepare, CopyStream(CPU))
+        uses = Counter(action.micro_batch for action in table[rank] if action.op not in SENDS)
+        return OnDevice(parts, uses, prepare, CopyStream(CPU))
 
     links = make_links(placement)
     engines = [Engine(programs[rank], links[rank], StepMeter(CPU)) for rank in range(2)]

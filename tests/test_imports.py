@@ -22,7 +22,7 @@ FLOORS = [
     {"controller"},
     {"execution", "startup", "decisions", "layer_probe"},
     {"transition", "cli", "samples"},
-    {"wiring"},
+    {"wiring", "window"},
     {"autopipe"},
     {"simulator", "autocache"},
     {"pipeline", "autodp", "plain_checkpoint"},

@@ -138,7 +138,8 @@ def steps_beside(counts_of_another: list[int]) -> Steps:
     pipeline: Any = SimpleNamespace(runner=SimpleNamespace(over_replicas=over_replicas), has_labels=True)
     pipeline.layout = SimpleNamespace(num_replicas=2)
     topology: Any = SimpleNamespace(rank=0)
-    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology))
+    windows: Any = SimpleNamespace(is_on=False, queue=())
+    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology), windows)
 
 
 def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:

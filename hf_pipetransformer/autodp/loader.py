@@ -112,6 +112,8 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_stale = 0
         self._num_epochs = 0
         self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
+        self.num_ahead = 0
+        """Batches that were handed out and are not trained with yet."""
         self.pins_memory = False
         """Whether batches are handed out in pinned memory, on their way to a device."""
         self.rows: RowSource | None = None
@@ -200,15 +202,20 @@ class PipelineLoader(DataLoaderStateMixin):
         return False
 
     @property
-    def position(self) -> int:
+    def num_read(self) -> int:
         """Global batches of this epoch that were handed out."""
         return self._next
 
     @property
+    def position(self) -> int:
+        """Global batches of this epoch that were trained with."""
+        return self._next - self.num_ahead
+
+    @property
     def num_done(self) -> int:
-        """Samples of this epoch that were handed out, over all replicas."""
+        """Samples of this epoch that were trained with, over all replicas."""
         first, num_done = self._origin
-        return min(num_done + (self._next - first) * self.total_batch_size, self.num_samples)
+        return min(num_done + (self.position - first) * self.total_batch_size, self.num_samples)
 
     @property
     def group_size(self) -> int | None:

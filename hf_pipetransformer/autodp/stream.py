@@ -43,7 +43,7 @@ class StreamLoader(DealtLoader):
 
     @property
     def num_done(self) -> int:
-        return self._next * self.total_batch_size
+        return self.position * self.total_batch_size
 
     @property
     def group_size(self) -> int | None:

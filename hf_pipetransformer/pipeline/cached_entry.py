@@ -53,6 +53,11 @@ class CachedEntryProgram:
         if self.above is not None:
             self.above.begin(row)
 
+    def extend(self, row: Row) -> None:
+        self.whole.extend(row)
+        if self.above is not None:
+            self.above.extend(row)
+
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if micro_batch.tags is None:
             return self.whole.forward(micro_batch, received)

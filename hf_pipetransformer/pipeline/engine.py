@@ -3,14 +3,15 @@ known to the stage programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_pipetransformer.pipeline.links import Link, Local, Pending, StageLinks
-from hf_pipetransformer.pipeline.program import MicroBatch, StageProgram
+from hf_pipetransformer.pipeline.program import MicroBatches, StageProgram
 from hf_pipetransformer.pipeline.schedules import BEGINS_BACKWARD, Action, Op, Row
 from hf_pipetransformer.pipeline.timing import StepMeter
 
@@ -29,11 +30,11 @@ class Engine:
         self.links = links
         self.meter = meter
 
-    def begin(self, row: Row, micro_batches: Sequence[MicroBatch], is_training: bool = True) -> Run:
+    def begin(self, row: Row, micro_batches: MicroBatches, is_training: bool = True) -> Run:
         """Start to execute a row.
 
         Args:
-            row: of this rank.
+            row: of this rank; more may follow, see `Run.extend`.
             micro_batches: by their number in the row; asked for as they are needed.
             is_training: keep what backwards need where the row has them; else the programs predict.
         """
@@ -43,13 +44,15 @@ class Engine:
 class Run:
     """One execution of a row, in as many parts as its caller likes."""
 
-    def __init__(self, engine: Engine, row: Row, micro_batches: Sequence[MicroBatch], is_training: bool) -> None:
+    def __init__(self, engine: Engine, row: Row, micro_batches: MicroBatches, is_training: bool) -> None:
         self.row = row
+        self.num_posted: Counter[Op] = Counter()
+        """Transfers of each kind that were posted."""
         self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
         self.micro_batches = micro_batches
         self.is_training = is_training
         # A stage without backwards is frozen: nothing of its forwards is kept.
-        self._active = {action.chunk for action in row if action.op in BEGINS_BACKWARD}
+        self._active = _trained(row)
         self._position = 0
         self._arriving: dict[Action, Pending] = {}
         self._to_send: dict[Action, torch.Tensor] = {}
@@ -57,6 +60,19 @@ class Run:
         self._results: dict[int, Any] = {}
         for program in self.programs:
             program.begin(row)
+
+    def extend(self, row: Row) -> None:
+        """Let `row` follow what was to be executed, all of which has been.
+
+        Raises:
+            ValueError: some of it has not.
+        """
+        if self._position < len(self.row):
+            raise ValueError(f"{len(self.row) - self._position} actions are left of the row before.")
+        self.row, self._position = row, 0
+        self._active |= _trained(row)
+        for program in self.programs:
+            program.extend(row)
 
     def advance(self, until: Action | None = None, before: Action | None = None) -> None:
         """Execute the row from where the last call stopped: to its end, or less.
@@ -88,7 +104,37 @@ class Run:
         self.advance()
         with self.meter.part("pipeline"):
             self._let_go(list(self._leaving))
-        return [self._results[i] for i in sorted(self._results)]
+        return self.take_results()
+
+    def take_results(self) -> list[Any]:
+        """What the last stage gave since they were taken last, in the order of the micro-batches."""
+        results, self._results = self._results, {}
+        return [results[i] for i in sorted(results)]
+
+    def abandon(self, neighbours: Mapping[Op, int], shape_of: Callable[[int], tuple[int, ...]]) -> None:
+        """Stop amid the row, as all ranks do: what was sent is received, and what is awaited is sent, as zeros.
+
+        Afterwards no message is under way between the ranks, and nothing is kept. For rows of one stage, whose
+        micro-batches pass each link in the order of their numbers.
+
+        Args:
+            neighbours: how many transfers of each kind the rank at the other end of the link has posted.
+            shape_of: of the activation of a micro-batch.
+        """
+        links, (program,) = self.links[0], self.programs
+        for receive, link in ((Op.RECEIVE_FORWARD, links.forward_in), (Op.RECEIVE_BACKWARD, links.backward_in)):
+            for i in range(self.num_posted[receive], neighbours[receive]):
+                self._arriving[Action(receive, i)] = _wire(link, Action(receive, i)).receive(shape_of(i))
+        for send, link in ((Op.SEND_FORWARD, links.forward_out), (Op.SEND_BACKWARD, links.backward_out)):
+            for i in range(self.num_posted[send], neighbours[send]):
+                wire = _wire(link, Action(send, i))
+                self._leaving[Action(send, i)] = wire.send(wire.zeros(shape_of(i)))
+        for pending in (*self._arriving.values(), *self._leaving.values()):
+            pending.wait()
+        self._arriving.clear()
+        self._leaving.clear()
+        self._to_send.clear()
+        program.begin(())
 
     # ---- computations ----
 
@@ -133,6 +179,7 @@ class Run:
         links = self.links[action.chunk]
         link = links.forward_in if action.op is Op.RECEIVE_FORWARD else links.backward_in
         shape = self.micro_batches[action.micro_batch].activation_shape
+        self.num_posted[action.op] += 1
         self._arriving[action] = _wire(link, action).receive(shape)
 
     def _post_send(self, action: Action) -> None:
@@ -142,6 +189,7 @@ class Run:
             # Nothing will come back that tells that the earlier ones have arrived.
             self._let_go([sent for sent in self._leaving if (sent.op, sent.chunk) == (op, chunk)])
         link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out
+        self.num_posted[op] += 1
         self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
 
     def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
@@ -159,6 +207,11 @@ class Run:
             pending = self._leaving.pop(send, None)
             if pending is not None:
                 pending.wait()
+
+
+def _trained(row: Row) -> set[int]:
+    """The stages of a rank whose backwards are in its row."""
+    return {action.chunk for action in row if action.op in BEGINS_BACKWARD}
 
 
 _HANDLERS: dict[Op, Callable[[Run, Action], None]] = {

@@ -27,6 +27,9 @@ class Link(Protocol):
     def send(self, tensor: torch.Tensor) -> Pending:
         """Start sending `tensor` as the next message; it must stay unchanged until the send is waited for."""
 
+    def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A message that says nothing."""
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -52,6 +55,9 @@ class Wire:
     def receive(self, shape: tuple[int, ...]) -> Pending:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         return _Posted(tensor, post([receiving(tensor, self.peer, self.group)]), f"receiving {self.description}", self)
+
+    def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def send(self, tensor: torch.Tensor) -> Pending:
         tensor = tensor.detach().contiguous()

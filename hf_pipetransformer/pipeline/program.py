@@ -51,6 +51,7 @@ class MicroBatch:
         write: stores the activations that enter the entry unit; called by the stage that owns it.
         on_host: the inputs as they came; None if they were made for this stage.
         place: of a slice of sequences; None for whole sequences.
+        step: in a row that goes on over optimizer steps, the number of that which its gradient goes into.
     """
 
     index: int
@@ -63,6 +64,13 @@ class MicroBatch:
     write: Write | None = None
     on_host: dict[str, Any] | None = None
     place: Place | None = None
+    step: int = 0
+
+
+class MicroBatches(Protocol):
+    """Micro-batches by their number."""
+
+    def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
 class StageProgram(Protocol):
@@ -73,6 +81,9 @@ class StageProgram(Protocol):
 
     def begin(self, row: Row) -> None:
         """A run of `row` begins; what an earlier one left is forgotten."""
+
+    def extend(self, row: Row) -> None:
+        """The run goes on with `row`."""
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         """The activation to send on; on the last stage the loss's share in the step.
@@ -132,6 +143,9 @@ class ModelProgram:
     def begin(self, row: Row) -> None:
         self._held.clear()
         self.weight_gradients.clear()
+
+    def extend(self, row: Row) -> None:
+        """Nothing of a row counts here."""
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         keeps = torch.is_grad_enabled()

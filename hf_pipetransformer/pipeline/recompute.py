@@ -77,6 +77,10 @@ class RecomputingProgram:
         if row is not self._row:
             self._row, self._recomputed = row, recomputed_micro_batches(row, self.chunk, self.mode)
 
+    def extend(self, row: Row) -> None:
+        self.program.extend(row)
+        self._row, self._recomputed = row, recomputed_micro_batches(row, self.chunk, self.mode)
+
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
             return self.program.forward(micro_batch, received)

@@ -31,6 +31,10 @@ class TokenSliceProgram:
         self._contexts.clear()
         self._is_trained = any(action.op in BEGINS_BACKWARD for action in row)
 
+    def extend(self, row: Row) -> None:
+        self.program.extend(row)
+        self._is_trained |= any(action.op in BEGINS_BACKWARD for action in row)
+
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         return self.program.forward(self._in_context(micro_batch), received)
 

@@ -39,6 +39,7 @@ from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.run.transitions import Transitions
+from hf_pipetransformer.run.windows import Windows
 from hf_pipetransformer.startup import check_agreement
 
 
@@ -132,13 +133,16 @@ class Beginning:
         controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, probe, self.replay)
         optimizer = self._optimizer(cache)
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
+        noted = Noted(self.trainer, self.topology)
+        windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
+        pipeline.windows = windows
         return Training(
             pipeline=pipeline,
             patience=self.patience,
             loader=loader,
             optimizer=optimizer,
-            hooks=StepHooks(optimizer.optimizer, pipeline),
-            steps=Steps(self.trainer, self.topology, pipeline, loader, Noted(self.trainer, self.topology)),
+            hooks=StepHooks(optimizer.optimizer, pipeline, windows),
+            steps=Steps(self.trainer, self.topology, pipeline, loader, noted, windows),
             controller=controller,
             transitions=Transitions(*parts, controller, optimizer, cache, loader),
             cache=cache,

@@ -257,5 +257,10 @@ def begin_cache(
     if trainer.args.cuts_tokens:
         inputs.say_off("pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
         return None
+    if trainer.args.is_asynchronous:
+        inputs.say_off(
+            "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'.", True
+        )
+        return None
     source = inputs.source_of(loader)
     return None if source is None else TrainingCache(trainer, pipeline, inputs, loader, source, steps_per_epoch)

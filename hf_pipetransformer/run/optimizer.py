@@ -11,6 +11,7 @@ import torch
 from hf_pipetransformer.autodp.migration import keep_parameters
 from hf_pipetransformer.pipeline.shared import share_values
 from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.windows import Windows
 
 
 def divide(optimizer: torch.optim.Optimizer, pipeline: Pipeline, names: Mapping[int, str]) -> dict[str, int]:
@@ -37,10 +38,12 @@ class StepHooks:
     Args:
         optimizer: of this stage's parameters.
         pipeline: of the stage.
+        windows: forwards may be in flight that have seen the values before.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, pipeline: Pipeline, windows: Windows) -> None:
         self.pipeline = pipeline
+        self.windows = windows
         self._part = ExitStack()
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
@@ -54,7 +57,9 @@ class StepHooks:
 
     def _begin(self, *_: Any) -> None:
         self._part.enter_context(self.pipeline.settings.meter.part("optimizer"))
+        self.windows.before_update()
 
     def _end(self, *_: Any) -> None:
+        self.windows.after_update()
         share_values(self.pipeline.stage.shared)
         self._part.close()

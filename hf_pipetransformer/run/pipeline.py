@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from hf_pipetransformer.autodp.draws import SharedDraws
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -13,6 +14,13 @@ from hf_pipetransformer.pipeline.shell import PipelineShell
 from hf_pipetransformer.startup import StartUp
 from hf_pipetransformer.transition import Stage, whole_on_every_rank
 from hf_pipetransformer.wiring import StageSettings
+
+
+class Settling(Protocol):
+    """What may be in flight between two steps."""
+
+    def settle(self) -> None:
+        """Nothing is any more. A collective call of all ranks."""
 
 
 class Pipeline:
@@ -46,11 +54,18 @@ class Pipeline:
         self.has_labels = has_labels
         self.shared_draws: SharedDraws | None = None
         """In a training of several ranks they stand for the generators of one process."""
+        self.windows: Settling | None = None
+        """Of the training under way."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Those of evaluations that outlive one."""
         self.warned_events: set[str] = set()
         """Those of which the user was told that a callback reads the model there."""
         self.take(stage)
+
+    def settle(self) -> None:
+        """All stages of a training come to the same weights, with nothing in flight. A collective call."""
+        if self.windows is not None:
+            self.windows.settle()
 
     @property
     def layout(self) -> Layout:
@@ -92,5 +107,6 @@ class Pipeline:
                 "whole_model() was called amid a step, where other stages do not come by. Call it between two steps "
                 "on every rank, in a callback for example."
             )
+        self.settle()
         with whole_on_every_rank(self.stage):
             yield

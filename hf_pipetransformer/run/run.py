@@ -48,6 +48,7 @@ from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
 from hf_pipetransformer.run.training import Training
+from hf_pipetransformer.run.windows import check_stages
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
 from hf_pipetransformer.startup import check_agreement
 from hf_pipetransformer.transition import check_whole, make_whole, whole_on_first_rank
@@ -234,6 +235,11 @@ class Run:
             layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
         if request is None:
             check_undivided(loader, "get_train_dataloader", layout.pipeline_size)
+        trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+        users = start_up.probe.structure.units_of_parameter
+        check_stages(
+            layout, {name: users[name] for name in trained}, args.pipeline_weights, args.gradient_accumulation_steps
+        )
         pipeline = self.start(found, layout)
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
@@ -259,6 +265,7 @@ class Run:
     def finish_training(self) -> None:
         """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
         pipeline, training, self.in_training = self.pipeline, self.training, None
+        pipeline.windows = None
         training.steps.noted.note("train")  # Trainer logs once more.
         training.end()
         if self.topology.rank == 0:
@@ -279,6 +286,8 @@ class Run:
         give_handler_back(self.trainer)
         if training is not None:
             training.end()
+        if pipeline is not None:
+            pipeline.windows = None
         if pipeline is None or pipeline.stage.reducer is None:
             return
         if pipeline.layout.pipeline_size > 1:
@@ -332,6 +341,7 @@ class Run:
             with self.patience.reporting_faults(together=False):
                 yield
             return
+        self.pipeline.settle()
         with self.patience.reporting_faults(), whole_on_first_rank(stage):
             yield
             self.topology.barrier()
@@ -395,6 +405,7 @@ class Run:
             if not self.is_started(request):
                 yield False
                 return
+            self.pipeline.settle()
             with giving_whole_model(self.trainer, self.pipeline), evaluating(self.pipeline):
                 yield True
 

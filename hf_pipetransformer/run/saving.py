@@ -166,7 +166,9 @@ class Checkpoints:
         loader = self.loader
         if loader is None:
             return None
-        is_at_end = loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
+        is_at_end = not loader.num_ahead and (
+            loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
+        )
         return {
             "epoch": self.epoch + is_at_end,
             "samples": 0 if is_at_end else loader.num_done,

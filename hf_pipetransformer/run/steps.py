@@ -10,31 +10,20 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
-from hf_pipetransformer.pipeline.program import Write
+from hf_pipetransformer.pipeline.program import Forward, Write
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.fetched import Fetched
 from hf_pipetransformer.run.noted import Noted
 from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.windows import Windows
 from hf_pipetransformer.startup import main_input_of
-
-
-@dataclass
-class _Step:
-    """The state of one optimizer step.
-
-    Args:
-        batches: an iterator, that of the epoch.
-        items: of each batch over all replicas, those that are still to run.
-        is_short: the iterator had fewer batches than a step takes.
-    """
-
-    batches: Any = None
-    items: deque[int] = field(default_factory=deque)
-    is_short: bool = False
+from hf_pipetransformer.window import Batch
 
 
 @dataclass
@@ -47,6 +36,7 @@ class Steps:
         pipeline: runs the batches.
         loader: of all batches; None for one of the user's own.
         noted: what losses note beside them.
+        windows: run them where stages update themselves.
     """
 
     trainer: Trainer
@@ -54,26 +44,58 @@ class Steps:
     pipeline: Pipeline
     loader: PipelineLoader | None
     noted: Noted
-    _step: _Step = field(default_factory=_Step, init=False)
+    windows: Windows
+    _iterator: Any = field(default=None, init=False)
+    _present: Fetched = field(default_factory=Fetched, init=False)
+    _is_short: bool = field(default=False, init=False)
+    _items: deque[int] = field(default_factory=deque, init=False)
 
-    def are_over(self, batches: Any) -> bool:
+    def are_over(self, epoch_iterator: Any) -> bool:
         """Whether an epoch's iterator is at its end: Trainer keeps requesting batches, to its number of steps."""
-        is_at_end = self._step.is_short if self.loader is None else self.loader.is_at_end
-        return batches is self._step.batches and is_at_end
+        is_at_end = self._is_short if self.loader is None else self.loader.is_at_end
+        return epoch_iterator is self._iterator and is_at_end and not self.windows.queue
 
     def begin(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
         """Fetch the batches of one step and count, over all replicas, what their losses average over."""
+        self._iterator, windows = epoch_iterator, self.windows
+        if windows.is_on:
+            self._read_ahead(epoch_iterator, num_batches)
+            step = windows.begin_step()
+        else:
+            step = self._fetch(epoch_iterator, num_batches)
+        self._present, self._items = step, deque(step.items)
+        return step.batches, step.num_items
+
+    def _read_ahead(self, epoch_iterator: Any, num_batches: int) -> None:
+        """What the window needs to know of the steps behind the next one."""
+        windows = self.windows
+        for _ in range(windows.num_wanted() - len(windows.queue)):
+            if windows.queue and self._has_ended:
+                break
+            windows.read(self._fetch(epoch_iterator, num_batches), self._cut)
+            num_batches = self.trainer.args.gradient_accumulation_steps
+        if self.loader is not None:
+            self.loader.num_ahead = sum(len(step.batches) for step in list(windows.queue)[1:])
+
+    @property
+    def _has_ended(self) -> bool:
+        loader = self.loader
+        return self._is_short or (
+            loader is not None and (loader.is_at_end or (has_length(loader) and loader.num_read >= len(loader)))
+        )
+
+    def _fetch(self, epoch_iterator: Any, num_batches: int) -> Fetched:
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = [host.items_of(self.trainer, batch) for batch in batches]
         if self.loader is None:
             items = self._items_of_users(counts, num_batches)
         else:
             items = self.pipeline.runner.over_replicas(counts)
-        self._step = _Step(epoch_iterator, deque(items), is_short=len(batches) < num_batches)
+        self._is_short = len(batches) < num_batches
         # An empty batch of this replica says nothing of labels; the probe did.
         passes = self.pipeline.has_labels and host.takes_num_items(self.trainer)
         device = self.trainer.args.device
-        return batches, torch.full((), float(sum(items)), device=device) if passes else None
+        return Fetched(batches, items, torch.full((), float(sum(items)), device=device) if passes else None)
 
     def _items_of_users(self, counts: list[int], num_batches: int) -> list[int]:
         """The items of batches of the user's own loaders, of which each replica must give as many."""
@@ -88,7 +110,10 @@ class Steps:
 
     def end_epoch(self) -> None:
         """Let go of the epoch's iterator: that closes the loader's generator, and with it the workers."""
-        self._step = _Step()
+        self._iterator, self._is_short = None, False
+        self.windows.end()
+        if self.loader is not None:
+            self.loader.num_ahead = 0
 
     def run(self, model: Any, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
@@ -111,26 +136,36 @@ class Steps:
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
+        self.noted.begin_batch(inputs if pipeline.stage.groups.is_first else None)
+        step, is_last_batch = self._present, trainer.accelerator.sync_gradients
+        if self.windows.is_on:
+            loss = self.windows.run_batch(is_last_batch, self._cut)
+        else:
+            share = self._share(step)
+            loss_scale: float | torch.Tensor = share
+            if trainer.accelerator.scaler is not None:
+                loss_scale = trainer.accelerator.scaler.scale(torch.full((), share, device=args.device))
+            forward, items = self._forward(model, num_items), self._items.popleft()
+            prepare = host.preparation(trainer)
+            loss = pipeline.runner.train(inputs, prepare, forward, items, loss_scale, is_last_batch, write)
+        return loss.detach().to(args.device) * (self._share(step) * self.topology.world_size)
+
+    def _cut(self, inputs: dict[str, Any], items: int, step: Fetched) -> Batch:
+        """A batch of a step for a window."""
+        prepare, forward = host.preparation(self.trainer), self._forward(self.pipeline.shell, step.num_items)
+        return self.pipeline.runner.units(inputs, prepare, forward, items, self._share(step))
+
+    def _share(self, step: Fetched) -> float:
+        """Of a batch's loss in that of its step."""
+        return 1.0 if host.is_divided(self.trainer, step.num_items) else 1.0 / len(step.batches)
+
+    def _forward(self, model: Any, num_items: Any) -> Forward:
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            with trainer.compute_loss_context_manager(), self.noted.of_part(micro_batch):
-                loss: torch.Tensor = trainer.compute_loss(model, micro_batch, num_items_in_batch=num_items)
+            with self.trainer.compute_loss_context_manager(), self.noted.of_part(micro_batch):
+                loss: torch.Tensor = self.trainer.compute_loss(model, micro_batch, num_items_in_batch=num_items)
             return loss
 
-        self.noted.begin_batch(inputs if pipeline.stage.groups.is_first else None)
-        share = 1.0 if host.is_divided(trainer, num_items) else 1.0 / trainer.current_gradient_accumulation_steps
-        loss_scale: float | torch.Tensor = share
-        if trainer.accelerator.scaler is not None:
-            loss_scale = trainer.accelerator.scaler.scale(torch.full((), share, device=args.device))
-        loss = pipeline.runner.train(
-            inputs,
-            host.preparation(trainer),
-            forward,
-            self._step.items.popleft(),
-            loss_scale,
-            trainer.accelerator.sync_gradients,
-            write,
-        )
-        return loss.detach().to(args.device) * (share * self.topology.world_size)
+        return forward
 
     def _num_tokens(self, inputs: dict[str, Any]) -> int:
         value = inputs.get(main_input_of(self.trainer.model))

@@ -25,6 +25,7 @@ from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.run.summary import Summary
 from hf_pipetransformer.run.taking_up import take_up
 from hf_pipetransformer.run.transitions import Transitions
+from hf_pipetransformer.run.windows import Windows
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Training:
     first_epoch: FirstEpoch | None = field(default=None, init=False)
     summary: Summary = field(default_factory=Summary, init=False)
     _shown: Layout | None = field(default=None, init=False)
+    _errors: dict[str, float] = field(default_factory=dict, init=False)
 
     def begin(self, resumption: Resumption | None) -> None:
         """Before the first step: take up what a checkpoint holds, and see that a checkpoint can be made.
@@ -90,6 +92,7 @@ class Training:
             self.patience.rest()
             try:
                 yield True
+                self.pipeline.settle()  # An epoch that was stopped may have read ahead.
             finally:
                 self.steps.end_epoch()
             self.patience.rest()
@@ -126,7 +129,9 @@ class Training:
         return self.steps.run(model, inputs, num_items, write)
 
     def gradient_norm(self) -> torch.Tensor:
-        """L2 norm of the whole model's gradients, scalar. A collective call, once a step."""
+        """L2 norm of the whole model's gradients, scalar, or that to clip by. A collective call, once a step."""
+        if self.windows.is_on:
+            return self.windows.norms.add()
         squares = self.steps.gradient_squares()
         # The embeddings' norm is no layer's, but a step that they overflow in is skipped: infinity times 0 tells.
         self.controller.watch_gradients(squares[:-1] + 0 * squares[-1])
@@ -143,24 +148,58 @@ class Training:
         """The optimizer has stepped; what Trainer does next."""
         if self.first_epoch is not None:
             self.first_epoch.correct_epoch()
+        self.windows.end_step(is_counted=logs)
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
         if logs:
+            self._note_errors()
             self.steps.noted.note("train")
             # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
             self.patience.is_resting = True
         elif saves_or_evaluates:
             self.patience.rest()
 
+    def logged_norm(self, norm: Any) -> Any:
+        """The gradient norm as it is logged: the whole model's, also where that of a step is a stage's own."""
+        return self.windows.norms.norm if self.windows.is_on else norm
+
+    @property
+    def windows(self) -> Windows:
+        """Of steps without a flush."""
+        return self.steps.windows
+
     def take_scalars(self) -> dict[str, float]:
         """What Trainer's log shows of each layout, once: beside the first loss, and in an entry when it changes."""
         layout = self.pipeline.layout
         scalars = {} if layout is self._shown else layout.as_scalars()
-        self._shown = layout
+        self._shown, self._errors, scalars = layout, {}, scalars | self._errors
         return scalars
+
+    def _note_errors(self) -> None:
+        """What asynchronous forwards see, by stage, for the next log entry and the events. A collective call."""
+        if not self.windows.is_on:
+            return
+        topology, size = self.checkpoints.topology, self.pipeline.layout.pipeline_size
+        groups = self.pipeline.stage.groups
+        own = self.windows.errors() if groups.replica == 0 else None
+        by_stage = {
+            each["stage"]: each["errors"]
+            for each in topology.gather({"stage": groups.position, "errors": own})
+            if each["errors"] is not None
+        }
+        for stage, errors in sorted(by_stage.items()):
+            self._errors |= {
+                f"stage_{stage}_updates_ahead": errors["s"],
+                f"stage_{stage}_prediction_error": errors["error"],
+                f"stage_{stage}_staleness": errors["error_unpredicted"],
+            }
+        if by_stage:
+            stages = [{"stage": stage, **by_stage[stage]} for stage in range(size) if stage in by_stage]
+            self.transitions.journal.write("profile", what="prediction", stages=stages)
 
     def end(self) -> None:
         """Also after an error: nothing is left on the optimizer or on the disk."""
         self.hooks.remove()
+        self.windows.end()
         if self.cache is not None:
             self.cache.close()

@@ -69,6 +69,7 @@ class Transitions:
     def move(self, change: Change) -> None:
         """A transition: the run goes on under another layout, with the same weights and the same next batch."""
         start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
+        pipeline.settle()
         if self.cache is not None:
             self.cache.prepare_transition()
         self.journal.tried = pipeline.start_up.plans.trying(change.layout)

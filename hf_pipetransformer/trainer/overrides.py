@@ -120,10 +120,11 @@ class Overrides(_Trainer):
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        self.pipeline_run.training.end_step(logs, self.control.should_evaluate or self.control.should_save)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        training = self.pipeline_run.training
+        training.end_step(logs, self.control.should_evaluate or self.control.should_save)
+        super()._maybe_log_save_evaluate(tr_loss, training.logged_norm(grad_norm), *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's log; the first training entry shows the layout as scalars."""

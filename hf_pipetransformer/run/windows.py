@@ -1,0 +1,218 @@
+"""The windows of a training whose stages update themselves: when they open, what runs in them, when they drain."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.pipeline.schedules.async_1f1b import units_ahead
+from hf_pipetransformer.pipeline.weights import StageWeights, coming_rates, find_weights
+from hf_pipetransformer.run import host
+from hf_pipetransformer.run.fetched import Fetched
+from hf_pipetransformer.run.horizon import next_drain
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.stage_norms import StageNorms
+from hf_pipetransformer.transition import Stage
+from hf_pipetransformer.window import Batch, Window
+
+
+Cut = Callable[[dict[str, Any], int, Fetched], Batch]
+"""Makes a batch for a window: of the batch, its items over all replicas, and its step."""
+
+
+def is_asynchronous(layout: Layout) -> bool:
+    """Whether stages update themselves under a layout; one stage alone waits for nobody."""
+    return layout.pipeline_size > 1 and find_schedule(layout.schedule).is_asynchronous
+
+
+def check_stages(
+    layout: Layout, units_of_parameter: dict[str, tuple[int, ...]], weights: str, accumulation: int
+) -> None:
+    """Refuse what cannot be trained by stages that are at different steps.
+
+    Args:
+        layout: of the run.
+        units_of_parameter: users of each parameter that is trained.
+        weights: the option.
+        accumulation: batches per optimizer step.
+
+    Raises:
+        ValueError: a parameter lies on several stages, or the weights need more micro-batches.
+    """
+    if not is_asynchronous(layout):
+        return
+    for name, users in units_of_parameter.items():
+        stages = sorted({layout.stage_of(unit) for unit in users})
+        if len(stages) > 1:
+            raise ValueError(
+                f"pipeline_schedule='async_1f1b': {name} is used on stages {', '.join(map(str, stages))}, which "
+                "update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, or use "
+                "pipeline_schedule='1f1b'."
+            )
+    find_weights(weights).check(layout.num_stages, layout.num_microbatches * accumulation)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What goes with a stage.
+
+    Args:
+        stage: this rank's.
+        layout: of it; a stage may get another number of micro-batches.
+        weights: what its forwards and backwards see.
+        norms: of its gradients.
+    """
+
+    stage: Stage
+    layout: Layout
+    weights: StageWeights
+    norms: StageNorms
+
+
+@dataclass
+class Windows:
+    """Runs steps that follow each other without a flush. A training under another schedule has none.
+
+    Args:
+        trainer: whose loop asks for the steps.
+        pipeline: that they run on.
+        decisions: gives the steps before which the layout may change.
+        record: takes the squares of the model's gradient norms of each step.
+    """
+
+    trainer: Trainer
+    pipeline: Pipeline
+    decisions: Callable[[], Iterable[int]]
+    record: Callable[[torch.Tensor], None]
+    queue: deque[Fetched] = field(default_factory=deque, init=False)
+    """Steps that were read and have not begun."""
+    drains_at: int = field(default=0, init=False)
+    """Optimizer steps at the next drain that is known of."""
+    _window: Window | None = field(default=None, init=False)
+    _present: Fetched = field(default_factory=Fetched, init=False)
+    _num_run: int = field(default=0, init=False)
+    _made: _Parts | None = field(default=None, init=False)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the stages update themselves now."""
+        return is_asynchronous(self.pipeline.layout)
+
+    @property
+    def norms(self) -> StageNorms:
+        """Of the gradients."""
+        return self._parts.norms
+
+    def num_wanted(self) -> int:
+        """How many steps shall have been read when the next one begins, it included; alike on all ranks."""
+        step, args = self.trainer.state.global_step, self.trainer.args
+        if self._window is None:
+            self.drains_at = next_drain(self.trainer, self.decisions(), args.pipeline_drain_interval)
+            self.drains_at = max(self.drains_at, step + len(self.queue))
+        size = self.pipeline.layout.pipeline_size
+        ahead = ceil(max(units_ahead(size, rank) for rank in range(size)) / args.gradient_accumulation_steps)
+        return min(1 + ahead, self.drains_at - step)
+
+    def read(self, step: Fetched, cut: Cut) -> None:
+        """Another step was read."""
+        self.queue.append(step)
+        if self._window is not None:
+            self._window.add(_batches(step, cut))
+
+    def begin_step(self) -> Fetched:
+        """The next step in the queue begins."""
+        self._present, self._num_run = self.queue.popleft(), 0
+        return self._present
+
+    def run_batch(self, is_last_batch: bool, cut: Cut) -> torch.Tensor:
+        """The next batch of the step, see `StageRunner.train`."""
+        if self._window is None:
+            self._window = self._opened(cut)
+        items = self._present.items[self._num_run]
+        self._num_run += 1
+        return self.pipeline.runner.train_in(self._window, items, is_last_batch)
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        if self._window is not None:
+            self._window.weights.before_update()
+
+    def after_update(self) -> None:
+        """The optimizer has stepped."""
+        if self._window is not None:
+            self._window.weights.after_update()
+
+    def end_step(self, is_counted: bool) -> None:
+        """The optimizer step is done; the last one of a window drains it.
+
+        Args:
+            is_counted: all ranks have done this step: Trainer logs.
+        """
+        if self._window is not None and self._num_run:
+            self._num_run = 0
+            self._window.end_step()
+            if not self._window.num_known:
+                self._window.drain()
+                self._window = None
+        if self._made is not None and (is_counted or self._window is None):
+            self._made.norms.settle(is_drained=self._window is None)
+
+    def errors(self) -> dict[str, float] | None:
+        """How far this stage's forwards were from the weights at their backwards, since it was asked last."""
+        found = self._parts.weights.take_errors()
+        return None if found is None else asdict(found)
+
+    def settle(self) -> None:
+        """All stages come to the same weights now, and nothing is in flight. A collective call of all ranks."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.abandon()
+        if self._made is not None:
+            self._made.norms.settle(is_drained=True)
+
+    def end(self) -> None:
+        """Also after an error: nothing is kept."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.weights.end()
+        self.queue.clear()
+        self._present, self._num_run = Fetched(), 0
+
+    def _opened(self, cut: Cut) -> Window:
+        """A window with what is left of the present step, and the steps that were read."""
+        window = self.pipeline.runner.open_window(self._parts.weights)
+        window.add(_batches(self._present, cut)[self._num_run :])
+        for step in self.queue:
+            window.add(_batches(step, cut))
+        return window
+
+    @property
+    def _parts(self) -> _Parts:
+        """Those of the stage as it is now: after a transition another one is trained, or less of it."""
+        stage, trainer, made = self.pipeline.stage, self.trainer, self._made
+        if made is not None and made.stage is stage and made.layout is stage.layout:
+            return made
+        optimizer, args, layout = host.torch_optimizer(trainer), trainer.args, stage.layout
+        weights = StageWeights(
+            find_weights(args.pipeline_weights),
+            stage.groups.position,
+            layout.num_stages,
+            optimizer,
+            coming_rates(trainer.lr_scheduler, optimizer),
+            layout.num_microbatches * args.gradient_accumulation_steps,
+        )
+        norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.record)
+        self._made = made = _Parts(stage, layout, weights, norms)
+        return made
+
+
+def _batches(step: Fetched, cut: Cut) -> list[Batch]:
+    return [cut(batch, items, step) for batch, items in step.pairs()]

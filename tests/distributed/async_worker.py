@@ -1,0 +1,369 @@
+"""Asynchronous trainings in pipelines, and the same in one process, with every version of the weights kept.
+
+    async_worker.py FOLDER CASE...
+
+On several processes rank 0 writes `FOLDER/<case>-<K>x<R>.json` and `.safetensors`: losses, who owns which parameter,
+and the weights at the end. On one process, for each of these that is there, the same under
+`<case>-<K>x<R>-simulated`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.async_simulation import SimulatedStage, versions
+from tests.models import build_model, collate, make_dataset
+
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+MODEL, SAMPLES, GLOBAL_BATCH = "bert_sequence", 48, 8
+KINDS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": "sgd"},
+    "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "adamw": {"optim": "adamw_torch", "weight_decay": 0.1},
+    "fused": {"optim": "adamw_torch_fused", "weight_decay": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class AsyncCase:
+    """One training of twelve steps.
+
+    Args:
+        kind: of weights.
+        optimizer: one of `OPTIMIZERS`.
+        accumulation: batches of a step.
+        num_microbatches: M.
+        interval: steps between two drains.
+        layouts: K and R.
+        options: more of the pipeline's.
+        trainers: more of Trainer's.
+        asks: steps after which a callback asks for a checkpoint, for an evaluation, or reads the model.
+    """
+
+    kind: str = "pipeoptim"
+    optimizer: str = "adamw"
+    accumulation: int = 1
+    num_microbatches: int = 1
+    interval: int | None = None
+    layouts: tuple[tuple[int, int], ...] = ((2, 1),)
+    options: dict[str, Any] = field(default_factory=dict)
+    trainers: dict[str, Any] = field(default_factory=dict)
+    asks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Of two epochs."""
+        return 2 * self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The last one may be short."""
+        return -(-SAMPLES // (GLOBAL_BATCH * self.accumulation))
+
+    def windows(self) -> list[list[int]]:
+        """Units of each step, by window."""
+        every, first = self.interval or self.steps_per_epoch, self.steps_per_epoch
+        size = self.accumulation * self.num_microbatches
+        found, sizes = [], []
+        for step in range(1, 2 * first + 1):
+            amid = size // 2 if self.asks.get(step) == "read amid" else 0
+            if amid:
+                found.append([*sizes, amid])
+                sizes = []
+            sizes.append(size - amid)
+            if step % first == 0 or step % first % every == 0 or step in self.asks.keys() - {amid and step}:
+                found.append(sizes)
+                sizes = []
+        return found
+
+
+def _cases() -> dict[str, AsyncCase]:
+    cases = {}
+    for kind in KINDS:
+        for optimizer in OPTIMIZERS:
+            for accumulation in (1, 2):
+                # Two versions serve four stages from three units a step on.
+                needs = 4 // accumulation if kind == "double_buffer" else 1
+                cases[f"{kind}-{optimizer}-a{accumulation}"] = AsyncCase(
+                    kind, optimizer, accumulation, needs, layouts=((2, 1), (4, 1))
+                )
+    return cases
+
+
+CASES = {
+    **_cases(),
+    "drained": AsyncCase(interval=4, trainers={"logging_steps": 1}),
+    "units": AsyncCase(num_microbatches=2, accumulation=2),
+    "replicas": AsyncCase(layouts=((2, 2),)),
+    "recomputed": AsyncCase("stashing", options={"pipeline_checkpoint": "always"}),
+    "still": AsyncCase(trainers={"learning_rate": 0.0, "logging_steps": 1}, layouts=((2, 1), (4, 1), (2, 2))),
+    "by-stage": AsyncCase(trainers={"max_grad_norm": 0.3}, layouts=((2, 1), (4, 1))),
+    "by-last": AsyncCase(trainers={"max_grad_norm": 0.3}, options={"pipeline_clip": "last"}, layouts=((2, 1), (4, 1))),
+    "asked": AsyncCase(asks={3: "save", 5: "evaluate", 8: "read", 10: "read early"}, layouts=((2, 1), (4, 1))),
+    "accumulated": AsyncCase(accumulation=2, asks={1: "save", 2: "read amid"}, layouts=((2, 1), (4, 1))),
+}
+
+
+def options_of(case: AsyncCase, folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "gradient_accumulation_steps": case.accumulation,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "max_grad_norm": 0.0,
+        "logging_steps": 4,  # Stages wait for each other to log.
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": 7,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **OPTIMIZERS[case.optimizer],
+        **case.trainers,
+    }
+
+
+def parts_of(trainer: Trainer) -> dict[str, Any]:
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {key: [entry[key] for entry in entries] for key in ("loss", "grad_norm", "learning_rate")}
+
+
+def save(trainer: Trainer, where: Path, **more: Any) -> None:
+    where.with_suffix(".json").write_text(json.dumps(parts_of(trainer) | more))
+    weights = {name: p.detach().clone().contiguous() for name, p in trainer.model.named_parameters()}
+    save_file(weights, where.with_suffix(".safetensors"))
+
+
+def train(name: str, folder: Path, layout: tuple[int, int]) -> None:
+    case = CASES[name]
+    where = folder / f"{name}-{layout[0]}x{layout[1]}"
+    args = PipeTransformerArguments(
+        **options_of(case, where),
+        pipeline_parallel_size=layout[0],
+        pipeline_parallel_num_microbatches=case.num_microbatches,
+        pipeline_schedule="async_1f1b",
+        pipeline_weights=case.kind,
+        pipeline_drain_interval=case.interval,
+        pipeline_timeout=60,
+        freeze_policy="none",
+        **case.options,
+    )
+    torch.manual_seed(11)
+    trainer = PipeTransformerTrainer(
+        model=build_model(MODEL),
+        args=args,
+        train_dataset=make_dataset(MODEL, SAMPLES),
+        eval_dataset=make_dataset(MODEL, 6, seed=1),
+        data_collator=collate,
+    )
+    owners: dict[str, int] = {}
+    trainer.add_callback(NotesOwners(trainer, owners))
+    sums: list[float] = []
+    trainer.add_callback(Asks(trainer, case.asks, sums))
+    trainer.train()
+    if trainer.is_world_process_zero():
+        save(trainer, where, owners=owners, sums=sums)
+
+
+class Asks(TrainerCallback):
+    """Asks for what stages must come together for, where nobody knew of it before."""
+
+    def __init__(self, trainer: PipeTransformerTrainer, asks: dict[int, str], sums: list[float]) -> None:
+        self.trainer, self.asks, self.sums = trainer, asks, sums
+
+    def _read(self, what: str, step: int) -> None:
+        if self.asks.get(step) == what:
+            with self.trainer.whole_model():
+                self.sums.append(sum(float(p.detach().double().sum()) for p in self.trainer.model.parameters()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        what = self.asks.get(state.global_step)
+        control.should_save |= what == "save"
+        control.should_evaluate |= what == "evaluate"
+        self._read("read", state.global_step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._read("read amid", state.global_step + 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._read("read early", state.global_step + 1)
+
+
+class NotesOwners(TrainerCallback):
+    """Which stage trains which parameter."""
+
+    def __init__(self, trainer: PipeTransformerTrainer, owners: dict[str, int]) -> None:
+        self.trainer, self.owners = trainer, owners
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        owners = self.trainer.pipeline_run.pipeline.stage.owners
+        self.owners.update({name: positions[0] for name, positions in owners.items()})
+
+
+class History(SimulatedStage):
+    """Of some parameters that a trainer steps with all others."""
+
+    def __init__(self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self.parameters, self.optimizer = parameters, optimizer
+        self.group_of = [
+            next(g for g in optimizer.param_groups if any(p is q for q in g["params"])) for p in parameters
+        ]
+        self.history = []
+
+    def note(self) -> None:
+        """The optimizer has stepped; gradients are those that it used."""
+        last, moments = self.history[-1], []
+        for p, own in zip(self.parameters, last.moments, strict=True):
+            m, v, count = own or (torch.zeros_like(p), torch.zeros_like(p), 0)
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            m, v = m.lerp(grad, 1 - 0.9), (v * 0.999).addcmul(grad, grad, value=1 - 0.999)
+            moments.append((m, v, count + 1))
+        self.history.append(self.snapshot(last.weights, [group["lr"] for group in self.group_of], moments))
+
+
+class DelayedTrainer(Trainer):
+    """Plain Trainer, each of whose batches sees explicitly delayed or predicted weights, stage by stage."""
+
+    def __init__(self, case: AsyncCase, num_stages: int, owners: dict[str, int], **named: Any) -> None:
+        super().__init__(**named)
+        self.case, self.num_stages, self.owners = case, num_stages, owners
+        self.stages: list[History] = []
+        self.left = self.case.windows()
+        self.unit = self.done = self.before = 0
+        self.add_callback(NotesUpdates(self))
+
+    def begin_window(self) -> None:
+        if not self.stages:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            named = dict(self.model.named_parameters())
+            for k in range(self.num_stages):
+                own = [p for name, p in named.items() if self.owners[name] == k]
+                self.stages.append(History(own, optimizer))
+        self.before += self.done
+        self.unit = self.done = 0
+        self.totals: list[torch.Tensor] = []
+        self.step_of = [step for step, size in enumerate(self.left.pop(0)) for _ in range(size)]
+        for stage in self.stages:
+            stage.begin()
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        if not self.stages or self.unit == len(self.step_of):
+            self.begin_window()
+        inputs = self._prepare_inputs(inputs)
+        count = self.case.num_microbatches
+        parts = [{key: value.chunk(count)[i] for key, value in inputs.items()} for i in range(count)]
+        total = torch.zeros(())
+        for part in parts:
+            total += self.run_unit(model, part, num_items_in_batch)
+        return total
+
+    def run_unit(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+        factor = self.lr_scheduler.lr_lambdas[0]
+        size = self.case.accumulation * self.case.num_microbatches
+        seen = [
+            versions(self.case.kind, k, self.num_stages, self.unit, self.step_of, size, stage, self.before, factor)
+            for k, stage in enumerate(self.stages)
+        ]
+        current = [stage.history[-1].weights for stage in self.stages]
+        self.place([forward for forward, _ in seen])
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        self.place([backward for _, backward in seen])
+        (loss / size).backward()
+        self.place(current)
+        self.unit += 1
+        return loss.detach() / size
+
+    def place(self, weights: list[list[torch.Tensor]]) -> None:
+        for stage, values in zip(self.stages, weights, strict=True):
+            for parameter, value in zip(stage.parameters, values, strict=True):
+                parameter.data.copy_(value)
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """By stage, or by the norm of all stages K - 1 steps ago; a stage's own where there is none in the window."""
+        squares = [
+            torch.stack([p.grad.norm().double() for p in stage.parameters if p.grad is not None]).square().sum()
+            for stage in self.stages
+        ]
+        total = torch.stack(squares).sum()
+        self.totals.append(total)
+        is_last = self.case.options.get("pipeline_clip") == "last"
+        for stage, own in zip(self.stages, squares, strict=True):
+            norm = self.totals[-self.num_stages] if is_last and len(self.totals) >= self.num_stages else own
+            clip_grads_with_norm_(stage.parameters, self.args.max_grad_norm, norm.sqrt().float())
+        return total.sqrt().float()
+
+    def note_update(self) -> None:
+        self.done += 1
+        for stage in self.stages:
+            stage.note()
+
+
+class NotesUpdates(TrainerCallback):
+    def __init__(self, trainer: DelayedTrainer) -> None:
+        self.trainer = trainer
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.note_update()
+
+
+def simulate(name: str, folder: Path, layout: tuple[int, int]) -> None:
+    case = CASES[name]
+    where = folder / f"{name}-{layout[0]}x{layout[1]}"
+    if not where.with_suffix(".json").exists():
+        return
+    owners = json.loads(where.with_suffix(".json").read_text())["owners"]
+    args = TrainingArguments(**options_of(case, where))
+    torch.manual_seed(11)
+    trainer = DelayedTrainer(
+        case,
+        layout[0],
+        owners,
+        model=build_model(MODEL),
+        args=args,
+        train_dataset=make_dataset(MODEL, SAMPLES),
+        data_collator=collate,
+    )
+    trainer.train()
+    save(trainer, where.with_name(f"{where.name}-simulated"))
+
+
+def train_plainly(name: str, folder: Path) -> None:
+    case, where = CASES[name], folder / f"{name}-plain"
+    torch.manual_seed(11)
+    args = TrainingArguments(**options_of(case, where))
+    data = make_dataset(MODEL, SAMPLES)
+    trainer = Trainer(model=build_model(MODEL), args=args, train_dataset=data, data_collator=collate)
+    trainer.train()
+    save(trainer, where)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        if WORLD_SIZE == 1 and name == "still":
+            train_plainly(name, folder)
+        for layout in CASES[name].layouts:
+            if WORLD_SIZE == 1:
+                simulate(name, folder, layout)
+            elif layout[0] * layout[1] == WORLD_SIZE:
+                train(name, folder, layout)
+
+
+if __name__ == "__main__":
+    main()
