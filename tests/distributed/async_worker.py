@@ -52,6 +52,8 @@ class AsyncCase:
         options: more of the pipeline's.
         trainers: more of Trainer's.
         asks: steps after which a callback asks for a checkpoint, for an evaluation, or reads the model.
+        ends: other steps after which a window ends.
+        resumes: goes on from that checkpoint in another run.
     """
 
     kind: str = "pipeoptim"
@@ -63,6 +65,8 @@ class AsyncCase:
     options: dict[str, Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
     asks: dict[int, str] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
+    resumes: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -85,7 +89,8 @@ class AsyncCase:
                 found.append([*sizes, amid])
                 sizes = []
             sizes.append(size - amid)
-            if step % first == 0 or step % first % every == 0 or step in self.asks.keys() - {amid and step}:
+            asked = step in self.asks and not amid
+            if step % first == 0 or step % first % every == 0 or asked or step in self.ends:
                 found.append(sizes)
                 sizes = []
         return found
@@ -113,7 +118,28 @@ CASES = {
     "still": AsyncCase(trainers={"learning_rate": 0.0, "logging_steps": 1}, layouts=((2, 1), (4, 1), (2, 2))),
     "by-stage": AsyncCase(trainers={"max_grad_norm": 0.3}, layouts=((2, 1), (4, 1))),
     "by-last": AsyncCase(trainers={"max_grad_norm": 0.3}, options={"pipeline_clip": "last"}, layouts=((2, 1), (4, 1))),
-    "asked": AsyncCase(asks={3: "save", 5: "evaluate", 8: "read", 10: "read early"}, layouts=((2, 1), (4, 1))),
+    "asked": AsyncCase(
+        asks={3: "save", 5: "evaluate", 8: "read", 10: "read early"},
+        layouts=((2, 1), (4, 1)),
+        resumes="checkpoint-3",
+    ),
+    "saved": AsyncCase(
+        "stashing",
+        trainers={"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 5},
+        ends=(4, 5, 8, 10),
+        layouts=((2, 1), (4, 1)),
+        resumes="checkpoint-4",
+    ),
+    "elastic": AsyncCase(
+        options={"freeze_policy": "fixed", "freeze_at": "3:1,8:3", "pipeline_compression": "memory"},
+        ends=(3, 8),
+        layouts=((2, 1), (4, 1)),
+    ),
+    "kept-cuts": AsyncCase(
+        options={"freeze_policy": "fixed", "freeze_at": "3:1,8:2", "elastic": False},
+        ends=(3, 8),
+        layouts=((2, 1), (4, 1)),
+    ),
     "accumulated": AsyncCase(accumulation=2, asks={1: "save", 2: "read amid"}, layouts=((2, 1), (4, 1))),
 }
 
@@ -149,9 +175,9 @@ def save(trainer: Trainer, where: Path, **more: Any) -> None:
     save_file(weights, where.with_suffix(".safetensors"))
 
 
-def train(name: str, folder: Path, layout: tuple[int, int]) -> None:
+def train(name: str, folder: Path, layout: tuple[int, int], checkpoint: str | None = None) -> None:
     case = CASES[name]
-    where = folder / f"{name}-{layout[0]}x{layout[1]}"
+    where = folder / f"{name}-{layout[0]}x{layout[1]}{'' if checkpoint is None else '-resumed'}"
     args = PipeTransformerArguments(
         **options_of(case, where),
         pipeline_parallel_size=layout[0],
@@ -160,8 +186,7 @@ def train(name: str, folder: Path, layout: tuple[int, int]) -> None:
         pipeline_weights=case.kind,
         pipeline_drain_interval=case.interval,
         pipeline_timeout=60,
-        freeze_policy="none",
-        **case.options,
+        **{"freeze_policy": "none"} | case.options,
     )
     torch.manual_seed(11)
     trainer = PipeTransformerTrainer(
@@ -171,11 +196,15 @@ def train(name: str, folder: Path, layout: tuple[int, int]) -> None:
         eval_dataset=make_dataset(MODEL, 6, seed=1),
         data_collator=collate,
     )
-    owners: dict[str, int] = {}
+    owners: dict[int, list[list[str]]] = {}
     trainer.add_callback(NotesOwners(trainer, owners))
     sums: list[float] = []
     trainer.add_callback(Asks(trainer, case.asks, sums))
-    trainer.train()
+    trainer.train(
+        resume_from_checkpoint=None
+        if checkpoint is None
+        else str(folder / f"{name}-{layout[0]}x{layout[1]}" / checkpoint)
+    )
     if trainer.is_world_process_zero():
         save(trainer, where, owners=owners, sums=sums)
 
@@ -205,14 +234,19 @@ class Asks(TrainerCallback):
 
 
 class NotesOwners(TrainerCallback):
-    """Which stage trains which parameter."""
+    """Which stage trains which parameters, from which step on."""
 
-    def __init__(self, trainer: PipeTransformerTrainer, owners: dict[str, int]) -> None:
+    def __init__(self, trainer: PipeTransformerTrainer, owners: dict[int, list[list[str]]]) -> None:
         self.trainer, self.owners = trainer, owners
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        owners = self.trainer.pipeline_run.pipeline.stage.owners
-        self.owners.update({name: positions[0] for name, positions in owners.items()})
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stage = self.trainer.pipeline_run.pipeline.stage
+        found: list[list[str]] = [[] for _ in range(stage.layout.pipeline_size)]
+        for name, positions in stage.owners.items():
+            if stage.store.is_active(name):
+                found[positions[0]].append(name)
+        if not self.owners or found != list(self.owners.values())[-1]:
+            self.owners[state.global_step] = found
 
 
 class History(SimulatedStage):
@@ -239,21 +273,21 @@ class History(SimulatedStage):
 class DelayedTrainer(Trainer):
     """Plain Trainer, each of whose batches sees explicitly delayed or predicted weights, stage by stage."""
 
-    def __init__(self, case: AsyncCase, num_stages: int, owners: dict[str, int], **named: Any) -> None:
+    def __init__(self, case: AsyncCase, owners: dict[int, list[list[str]]], **named: Any) -> None:
         super().__init__(**named)
-        self.case, self.num_stages, self.owners = case, num_stages, owners
+        self.case, self.owners = case, owners
         self.stages: list[History] = []
         self.left = self.case.windows()
         self.unit = self.done = self.before = 0
         self.add_callback(NotesUpdates(self))
 
     def begin_window(self) -> None:
-        if not self.stages:
+        if self.state.global_step in self.owners:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            named = dict(self.model.named_parameters())
-            for k in range(self.num_stages):
-                own = [p for name, p in named.items() if self.owners[name] == k]
-                self.stages.append(History(own, optimizer))
+            named, by_stage = dict(self.model.named_parameters()), self.owners[self.state.global_step]
+            for name, parameter in named.items():
+                parameter.requires_grad_(any(name in names for names in by_stage))
+            self.stages = [History([named[name] for name in names], optimizer) for names in by_stage]
         self.before += self.done
         self.unit = self.done = 0
         self.totals: list[torch.Tensor] = []
@@ -277,7 +311,7 @@ class DelayedTrainer(Trainer):
         factor = self.lr_scheduler.lr_lambdas[0]
         size = self.case.accumulation * self.case.num_microbatches
         seen = [
-            versions(self.case.kind, k, self.num_stages, self.unit, self.step_of, size, stage, self.before, factor)
+            versions(self.case.kind, k, len(self.stages), self.unit, self.step_of, size, stage, self.before, factor)
             for k, stage in enumerate(self.stages)
         ]
         current = [stage.history[-1].weights for stage in self.stages]
@@ -304,7 +338,8 @@ class DelayedTrainer(Trainer):
         self.totals.append(total)
         is_last = self.case.options.get("pipeline_clip") == "last"
         for stage, own in zip(self.stages, squares, strict=True):
-            norm = self.totals[-self.num_stages] if is_last and len(self.totals) >= self.num_stages else own
+            delay = len(self.stages)
+            norm = self.totals[-delay] if is_last and len(self.totals) >= delay else own
             clip_grads_with_norm_(stage.parameters, self.args.max_grad_norm, norm.sqrt().float())
         return total.sqrt().float()
 
@@ -327,16 +362,17 @@ def simulate(name: str, folder: Path, layout: tuple[int, int]) -> None:
     where = folder / f"{name}-{layout[0]}x{layout[1]}"
     if not where.with_suffix(".json").exists():
         return
-    owners = json.loads(where.with_suffix(".json").read_text())["owners"]
+    told = json.loads(where.with_suffix(".json").read_text())["owners"]
+    owners = {int(step): by_stage for step, by_stage in told.items()}
     args = TrainingArguments(**options_of(case, where))
     torch.manual_seed(11)
     trainer = DelayedTrainer(
         case,
-        layout[0],
         owners,
         model=build_model(MODEL),
         args=args,
         train_dataset=make_dataset(MODEL, SAMPLES),
+        eval_dataset=make_dataset(MODEL, 6, seed=1),
         data_collator=collate,
     )
     trainer.train()
@@ -363,6 +399,8 @@ def main() -> None:
                 simulate(name, folder, layout)
             elif layout[0] * layout[1] == WORLD_SIZE:
                 train(name, folder, layout)
+                if CASES[name].resumes is not None:
+                    train(name, folder, layout, CASES[name].resumes)
 
 
 if __name__ == "__main__":
