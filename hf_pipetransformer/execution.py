@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.autodp.topology import broadcast_tree
-from hf_pipetransformer.batches import count_items, cut_tokens, join_outputs, split_batch
+from hf_pipetransformer.autopipe.planner import evaluation_microbatches
+from hf_pipetransformer.batches import batch_size, count_items, cut_tokens, join_outputs, split_batch
 from hf_pipetransformer.cache_tags import CacheTags, detach_tags
 from hf_pipetransformer.errors import guarded
 from hf_pipetransformer.pipeline.engine import Run
@@ -235,7 +236,8 @@ class StageRunner:
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, also one that could be a sum.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
-        micro_batches = self._cut(inputs, total, rule, forward, 1.0, write)
+        count = evaluation_microbatches(stage.layout, batch_size(inputs))
+        micro_batches = self._cut(inputs, total, rule, forward, 1.0, write, num_microbatches=count)
         row = self._row(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
         outputs = stage.engine.begin(row, micro_batches, is_training=False).drain()
         stage.view.widen()
@@ -275,10 +277,12 @@ class StageRunner:
         loss_scale: float | torch.Tensor,
         write: Write | None,
         bounds: Sequence[int] = (),
+        num_microbatches: int | None = None,
     ) -> list[MicroBatch]:
-        """The micro-batches; each cut into the slices of its tokens between `bounds`, if there are any."""
+        """The micro-batches, by default those of the layout; each in the slices of its tokens between any `bounds`."""
+        count = self.stage.layout.num_microbatches if num_microbatches is None else num_microbatches
         cut: list[tuple[dict[str, Any], CacheTags | None, Place | None]] = []
-        for number, whole in enumerate(split_batch(inputs, self.stage.layout.num_microbatches)):
+        for number, whole in enumerate(split_batch(inputs, count)):
             part, tags = detach_tags(whole)
             if not bounds:
                 cut.append((part, tags, None))

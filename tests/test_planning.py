@@ -22,6 +22,7 @@ from hf_pipetransformer.autopipe.planner import (
     choose_num_chunks,
     choose_num_microbatches,
     choose_pipeline_size,
+    evaluation_microbatches,
     largest_rank_size,
     plan_layout,
     plan_transition,
@@ -640,6 +641,14 @@ def test_batches_stay_whole_where_nothing_waits(
     pipeline_size: int, accumulation: int, weights: str, expected: int
 ) -> None:
     assert choose_num_microbatches(pipeline_size, 6, "async_1f1b", accumulation, weights) == expected
+
+
+def test_evaluation_has_a_pipeline_to_fill_where_training_fills_it_with_steps() -> None:
+    assert evaluation_microbatches(ASYNC, 64) == 8
+    assert evaluation_microbatches(replace(ASYNC, num_microbatches=9), 64) == 9
+    assert evaluation_microbatches(ASYNC, 1) == 1
+    assert evaluation_microbatches(SMALL_LAYOUT, 64) == 2
+    assert evaluation_microbatches(replace(ASYNC, num_stages=1, boundaries=(0, 4)), 64) == 1
 
 
 def test_a_shorter_asynchronous_pipeline_gets_the_micro_batches_that_its_weights_take() -> None:

@@ -173,6 +173,14 @@ def choose_num_microbatches(
     return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
 
 
+def evaluation_microbatches(layout: Layout, pipeline_batch_size: int) -> int:
+    """M of evaluation: that of training, unless training fills its pipeline with the batches of several steps."""
+    if not layout.is_asynchronous:
+        return layout.num_microbatches
+    by_rule = choose_num_microbatches(layout.pipeline_size, pipeline_batch_size)
+    return max(layout.num_microbatches, by_rule)
+
+
 def _is_possible(weights: str, num_stages: int, units_per_step: int) -> bool:
     try:
         find_weights(weights).check(num_stages, units_per_step)
