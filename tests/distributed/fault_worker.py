@@ -116,12 +116,13 @@ class FaultyTrainer(PipeTransformerTrainer):
         super()._save(*args, **kwargs)
 
     happening = staticmethod(go_on)
+    happens_at = 2
     calls = 0
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.state.global_step == 3 and self.is_in_train:
             self.calls += 1
-            if self.calls == 2:
+            if self.calls == self.happens_at:
                 self.happening()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=15)
     parser.add_argument("--max_steps", type=int, default=1_000_000)
+    parser.add_argument("--schedule", default="1f1b")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fault = FAULTS[options.fault]
@@ -174,7 +176,8 @@ def main() -> None:
         "report_to": "none",
         "disable_tqdm": True,
         "pipeline_parallel_size": options.num_stages,
-        "pipeline_parallel_num_microbatches": 4,
+        "pipeline_parallel_num_microbatches": 1 if options.schedule == "async_1f1b" else 4,
+        "pipeline_schedule": options.schedule,
         "pipeline_timeout": options.timeout,
         "freeze_policy": "none",
     }
@@ -186,6 +189,7 @@ def main() -> None:
         callbacks=fault.get("callbacks", [Announce()]),
     )
     trainer.happening = fault.get("happening", go_on)
+    trainer.happens_at = 1 if options.schedule == "async_1f1b" else 2
     trainer.saves_slowly = fault.get("saves_slowly", False)
     if trainer.saves_slowly and RANK == 1:
         time.sleep(SLOW_SECONDS)  # As if it prepared its data.

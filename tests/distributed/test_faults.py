@@ -39,6 +39,7 @@ def run_with_fault(
 ) -> LaunchResult:
     timeout = options.pop("pipeline_timeout", PIPELINE_TIMEOUT)
     arguments = [fault, output, "--num_stages", str(num_stages), "--rank", str(rank), "--timeout", str(timeout)]
+    arguments += ["--schedule", options.pop("schedule", "1f1b")]
     return launch(
         FAULT_WORKER, arguments, num_processes=num_processes, timeout=120, check=False, **{"grace": GRACE} | options
     )
@@ -105,6 +106,16 @@ def test_an_exception_in_compute_loss_reaches_every_rank(
         assert f"RuntimeError: {PLANTED}" in text
     for other in set(range(num_processes)) - {rank}:
         assert re.search(rf"\brank {rank}\b.*{PLANTED}", result.outputs[other]), f"rank {other}"
+
+
+# The first one's forward of the fault runs ahead of its step, the last one's does not.
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("exception", marks=pytest.mark.slow)])
+def test_a_fault_amid_steps_without_a_flush_ends_all(tmp_path: Path, fault: str, rank: int):
+    result = run_with_fault(fault, tmp_path, rank=rank, schedule="async_1f1b")
+    assert READY in result.outputs[rank]
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    assert re.search(rf"\brank {rank}\b", result.outputs[1 - rank])
 
 
 def test_a_rank_out_of_memory_ends_all_with_the_options_to_set(tmp_path: Path):
