@@ -21,6 +21,10 @@ from hf_pipetransformer.pipeline.weights.copies import Buffers, Tensors, chunks
 from hf_pipetransformer.pipeline.weights.kind import DirectionName
 
 
+CACHED_WEIGHTS = 1 << 17
+"""What an operation on the host works on at once."""
+
+
 class Direction(Protocol):
     """Knows dW of each parameter."""
 
@@ -249,6 +253,10 @@ def adam_move(
     """
     for part in chunks(values):
         steps: list[Any] = list(counts[part])
+        if _is_on_host([*values[part], *first[part], *second[part]]):
+            for each in zip(values[part], first[part], second[part], steps, strict=True):
+                _adam_move_on_host(*each, betas, eps, rate)
+            continue
         denominators = list(torch._foreach_sqrt(second[part]))
         if isinstance(steps[0], torch.Tensor):
             corrections = [1 - betas[1] ** step for step in steps]
@@ -261,3 +269,18 @@ def adam_move(
             torch._foreach_add_(denominators, eps)
             scales = [-rate / (1 - betas[0] ** step) for step in steps]
             torch._foreach_addcdiv_(values[part], first[part], denominators, scales)
+
+
+def _is_on_host(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
+
+
+def _adam_move_on_host(
+    value: torch.Tensor, first: torch.Tensor, second: torch.Tensor, count: float, betas: Sequence[float], eps: float,
+    rate: float,
+) -> None:  # fmt: skip
+    """`adam_move` of one tensor in pieces that stay in the processor's cache from operation to operation."""
+    correction, scale = (1 - betas[1] ** count) ** 0.5, -rate / (1 - betas[0] ** count)
+    parts = (each.view(-1).split(CACHED_WEIGHTS) for each in (value, first, second))
+    for own, m, v in zip(*parts, strict=True):
+        own.addcdiv_(m, v.sqrt().div_(correction).add_(eps), value=scale)
