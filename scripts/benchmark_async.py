@@ -5,8 +5,8 @@
 
 With two processes real models compute: a ViT of 12 layers of 192 and a BERT of 6 of 384. Every schedule and number of
 micro-batches runs once; then the fastest of the synchronous ones and the asynchronous ones take turns. With four
-processes the computation is emulated, a layer sleeps as long as its samples would take, so that four ranks need no four
-devices: what is measured is the order of the schedule, the transfers, and all that the trainer does in a step.
+processes the computation is emulated, a layer sleeps as long as its samples would take, so that four ranks need no
+four devices: what is measured is the order of the schedule, the transfers, and what the trainer does in a step.
 """
 
 from __future__ import annotations
