@@ -1,6 +1,6 @@
 """Train a few epochs with freezing and the activation cache, and note where the host waits for the device.
 
-    sync_worker.py OUTPUT --num_stages K --model NAME [--batches N] [--cuda]
+    sync_worker.py OUTPUT --num_stages K --model NAME [--batches N] [--cuda] [--schedule NAME]
 
 The device is a stand-in (`tests/doubles/device.py`), or a GPU. Each rank writes `OUTPUT/waits.rank<r>.json`: the calls
 of each optimizer step.
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--schedule", default="1f1b")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
@@ -76,7 +77,8 @@ def main() -> None:
             freeze_policy="fixed",
             freeze_at=FREEZE_AT,
             freeze_min_active_layers=0,
-            activation_cache="on",
+            activation_cache="auto" if parsed.schedule == "async_1f1b" else "on",
+            pipeline_schedule=parsed.schedule,
             activation_cache_dir=str(parsed.output / "cache"),
         ),
         train_dataset=make_rows(parsed.model, NUM_SAMPLES),

@@ -50,7 +50,16 @@ def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, li
 def test_a_step_waits_for_the_device_at_most_twice(
     tmp_path: Path, num_stages: int, num_processes: int, model: str, options: list[str]
 ):
-    check(reports(tmp_path, num_stages, num_processes, model, *options))
+    found = reports(tmp_path, num_stages, num_processes, model, *options)
+    epochs = [event for event in found[0]["cache"] if event["what"] == "epoch"]
+    assert sum(event["written"] for event in epochs) and sum(event["hits"] for event in epochs)
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_a_step_without_a_flush_waits_no_more(tmp_path: Path, num_processes: int):
+    check(reports(tmp_path, 2, num_processes, "vit", "--schedule", "async_1f1b"))
 
 
 @pytest.mark.gpu
@@ -62,8 +71,7 @@ def test_a_step_waits_for_a_gpu_at_most_twice(tmp_path: Path, model: str):
 
 def check(found: list[dict[str, Any]]) -> None:
     transitions = found[0]["transitions"]
-    epochs = [event for event in found[0]["cache"] if event["what"] == "epoch"]
-    assert transitions and sum(event["written"] for event in epochs) and sum(event["hits"] for event in epochs)
+    assert transitions
     for rank, report in enumerate(found):
         assert not report["mixtures"], report["mixtures"]
         steps = steady_steps(report, transitions)

@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hf_pipetransformer.pipeline.weights.copies import Buffers, Tensors, chunks
 from hf_pipetransformer.pipeline.weights.kind import DirectionName
+from hf_pipetransformer.staging import is_apart
 
 
 CACHED_WEIGHTS = 1 << 17
@@ -143,7 +144,7 @@ class _Adam(_FromState):
             first, steps = ([state[key] for state in states] for key in ("exp_avg", "step"))
             second = [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states]
             betas = tuple(float(beta) for beta in group["betas"])
-            on_host = not isinstance(steps[0], torch.Tensor) or steps[0].device.type == "cpu"
+            on_host = not isinstance(steps[0], torch.Tensor) or not is_apart(steps[0].device)
             counts = [float(step) for step in steps] if on_host else steps
             adam_move(values, first, second, counts, betas, group["eps"], rate)
 
@@ -272,7 +273,7 @@ def adam_move(
 
 
 def _is_on_host(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
+    return all(not is_apart(tensor.device) and tensor.is_contiguous() for tensor in tensors)
 
 
 def _adam_move_on_host(
