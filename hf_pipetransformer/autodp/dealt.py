@@ -137,7 +137,7 @@ class DealtLoader(PipelineLoader):
         else:
             # Replica 0's stage 0 is rank 0 under every layout.
             part = take(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
-        self._outbox.flush()
+        self._outbox.flush(self.num_under_way)
         if groups.pipeline_size > 1:
             sent = {key: self._as_sent(key, value) for key, value in part["batch"].items()}
             self._outbox.send({**part, "batch": sent}, groups.pipeline_ranks[1:], groups.pipeline_control)

@@ -112,6 +112,8 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_stale = 0
         self._num_epochs = 0
         self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
+        self.num_under_way = 0
+        """Batches that later stages may not have taken when the first one reads the next."""
         self.num_ahead = 0
         """Batches that were handed out and are not trained with yet."""
         self.pins_memory = False
@@ -338,7 +340,7 @@ class PipelineLoader(DataLoaderStateMixin):
             self.rows.prefetch(self.batch_sampler.upcoming())
         elif self.common_length is not None:
             batch = self._padded(batch, self.common_length)
-        self._outbox.flush()
+        self._outbox.flush(self.num_under_way)
         self._send(batch)
         return dict(batch)
 

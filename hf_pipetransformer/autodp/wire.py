@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,21 +24,20 @@ class Outbox:
     def __init__(self, timeout: float, what: str) -> None:
         self.timeout = timeout
         self.what = what
-        self._leaving: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
+        self._leaving: deque[list[tuple[Any, tuple[torch.Tensor, ...]]]] = deque()
 
     def send(self, tree: Any, peers: Iterable[int], group: Any) -> None:
         """Start to send a tree to some ranks of a gloo `group`; `take` receives it there."""
         message = pack(tree)
         tensors = (torch.tensor([message.numel()]), message)
-        for peer in peers:
-            works = post([sending(tensor, peer, group) for tensor in tensors])
-            self._leaving += [(work, tensors) for work in works]
+        works = [work for peer in peers for work in post([sending(tensor, peer, group) for tensor in tensors])]
+        self._leaving.append([(work, tensors) for work in works])
 
-    def flush(self) -> None:
-        """Wait until everything has left."""
-        leaving, self._leaving = self._leaving, []
-        for work, _tensors in leaving:
-            wait_for(work, self.timeout, self.what)
+    def flush(self, num_kept: int = 0) -> None:
+        """Wait until everything has left but the last trees that were sent, `num_kept` at most."""
+        while len(self._leaving) > num_kept:
+            for work, _tensors in self._leaving.popleft():
+                wait_for(work, self.timeout, self.what)
 
 
 def take(source: int, group: Any, what: str) -> Any:

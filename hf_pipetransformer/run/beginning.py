@@ -135,14 +135,15 @@ class Beginning:
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         noted = Noted(self.trainer, self.topology)
         windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
-        pipeline.windows = windows
+        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows)
+        pipeline.steps = steps
         return Training(
             pipeline=pipeline,
             patience=self.patience,
             loader=loader,
             optimizer=optimizer,
             hooks=StepHooks(optimizer.optimizer, pipeline, windows),
-            steps=Steps(self.trainer, self.topology, pipeline, loader, noted, windows),
+            steps=steps,
             controller=controller,
             transitions=Transitions(*parts, controller, optimizer, cache, loader),
             cache=cache,

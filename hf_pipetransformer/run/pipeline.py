@@ -54,7 +54,7 @@ class Pipeline:
         self.has_labels = has_labels
         self.shared_draws: SharedDraws | None = None
         """In a training of several ranks they stand for the generators of one process."""
-        self.windows: Settling | None = None
+        self.steps: Settling | None = None
         """Of the training under way."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Those of evaluations that outlive one."""
@@ -64,8 +64,8 @@ class Pipeline:
 
     def settle(self) -> None:
         """All stages of a training come to the same weights, with nothing in flight. A collective call."""
-        if self.windows is not None:
-            self.windows.settle()
+        if self.steps is not None:
+            self.steps.settle()
 
     @property
     def layout(self) -> Layout:

@@ -265,7 +265,7 @@ class Run:
     def finish_training(self) -> None:
         """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
         pipeline, training, self.in_training = self.pipeline, self.training, None
-        pipeline.windows = None
+        pipeline.steps = None
         training.steps.noted.note("train")  # Trainer logs once more.
         training.end()
         if self.topology.rank == 0:
@@ -287,7 +287,7 @@ class Run:
         if training is not None:
             training.end()
         if pipeline is not None:
-            pipeline.windows = None
+            pipeline.steps = None
         if pipeline is None or pipeline.stage.reducer is None:
             return
         if pipeline.layout.pipeline_size > 1:

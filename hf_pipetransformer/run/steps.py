@@ -59,23 +59,38 @@ class Steps:
         """Fetch the batches of one step and count, over all replicas, what their losses average over."""
         self._iterator, windows = epoch_iterator, self.windows
         if windows.is_on:
-            self._read_ahead(epoch_iterator, num_batches)
+            windows.look()
+            self._read_ahead(windows.num_wanted(self.pipeline.stage.groups.position), num_batches)
             step = windows.begin_step()
         else:
             step = self._fetch(epoch_iterator, num_batches)
         self._present, self._items = step, deque(step.items)
         return step.batches, step.num_items
 
-    def _read_ahead(self, epoch_iterator: Any, num_batches: int) -> None:
-        """What the window needs to know of the steps behind the next one."""
+    def _read_ahead(self, num_wanted: int, num_batches: int) -> None:
+        """Read until the window knows so many steps, or the epoch's last one; `num_batches` make the next."""
         windows = self.windows
-        for _ in range(windows.num_wanted() - len(windows.queue)):
+        for _ in range(num_wanted - len(windows.queue)):
             if windows.queue and self._has_ended:
                 break
-            windows.read(self._fetch(epoch_iterator, num_batches), self._cut)
+            windows.read(self._fetch(self._iterator, num_batches), self._cut)
             num_batches = self.trainer.args.gradient_accumulation_steps
         if self.loader is not None:
-            self.loader.num_ahead = sum(len(step.batches) for step in list(windows.queue)[1:])
+            # The next batch is sent while those are under way that later stages read later.
+            self.loader.num_under_way = self.trainer.args.gradient_accumulation_steps * num_wanted
+
+    def settle(self) -> None:
+        """All stages come to the same weights, have read the same batches, and nothing is in flight.
+
+        A collective call of all ranks.
+        """
+        if self.windows.is_on and self._iterator is not None:
+            if not self._has_ended:
+                accumulation = self.trainer.args.gradient_accumulation_steps
+                self._read_ahead(self.windows.num_wanted(0) - 1, accumulation)
+            if self.loader is not None:
+                self.loader.num_ahead = sum(len(step.batches) for step in self.windows.queue)
+        self.windows.settle()
 
     @property
     def _has_ended(self) -> bool:
@@ -113,7 +128,7 @@ class Steps:
         self._iterator, self._is_short = None, False
         self.windows.end()
         if self.loader is not None:
-            self.loader.num_ahead = 0
+            self.loader.num_ahead = self.loader.num_under_way = 0
 
     def run(self, model: Any, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
         """Forward, backward and, at the end of an accumulation, reduction of one loader batch.

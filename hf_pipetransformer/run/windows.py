@@ -94,8 +94,8 @@ class Windows:
     record: Callable[[torch.Tensor], None]
     queue: deque[Fetched] = field(default_factory=deque, init=False)
     """Steps that were read and have not begun."""
-    drains_at: int = field(default=0, init=False)
-    """Optimizer steps at the next drain that is known of."""
+    _step: int = field(default=0, init=False)
+    _drains_at: int = field(default=0, init=False)
     _window: Window | None = field(default=None, init=False)
     _present: Fetched = field(default_factory=Fetched, init=False)
     _num_run: int = field(default=0, init=False)
@@ -111,15 +111,26 @@ class Windows:
         """Of the gradients."""
         return self._parts.norms
 
-    def num_wanted(self) -> int:
-        """How many steps shall have been read when the next one begins, it included; alike on all ranks."""
-        step, args = self.trainer.state.global_step, self.trainer.args
+    def look(self) -> None:
+        """A step comes: from here on it is known up to where to read, alike on all ranks."""
+        self._step, args = self.trainer.state.global_step, self.trainer.args
         if self._window is None:
-            self.drains_at = next_drain(self.trainer, self.decisions(), args.pipeline_drain_interval)
-            self.drains_at = max(self.drains_at, step + len(self.queue))
-        size = self.pipeline.layout.pipeline_size
-        ahead = ceil(max(units_ahead(size, rank) for rank in range(size)) / args.gradient_accumulation_steps)
-        return min(1 + ahead, self.drains_at - step)
+            drains_at = next_drain(self.trainer, self.decisions(), args.pipeline_drain_interval)
+            self._drains_at = max(drains_at, self._step + len(self.queue))
+
+    def num_wanted(self, position: int) -> int:
+        """How many steps a rank shall have read, that included which begins or has begun last.
+
+        A later stage comes to a step earlier than the ones before it, so these read further ahead: it finds what it
+        needs there.
+
+        Args:
+            position: of the rank in its pipeline.
+        """
+        size, accumulation = self.pipeline.layout.pipeline_size, self.trainer.args.gradient_accumulation_steps
+        needed = ceil(max(units_ahead(size, rank) for rank in range(size)) / accumulation)
+        ahead = needed + size - 1 - position + (position == 0)
+        return min(1 + ahead, self._drains_at - self._step)
 
     def read(self, step: Fetched, cut: Cut) -> None:
         """Another step was read."""
