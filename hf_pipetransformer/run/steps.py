@@ -69,15 +69,15 @@ class Steps:
 
     def _read_ahead(self, num_wanted: int, num_batches: int) -> None:
         """Read until the window knows so many steps, or the epoch's last one; `num_batches` make the next."""
-        windows = self.windows
+        windows, accumulation = self.windows, self.trainer.args.gradient_accumulation_steps
+        if self.loader is not None:
+            # Batches are on their way until later stages, which read less far ahead, take them.
+            self.loader.num_under_way = accumulation * (1 + windows.num_ahead(0))
         for _ in range(num_wanted - len(windows.queue)):
             if windows.queue and self._has_ended:
                 break
             windows.read(self._fetch(self._iterator, num_batches), self._cut)
-            num_batches = self.trainer.args.gradient_accumulation_steps
-        if self.loader is not None:
-            # The next batch is sent while those are under way that later stages read later.
-            self.loader.num_under_way = self.trainer.args.gradient_accumulation_steps * num_wanted
+            num_batches = accumulation
 
     def settle(self) -> None:
         """All stages come to the same weights, have read the same batches, and nothing is in flight.

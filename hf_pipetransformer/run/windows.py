@@ -121,16 +121,19 @@ class Windows:
     def num_wanted(self, position: int) -> int:
         """How many steps a rank shall have read, that included which begins or has begun last.
 
-        A later stage comes to a step earlier than the ones before it, so these read further ahead: it finds what it
-        needs there.
-
         Args:
             position: of the rank in its pipeline.
         """
+        return min(1 + self.num_ahead(position), self._drains_at - self._step)
+
+    def num_ahead(self, position: int) -> int:
+        """How many steps a rank reads ahead.
+
+        A later stage comes to a step earlier than the ones before it, so these read further: it finds what it needs.
+        """
         size, accumulation = self.pipeline.layout.pipeline_size, self.trainer.args.gradient_accumulation_steps
         needed = ceil(max(units_ahead(size, rank) for rank in range(size)) / accumulation)
-        ahead = needed + size - 1 - position + (position == 0)
-        return min(1 + ahead, self._drains_at - self._step)
+        return needed + size - 1 - position + (position == 0)
 
     def read(self, step: Fetched, cut: Cut) -> None:
         """Another step was read."""

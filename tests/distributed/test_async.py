@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 def run(folder: Path, num_processes: int, names: list[str]) -> Path:
-    launch(WORKER, [folder, *names], num_processes=num_processes, timeout=300, strict_nccl=True)
+    launch(WORKER, [folder, *names], num_processes=num_processes, timeout=120, strict_nccl=True)
     return folder
 
 
