@@ -116,7 +116,7 @@ class StageRunner:
 
     def _advance(self, run: Run, row: Row, is_last_batch: bool) -> None:
         """Run a row; in the last batch of a step gradients are summed over replicas as soon as they are whole."""
-        if is_last_batch:
+        if is_last_batch and self._reducer.buckets:
             for action, parameters in self._last_gradients_of(row):
                 run.advance(before=action)
                 self._reducer.arm(parameters)

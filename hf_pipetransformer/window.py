@@ -59,7 +59,9 @@ class Window:
         self._rows: deque[Row] = deque()
         (program,) = engine.programs
         weights.begin()
-        own = Engine([VersionedProgram(program, weights)], engine.links, engine.meter)
+        if groups.position >= first_active_stage:
+            program = VersionedProgram(program, weights)
+        own = Engine([program], engine.links, engine.meter)
         self.run = own.begin((), self._units)
 
     def add(self, batches: Sequence[Batch]) -> None:

@@ -15,7 +15,7 @@ from hf_pipetransformer.arguments import WEIGHTS
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.weights import WEIGHTS_NAMES
 from hf_pipetransformer.run.horizon import next_drain
-from hf_pipetransformer.run.windows import check_stages, is_asynchronous
+from hf_pipetransformer.run.windows import check_stages
 from tests.models import build_model, collate, make_dataset
 
 
@@ -74,9 +74,9 @@ def test_two_versions_are_refused_where_more_updates_lie_between() -> None:
 
 
 def test_one_stage_alone_is_not_asynchronous() -> None:
-    assert is_asynchronous(layout_of(2))
-    assert not is_asynchronous(layout_of(1))
-    assert not is_asynchronous(layout_of(2, "1f1b"))
+    assert layout_of(2).is_asynchronous
+    assert not layout_of(1).is_asynchronous
+    assert not layout_of(2, "1f1b").is_asynchronous
 
 
 @pytest.mark.parametrize(

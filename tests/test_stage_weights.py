@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from hf_pipetransformer.pipeline.weights import (
     MEASURED_EVERY,
     SAMPLED_WEIGHTS,
+    WEIGHTS_NAMES,
     StageWeights,
     coming_rates,
     find_weights,
@@ -186,9 +187,11 @@ def test_casts_of_predicted_weights_do_not_outlive_their_forward():
     assert (predicted.flatten().tolist(), current.flatten().tolist()) == ([0.0] * 3, [0.5] * 3)
 
 
-def test_a_stage_without_trained_weights_has_nothing_to_do():
-    optimizer = SGD([{"params": []}], lr=0.1)
-    weights = StageWeights(find_weights("vanilla"), 0, 2, optimizer, coming_rates(None, optimizer))
+@pytest.mark.parametrize("kind", WEIGHTS_NAMES)
+@pytest.mark.parametrize("make", [SGD, partial(SGD, momentum=0.9), AdamW])
+def test_a_stage_without_trained_weights_has_nothing_to_do(kind: str, make):
+    optimizer, said = make([{"params": []}], lr=0.1), []
+    weights = StageWeights(find_weights(kind), 0, 2, optimizer, coming_rates(None, optimizer), say=said.append)
     for unit in range(2):
         with weights.forward(unit, unit), weights.backward(unit, unit):
             pass

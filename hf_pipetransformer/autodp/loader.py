@@ -227,7 +227,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def order_state(self) -> torch.Tensor | None:
         """What `starting_at` needs beside the position, between two batches: see `ReplicaBatchSampler.order_state`."""
-        state: torch.Tensor | None = self.batch_sampler.order_state(0 < self._next < len(self))
+        state: torch.Tensor | None = self.batch_sampler.order_state(0 < self.position < len(self))
         return state
 
     def starting_at(

@@ -257,7 +257,7 @@ def begin_cache(
     if trainer.args.cuts_tokens:
         inputs.say_off("pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
         return None
-    if trainer.args.is_asynchronous:
+    if pipeline.layout.is_asynchronous:
         inputs.say_off(
             "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'.", True
         )

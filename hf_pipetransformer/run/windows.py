@@ -12,7 +12,6 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.pipeline.schedules.async_1f1b import units_ahead
 from hf_pipetransformer.pipeline.weights import StageWeights, coming_rates, find_weights
 from hf_pipetransformer.run import host
@@ -26,11 +25,6 @@ from hf_pipetransformer.window import Batch, Window
 
 Cut = Callable[[dict[str, Any], int, Fetched], Batch]
 """Makes a batch for a window: of the batch, its items over all replicas, and its step."""
-
-
-def is_asynchronous(layout: Layout) -> bool:
-    """Whether stages update themselves under a layout; one stage alone waits for nobody."""
-    return layout.pipeline_size > 1 and find_schedule(layout.schedule).is_asynchronous
 
 
 def check_stages(
@@ -47,7 +41,7 @@ def check_stages(
     Raises:
         ValueError: a parameter lies on several stages, or the weights need more micro-batches.
     """
-    if not is_asynchronous(layout):
+    if not layout.is_asynchronous:
         return
     for name, users in units_of_parameter.items():
         stages = sorted({layout.stage_of(unit) for unit in users})
@@ -104,7 +98,7 @@ class Windows:
     @property
     def is_on(self) -> bool:
         """Whether the stages update themselves now."""
-        return is_asynchronous(self.pipeline.layout)
+        return self.pipeline.layout.is_asynchronous
 
     @property
     def norms(self) -> StageNorms:
@@ -222,6 +216,7 @@ class Windows:
             optimizer,
             coming_rates(trainer.lr_scheduler, optimizer),
             layout.num_microbatches * args.gradient_accumulation_steps,
+            casts=trainer.accelerator.native_amp,
         )
         norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.record)
         self._made = made = _Parts(stage, layout, weights, norms)

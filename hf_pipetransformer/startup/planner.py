@@ -189,8 +189,11 @@ class RunPlanner:
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
         # Without frozen layers there is nothing to store.
-        cache = self.args.activation_cache if freezes or layout.num_frozen_layers else "off"
+        may_cache = (freezes or layout.num_frozen_layers) and not layout.is_asynchronous
+        cache = self.args.activation_cache if may_cache else "off"
         pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
+        if self.args.is_asynchronous and not layout.is_asynchronous:
+            pace += " One stage waits for nobody: async_1f1b and its options change nothing."
         return {
             "expectation": f"Freezing: {policy}. Activation cache: {cache}. A step is expected "
             f"to take {prediction.seconds * 1e3:.0f} ms.{pace}",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.pipeline.weights.casts import casting_again
 from tests.async_simulation import SimulatedStage, versions
 from tests.models import build_model, collate, make_dataset
 
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-MODEL, SAMPLES, GLOBAL_BATCH = "bert_sequence", 48, 8
+MODEL, GLOBAL_BATCH = "bert_sequence", 8
 KINDS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd"},
@@ -51,6 +53,7 @@ class AsyncCase:
         layouts: K and R.
         options: more of the pipeline's.
         trainers: more of Trainer's.
+        num_samples: of the data set.
         asks: steps after which a callback asks for a checkpoint, for an evaluation, or reads the model.
         ends: other steps after which a window ends.
         resumes: goes on from that checkpoint in another run.
@@ -64,6 +67,7 @@ class AsyncCase:
     layouts: tuple[tuple[int, int], ...] = ((2, 1),)
     options: dict[str, Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
+    num_samples: int = 48
     asks: dict[int, str] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
     resumes: str | None = None
@@ -76,7 +80,7 @@ class AsyncCase:
     @property
     def steps_per_epoch(self) -> int:
         """The last one may be short."""
-        return -(-SAMPLES // (GLOBAL_BATCH * self.accumulation))
+        return -(-self.num_samples // (GLOBAL_BATCH * self.accumulation))
 
     def windows(self) -> list[list[int]]:
         """Units of each step, by window."""
@@ -114,6 +118,8 @@ CASES = {
     "drained": AsyncCase(interval=4, trainers={"logging_steps": 1}),
     "units": AsyncCase(num_microbatches=2, accumulation=2),
     "replicas": AsyncCase(layouts=((2, 2),)),
+    "bf16": AsyncCase(trainers={"bf16": True}),
+    "bf16-vanilla": AsyncCase("vanilla", "momentum", trainers={"bf16": True}, layouts=((2, 1), (4, 1))),
     "recomputed": AsyncCase("stashing", options={"pipeline_checkpoint": "always"}),
     "still": AsyncCase(trainers={"learning_rate": 0.0, "logging_steps": 1}, layouts=((2, 1), (4, 1), (2, 2))),
     "by-stage": AsyncCase(trainers={"max_grad_norm": 0.3}, layouts=((2, 1), (4, 1))),
@@ -135,11 +141,17 @@ CASES = {
         ends=(3, 8),
         layouts=((2, 1), (4, 1)),
     ),
-    "kept-cuts": AsyncCase(
-        options={"freeze_policy": "fixed", "freeze_at": "3:1,8:2", "elastic": False},
-        ends=(3, 8),
-        layouts=((2, 1), (4, 1)),
-    ),
+    **{
+        f"kept-cuts-{kind}-{optimizer}": AsyncCase(
+            kind,
+            optimizer,
+            options={"freeze_policy": "fixed", "freeze_at": "3:1,8:2", "elastic": False},
+            ends=(3, 8),
+            layouts=((2, 1), (4, 1)),
+        )
+        for kind, optimizer in (("pipeoptim", "adamw"), ("stashing", "momentum"), ("pipeoptim", "sgd"))
+    },
+    "short": AsyncCase(accumulation=2, num_samples=41, layouts=((2, 1), (2, 2))),
     "accumulated": AsyncCase(accumulation=2, asks={1: "save", 2: "read amid"}, layouts=((2, 1), (4, 1))),
 }
 
@@ -192,7 +204,7 @@ def train(name: str, folder: Path, layout: tuple[int, int], checkpoint: str | No
     trainer = PipeTransformerTrainer(
         model=build_model(MODEL),
         args=args,
-        train_dataset=make_dataset(MODEL, SAMPLES),
+        train_dataset=make_dataset(MODEL, case.num_samples),
         eval_dataset=make_dataset(MODEL, 6, seed=1),
         data_collator=collate,
     )
@@ -316,7 +328,9 @@ class DelayedTrainer(Trainer):
         ]
         current = [stage.history[-1].weights for stage in self.stages]
         self.place([forward for forward, _ in seen])
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        casts = casting_again(self.model.parameters()) if self.args.bf16 else nullcontext()
+        with casts, self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
         self.place([backward for _, backward in seen])
         (loss / size).backward()
         self.place(current)
@@ -371,7 +385,7 @@ def simulate(name: str, folder: Path, layout: tuple[int, int]) -> None:
         owners,
         model=build_model(MODEL),
         args=args,
-        train_dataset=make_dataset(MODEL, SAMPLES),
+        train_dataset=make_dataset(MODEL, case.num_samples),
         eval_dataset=make_dataset(MODEL, 6, seed=1),
         data_collator=collate,
     )
@@ -383,7 +397,7 @@ def train_plainly(name: str, folder: Path) -> None:
     case, where = CASES[name], folder / f"{name}-plain"
     torch.manual_seed(11)
     args = TrainingArguments(**options_of(case, where))
-    data = make_dataset(MODEL, SAMPLES)
+    data = make_dataset(MODEL, case.num_samples)
     trainer = Trainer(model=build_model(MODEL), args=args, train_dataset=data, data_collator=collate)
     trainer.train()
     save(trainer, where)

@@ -18,7 +18,7 @@ from tests.distributed.launcher import launch
 QUICK = (
     *(f"{kind}-{optimizer}-a1" for kind, optimizer in zip(KINDS, ("adamw", "fused", "momentum") * 2, strict=True)),
     *("pipeoptim-sgd-a2", "drained", "by-stage", "by-last", "asked", "accumulated", "recomputed", "still"),
-    *("saved", "elastic", "kept-cuts"),
+    *("saved", "elastic", "kept-cuts-stashing-momentum", "bf16-vanilla", "short"),
 )
 WORKER = Path(__file__).with_name("async_worker.py")
 

@@ -44,6 +44,7 @@ class StageWeights:
         coming_rates: per parameter group the learning rates of the next n updates.
         units_per_step: A, of a complete step; only kinds that predict beyond a unit's own step ask.
         say: tells the user something once.
+        casts: whether passes run under autocast, which they enter themselves.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StageWeights:
         coming_rates: ComingRates,
         units_per_step: int = 1,
         say: Callable[[str], None] = announce,
+        casts: bool = False,
     ) -> None:
         self.kind = kind
         self.stage = stage
@@ -63,6 +65,7 @@ class StageWeights:
         self.coming_rates = coming_rates
         self.units_per_step = units_per_step
         self.say = say
+        self.casts = casts
         self._has_said = False
         self._updating = ExitStack()
         self._meter = ErrorMeter()
@@ -107,6 +110,9 @@ class StageWeights:
                 f"Unit {unit} belongs to step {step}, but {self._num_updates} updates of the window are done: "
                 "expected a step that is still to come. Count units and steps from the window's beginning."
             )
+        if not self._parameters:
+            yield
+            return
         position = unit - self._first_units.setdefault(step, unit)
         at = ForwardPass(self.stage, self.num_stages, self.units_per_step, step, position, self._num_updates)
         version = self.kind.forward_version(at)
@@ -121,6 +127,9 @@ class StageWeights:
     @contextmanager
     def backward(self, unit: int, step: int) -> Iterator[None]:
         """The backward of `unit`, whose gradient goes into `step`."""
+        if not self._parameters:
+            yield
+            return
         entry = self._in_flight.pop(unit)
         if entry.sample is not None:
             self._meter.add(entry.sample)
@@ -129,6 +138,8 @@ class StageWeights:
 
     def before_update(self) -> None:
         """`optimizer.step()` comes: what is still needed of the weights is kept."""
+        if not self._parameters:
+            return
         if self._direction is not None:
             self._direction.before_update()
         needed = self._needed(self._num_updates + 1)
@@ -142,6 +153,10 @@ class StageWeights:
         """`optimizer.step()` is done."""
         self._updating.close()
         self._num_updates += 1
+        if not self._parameters:
+            return
+        if self._num_updates == 1:
+            self._check_storage()
         if self._direction is not None:
             self._direction.after_update()
         if self._is_cast():
@@ -153,8 +168,17 @@ class StageWeights:
         """The mean errors of the units measured since the last call; None if none was."""
         return self._meter.take()
 
+    def _check_storage(self) -> None:
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            if parameter.data_ptr() != value.data_ptr():
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} gives parameters new memory in a step, where forwards that are "
+                    "in flight do not find them. Use an optimizer that changes them in place, or "
+                    "pipeline_schedule='1f1b'."
+                )
+
     def _make_direction(self) -> Direction | None:
-        if not self.kind.predicts(self.stage, self.num_stages):
+        if not self._parameters or not self.kind.predicts(self.stage, self.num_stages):
             return None
 
         def rates_now() -> list[float]:
@@ -209,7 +233,7 @@ class StageWeights:
             torch.clear_autocast_cache()
 
     def _is_cast(self) -> bool:
-        return bool(self._parameters) and is_autocast_on(self._parameters[0].device.type)
+        return self.casts or is_autocast_on(self._parameters[0].device.type)
 
     def _backward_differs(self, version: int, step: int) -> bool:
         """Whether the backward of a unit of `step`, whose forward sees `version`, may see other values."""
