@@ -22,9 +22,9 @@ from hf_pipetransformer.pipeline.weights.directions import adam_move
 from hf_pipetransformer.pipeline.weights.prediction_errors import ErrorMeter
 
 
-def one_weight(kind="pipeoptim", stage=0, num_stages=2):
+def one_weight(kind="pipeoptim", stage=0, num_stages=2, shape=(3,)):
     """A stage of one parameter of ones, its weights, and a call that updates it with momentum and rate 0.5."""
-    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter = torch.nn.Parameter(torch.ones(shape))
     optimizer = partial(SGD, momentum=0.9)([parameter], lr=0.5)
     weights = StageWeights(find_weights(kind), stage, num_stages, optimizer, coming_rates(None, optimizer))
 
@@ -176,15 +176,18 @@ def test_views_of_a_cast_are_recognised_and_nothing_else():
 
 
 def test_casts_of_predicted_weights_do_not_outlive_their_forward():
-    """Autocast keeps casts of parameters as long as its block lasts."""
-    parameter, weights, update = one_weight()
+    """Autocast keeps casts of parameters as long as its block lasts, past updates too."""
+    parameter, weights, update = one_weight(shape=(1, 3))
     hidden = torch.eye(3)
     update()
     with torch.autocast("cpu", torch.bfloat16):
+        seen = [torch.nn.functional.linear(hidden, parameter)]
         with weights.forward(1, 2):
-            predicted = torch.nn.functional.linear(hidden, parameter[None])
-        current = torch.nn.functional.linear(hidden, parameter[None])
-    assert (predicted.flatten().tolist(), current.flatten().tolist()) == ([0.0] * 3, [0.5] * 3)
+            seen.append(torch.nn.functional.linear(hidden, parameter))
+        seen.append(torch.nn.functional.linear(hidden, parameter))
+        update(0.1)
+        seen.append(torch.nn.functional.linear(hidden, parameter))
+    assert [found[0].item() for found in seen] == [0.5, 0.0, 0.5, 0.0]  # The buffer is 1, then again 0.9 + 0.1.
 
 
 @pytest.mark.parametrize("kind", WEIGHTS_NAMES)
