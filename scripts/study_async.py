@@ -32,7 +32,7 @@ import torch
 from async_stages import Batch, BertPart, SimulatedRank, Unit, ViTPart, cut, run_window
 from benchmark_real_input import cifar10_images, minilm_folder
 
-from hf_pipetransformer.pipeline.weights import WEIGHTS_NAMES, find_weights
+from hf_pipetransformer.pipeline.weights import find_weights
 from hf_pipetransformer.pipeline.weights.kind import ForwardPass
 from hf_pipetransformer.pipeline.weights.pipeoptim import PipeOptim
 

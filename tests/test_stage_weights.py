@@ -201,3 +201,22 @@ def test_a_stage_without_trained_weights_has_nothing_to_do(kind: str, make):
         weights.before_update()
         weights.after_update()
     assert weights.take_errors() is None
+
+
+@pytest.mark.parametrize(("casts", "seen"), [(True, 1.5), (False, 3.0)])
+def test_a_pass_that_enters_autocast_itself_is_to_be_told(casts: bool, seen: float):
+    """As the stages of a run do. Without, the backward of a linear layer reads the cast that its forward made."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 3.0)
+    optimizer = SGD(layer.parameters(), lr=1.0)
+    weights = StageWeights(find_weights("vanilla"), 0, 2, optimizer, coming_rates(None, optimizer), casts=casts)
+    given = torch.ones(1, 1, requires_grad=True)
+    with weights.forward(0, 1), torch.autocast("cpu", torch.bfloat16):
+        output = layer(given)
+    layer.weight.grad = torch.full((1, 1), 1.5)
+    weights.before_update()
+    optimizer.step()
+    weights.after_update()
+    with weights.backward(0, 1):
+        output.sum().backward()
+    assert given.grad.item() == seen

@@ -18,7 +18,7 @@ from tests.distributed.launcher import launch
 QUICK = (
     *(f"{kind}-{optimizer}-a1" for kind, optimizer in zip(KINDS, ("adamw", "fused", "momentum") * 2, strict=True)),
     *("pipeoptim-sgd-a2", "drained", "by-stage", "by-last", "asked", "accumulated", "recomputed", "still"),
-    *("saved", "elastic", "kept-cuts-stashing-momentum", "bf16-vanilla", "short"),
+    *("saved", "elastic", "kept-cuts-stashing-momentum", "short"),
 )
 WORKER = Path(__file__).with_name("async_worker.py")
 
@@ -76,6 +76,9 @@ def test_weights_and_losses_are_those_of_one_process_with_explicit_delays(
     weights, simulated = (load_file(folder / f"{each}.safetensors") for each in (name, f"{name}-simulated"))
     if num_replicas > 1 or name.startswith("elastic"):  # Sums over replicas round differently.
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        return
+    if name.startswith("bf16"):  # What passes between stages rounds in other places.
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2**-8)
         return
     assert found["loss"] == expected["loss"]
     assert found["learning_rate"] == expected["learning_rate"]
