@@ -5,7 +5,7 @@
 
 Each cell fine-tunes a pretrained model for a short while in one process with one thread, which plays all stages of the
 pipeline (`async_stages.py`), and is evaluated on sentences or images that no run trains on. Finished cells are lines of
-`--folder/cells.jsonl`: start the script again and it goes on where it stopped. `--report` only writes the table.
+files in `--folder`: start the script again and it goes on where it stopped. `--report` only writes the table.
 
 Settings: learning rate linear after a warm-up of a tenth of the steps, no clipping, no dropout, bf16 autocast; the word
 embeddings of MiniLM are not trained (half of its weights, which a short run hardly moves). One drain, at the end.
@@ -43,7 +43,7 @@ SYNCHRONOUS = "synchronous"
 DRAIN_INTERVAL, ERRORS_EVERY = 8, 20
 GROUPED_BY = ("task", "optimizer", "num_stages", "kind", "variant")
 
-# Learning rates found on synchronous runs (--rates), the highest of those that train well, so that delay is felt.
+# Of those tried on synchronous runs of another seed (--rates).
 RATES = {
     ("sst2", "adamw"): 1e-4,
     ("sst2", "momentum"): 1e-2,
@@ -292,7 +292,7 @@ def paired(found: dict[int, float], reference: dict[int, float]) -> dict[str, An
     differences = [found[seed] - reference[seed] for seed in seeds]
     row: dict[str, Any] = {
         "seeds": seeds, "accuracy_percent": [round(found[seed], 2) for seed in seeds],
-        "mean_accuracy_percent": round(statistics.mean(found.values()), 2),
+        "mean_accuracy_percent": round(statistics.mean(found[seed] for seed in seeds), 2) if seeds else None,
         "mean_difference_points": round(statistics.mean(differences), 2) if seeds else None,
     }  # fmt: skip
     if len(seeds) > 1 and any(differences):
@@ -301,9 +301,18 @@ def paired(found: dict[int, float], reference: dict[int, float]) -> dict[str, An
     return row
 
 
+def is_of_study(record: dict[str, Any]) -> bool:
+    """Whether a run had the settings that the study has now."""
+    settings = RATES[record["task"], record["optimizer"]], NUM_STEPS[record["task"]]
+    return (record["rate"], record["num_steps"]) == settings
+
+
 def report(options: argparse.Namespace) -> None:
     """The table over all finished cells."""
-    records = [record for path in sorted(options.folder.glob("*.jsonl")) for record in read_cells(path)]
+    found = [record for path in sorted(options.folder.glob("*.jsonl")) for record in read_cells(path)]
+    records = [record for record in found if is_of_study(record)]
+    if len(records) < len(found):
+        print(f"Left out: {len(found) - len(records)} runs with other learning rates or numbers of steps.")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(tuple(record[key] for key in GROUPED_BY), []).append(record)
