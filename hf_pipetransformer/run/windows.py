@@ -217,6 +217,7 @@ class Windows:
             coming_rates(trainer.lr_scheduler, optimizer),
             layout.num_microbatches * args.gradient_accumulation_steps,
             casts=trainer.accelerator.native_amp,
+            modules=stage.view.model.modules(),
         )
         norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.record)
         self._made = made = _Parts(stage, layout, weights, norms)

@@ -37,7 +37,8 @@ class Buffers:
             self._spare.append([torch.empty_like(value) for value in self._values])
             self._num_made += 1
         copy = self._spare.pop()
-        torch._foreach_copy_(copy, self._values)
+        if self._values:
+            torch._foreach_copy_(copy, self._values)
         return copy
 
     def give_back(self, copy: Tensors) -> None:

@@ -12,6 +12,7 @@ dW by optimizer (PipeOptim, Table I, with the decay of AdamW added):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,25 @@ from hf_pipetransformer.staging import is_apart
 
 CACHED_WEIGHTS = 1 << 17
 """What an operation on the host works on at once."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is moved of a weight. Its rows alone become what they become with all of it.
+
+    Args:
+        index: of the weight, counted over all groups.
+        values: they are moved in place.
+        rows: `(count,)`, which of the weight's `values` are copies of, `(count, ...)`; None if they are all of it.
+    """
+
+    index: int
+    values: torch.Tensor
+    rows: torch.Tensor | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What belongs to `values` of something as large as the weight."""
+        return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
 
 class Direction(Protocol):
@@ -43,8 +63,13 @@ class Direction(Protocol):
         """Whether any parameter has a dW yet."""
         ...
 
-    def go(self, rates: Sequence[float]) -> None:
-        """Move the weights by as much as `rates`, per parameter group the sum of the coming learning rates."""
+    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
+        """Move parts of the weights.
+
+        Args:
+            rates: by how much: per parameter group the sum of the coming learning rates.
+            parts: of current weights.
+        """
         ...
 
     @property
@@ -54,37 +79,39 @@ class Direction(Protocol):
 
 
 def make_direction(
-    name: DirectionName, optimizer: Optimizer, values: Tensors, buffers: Buffers, rates_now: Callable[[], list[float]]
+    name: DirectionName, optimizer: Optimizer, buffers: Buffers, rates_now: Callable[[], list[float]]
 ) -> Direction:
     """How predictions go on for an optimizer.
 
     Args:
-        values: of the parameters of all groups in their order, sharing their storage.
-        buffers: for copies of them.
+        buffers: for copies of the parameters of all groups in their order.
         rates_now: learning rate of each parameter group in the next update.
     """
     # A class derived from them may step in another way.
     if type(optimizer) in (Adam, AdamW):
-        return _Adam(optimizer, values, with_decay=name == "optimizer")
+        return _Adam(optimizer, with_decay=name == "optimizer")
     if name == "adam":
-        return _OwnMoments(optimizer, values)
+        return _OwnMoments(optimizer)
     momentum = [group for group in optimizer.param_groups if type(optimizer) is SGD and _goes_by_buffer(group)]
     if momentum and len(momentum) == len(optimizer.param_groups):
-        return _Momentum(optimizer, values)
-    return _LastUpdate(optimizer, values, buffers, rates_now)
+        return _Momentum(optimizer)
+    return _LastUpdate(optimizer, buffers, rates_now)
 
 
 def _goes_by_buffer(group: dict[str, Any]) -> bool:
     return group["momentum"] != 0 and not group["nesterov"]
 
 
-def _grouped(optimizer: Optimizer, values: Sequence[Any], rates: Sequence[float]) -> Iterator[tuple[Any, Any, float]]:
-    """Each parameter group that moves, with its part of `values` and its rate."""
+def _grouped(
+    optimizer: Optimizer, parts: Sequence[Part], rates: Sequence[float]
+) -> Iterator[tuple[dict[str, Any], list[tuple[torch.Tensor, Part]], float]]:
+    """Each parameter group that moves, with its own of `parts`, each after its parameter, and its rate."""
     start = 0
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        end = start + len(group["params"])
-        if rate:
-            yield group, values[start:end], rate
+        own, end = group["params"], start + len(group["params"])
+        pairs = [(own[part.index - start], part) for part in parts if start <= part.index < end]
+        if rate and pairs:
+            yield group, pairs, rate
         start = end
 
 
@@ -93,9 +120,8 @@ class _FromState:
 
     bytes_held = 0
 
-    def __init__(self, optimizer: Optimizer, values: Tensors, key: str) -> None:
+    def __init__(self, optimizer: Optimizer, key: str) -> None:
         self.optimizer = optimizer
-        self.values = values
         self.key = key
 
     def begin(self) -> None:
@@ -110,43 +136,50 @@ class _FromState:
     def is_known(self) -> bool:
         return any(state.get(self.key) is not None for state in self.optimizer.state.values())
 
-    def with_state(self, group: dict[str, Any], values: Tensors) -> tuple[Tensors, list[dict[str, Any]]]:
-        """The weights of a group that have a state, and that; those that never had a gradient do not move."""
-        states = [self.optimizer.state.get(parameter, {}) for parameter in group["params"]]
-        found = [(v, state) for v, state in zip(values, states, strict=True) if state.get(self.key) is not None]
-        return [value for value, _ in found], [state for _, state in found]
+    def with_state(self, pairs: Sequence[tuple[torch.Tensor, Part]]) -> tuple[list[Part], list[dict[str, Any]]]:
+        """The parts that have a state, and that; weights that never had a gradient do not move."""
+        states = [(part, self.optimizer.state.get(parameter, {})) for parameter, part in pairs]
+        found = [(part, state) for part, state in states if state.get(self.key) is not None]
+        return [part for part, _ in found], [state for _, state in found]
 
 
 class _Momentum(_FromState):
-    def __init__(self, optimizer: Optimizer, values: Tensors) -> None:
-        super().__init__(optimizer, values, "momentum_buffer")
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, "momentum_buffer")
 
-    def go(self, rates: Sequence[float]) -> None:
-        for group, all_values, rate in _grouped(self.optimizer, self.values, rates):
-            values, states = self.with_state(group, all_values)
-            if values:
-                torch._foreach_add_(values, [state["momentum_buffer"] for state in states], alpha=-rate)
+    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
+        for _, pairs, rate in _grouped(self.optimizer, parts, rates):
+            found, states = self.with_state(pairs)
+            if found:
+                buffers = _of(found, [state["momentum_buffer"] for state in states])
+                torch._foreach_add_([part.values for part in found], buffers, alpha=-rate)
 
 
 class _Adam(_FromState):
-    def __init__(self, optimizer: Optimizer, values: Tensors, with_decay: bool) -> None:
-        super().__init__(optimizer, values, "exp_avg")
+    def __init__(self, optimizer: Optimizer, with_decay: bool) -> None:
+        super().__init__(optimizer, "exp_avg")
         self.with_decay = with_decay
 
-    def go(self, rates: Sequence[float]) -> None:
-        for group, all_values, rate in _grouped(self.optimizer, self.values, rates):
-            values, states = self.with_state(group, all_values)
-            if not values:
+    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
+        for group, pairs, rate in _grouped(self.optimizer, parts, rates):
+            found, states = self.with_state(pairs)
+            if not found:
                 continue
+            values = [part.values for part in found]
             decay = float(group["weight_decay"]) if self.with_decay and group["decoupled_weight_decay"] else 0.0
             if decay:
                 torch._foreach_mul_(values, 1 - rate * decay)
-            first, steps = ([state[key] for state in states] for key in ("exp_avg", "step"))
-            second = [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states]
+            first = _of(found, [state["exp_avg"] for state in states])
+            second = _of(found, [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states])
+            steps = [state["step"] for state in states]
             betas = tuple(float(beta) for beta in group["betas"])
             on_host = not isinstance(steps[0], torch.Tensor) or not is_apart(steps[0].device)
             counts = [float(step) for step in steps] if on_host else steps
             adam_move(values, first, second, counts, betas, group["eps"], rate)
+
+
+def _of(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Tensors:
+    return [part.of(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class _OwnMoments:
@@ -154,9 +187,8 @@ class _OwnMoments:
 
     betas, eps = (0.9, 0.999), 1e-8
 
-    def __init__(self, optimizer: Optimizer, values: Tensors) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.values = values
         self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._num_gradients: dict[int, int] = {}
 
@@ -185,23 +217,20 @@ class _OwnMoments:
     def is_known(self) -> bool:
         return bool(self._moments)
 
-    def go(self, rates: Sequence[float]) -> None:
-        for _, indices, rate in _grouped(self.optimizer, range(len(self.values)), rates):
-            known = [index for index in indices if index in self._moments]
+    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
+        for _, pairs, rate in _grouped(self.optimizer, parts, rates):
+            known = [part for _, part in pairs if part.index in self._moments]
             if known:
-                first, second = ([self._moments[index][which] for index in known] for which in (0, 1))
-                counts = [float(self._num_gradients[index]) for index in known]
-                adam_move([self.values[i] for i in known], first, second, counts, self.betas, self.eps, rate)
+                first, second = (_of(known, [self._moments[part.index][which] for part in known]) for which in (0, 1))
+                counts = [float(self._num_gradients[part.index]) for part in known]
+                adam_move([part.values for part in known], first, second, counts, self.betas, self.eps, rate)
 
 
 class _LastUpdate:
     """Goes on as the last update of the window went: dW is its finite difference over its learning rate."""
 
-    def __init__(
-        self, optimizer: Optimizer, values: Tensors, buffers: Buffers, rates_now: Callable[[], list[float]]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, buffers: Buffers, rates_now: Callable[[], list[float]]) -> None:
         self.optimizer = optimizer
-        self.values = values
         self.buffers = buffers
         self.rates_now = rates_now
         self._before: Tensors | None = None
@@ -224,16 +253,16 @@ class _LastUpdate:
     def is_known(self) -> bool:
         return self._before is not None and any(self._rates)
 
-    def go(self, rates: Sequence[float]) -> None:
+    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
         assert self._before is not None
         # Where nothing was learnt, as at the first step of a warm-up, there is no direction.
         updates = [rate / last if last else 0.0 for rate, last in zip(rates, self._rates, strict=True)]
-        pairs = list(zip(self.values, self._before, strict=True))
-        for _, group, num_updates in _grouped(self.optimizer, pairs, updates):
-            values, before = [value for value, _ in group], [was for _, was in group]
-            for part in chunks(values):
-                back = torch._foreach_sub(before[part], values[part])
-                torch._foreach_add_(values[part], back, alpha=-num_updates)
+        for _, pairs, num_updates in _grouped(self.optimizer, parts, updates):
+            values = [part.values for _, part in pairs]
+            before = [part.of(self._before[part.index]) for _, part in pairs]
+            for some in chunks(values):
+                back = torch._foreach_sub(before[some], values[some])
+                torch._foreach_add_(values[some], back, alpha=-num_updates)
 
 
 def adam_move(

@@ -1,4 +1,7 @@
-"""How far the weights that forwards saw are from those at their backwards, on a sample of a stage's weights."""
+"""How far the weights that forwards saw are from those at their backwards, on a sample of a stage's weights.
+
+Embeddings that are predicted by rows are not sampled, under any kind: most of their rows no forward sees.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class ErrorMeter:
         self._sums: torch.Tensor | None = None
 
     def watch(self, values: Sequence[torch.Tensor]) -> None:
-        """From now on these are the weights of the stage."""
+        """From now on these are the weights of the stage that are sampled."""
         self._values = list(values)
         self._stride = _stride([value.numel() for value in self._values])
 

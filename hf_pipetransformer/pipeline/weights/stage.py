@@ -6,11 +6,12 @@ back after the pass. What autograd kept by reference (a parameter, its transpose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hf_pipetransformer.pipeline.weights.casts import casting_again, is_autocast_on
@@ -19,6 +20,7 @@ from hf_pipetransformer.pipeline.weights.directions import Direction, make_direc
 from hf_pipetransformer.pipeline.weights.kind import ForwardPass, WeightKind
 from hf_pipetransformer.pipeline.weights.prediction_errors import ErrorMeter, PredictionErrors, Sample
 from hf_pipetransformer.pipeline.weights.rates import ComingRates
+from hf_pipetransformer.pipeline.weights.rows import PredictedWeights
 from hf_pipetransformer.report.events import announce
 
 
@@ -45,6 +47,7 @@ class StageWeights:
         units_per_step: A, of a complete step; only kinds that predict beyond a unit's own step ask.
         say: tells the user something once.
         casts: whether passes run under autocast, which they enter themselves.
+        modules: of the stage's model. Of embeddings among them only the rows that are looked up are predicted.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StageWeights:
         units_per_step: int = 1,
         say: Callable[[str], None] = announce,
         casts: bool = False,
+        modules: Iterable[nn.Module] = (),
     ) -> None:
         self.kind = kind
         self.stage = stage
@@ -66,6 +70,7 @@ class StageWeights:
         self.units_per_step = units_per_step
         self.say = say
         self.casts = casts
+        self.modules = tuple(modules)
         self._has_said = False
         self._updating = ExitStack()
         self._meter = ErrorMeter()
@@ -79,15 +84,16 @@ class StageWeights:
     @property
     def bytes_held(self) -> int:
         """Of copies right now, and of what predictions need of their own, beside the current weights."""
-        return self._buffers.bytes_held + (0 if self._direction is None else self._direction.bytes_held)
+        of_direction = 0 if self._direction is None else self._direction.bytes_held
+        return self._buffers.bytes_held + self._predicted.bytes_held + of_direction
 
     def begin(self) -> None:
         """A window begins: nothing is in flight, no update done."""
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._values: Tensors = [parameter.data for parameter in self._parameters]
         self._num_updates = 0
-        self._meter.watch(self._values)
         self.end()
+        self._meter.watch(self._predicted.others)
 
     def end(self) -> None:
         """Drained or abandoned: nothing is kept but the current weights."""
@@ -96,6 +102,7 @@ class StageWeights:
         self._first_units: dict[int, int] = {}
         self._kept: dict[int, Tensors] = {}
         self._buffers = Buffers(self._values)
+        self._predicted = PredictedWeights(self._values, self._parameters, self.modules)
         self._direction = self._make_direction()
 
     @contextmanager
@@ -122,7 +129,8 @@ class StageWeights:
         with self._showing(version), casting_again(self._parameters) if is_cast_again else nullcontext():
             sample = None if current is None else Sample(s, current, self._meter.sample())
             self._in_flight[unit] = _InFlight(version, sample)
-            yield
+            with self._predicted.noting():
+                yield
 
     @contextmanager
     def backward(self, unit: int, step: int) -> Iterator[None]:
@@ -184,7 +192,7 @@ class StageWeights:
         def rates_now() -> list[float]:
             return [group[0] for group in self.coming_rates(1)]
 
-        return make_direction(self.kind.direction, self.optimizer, self._values, self._buffers, rates_now)
+        return make_direction(self.kind.direction, self.optimizer, self._buffers, rates_now)
 
     def _showing(self, version: int) -> AbstractContextManager[None]:
         """That version is in the parameters."""
@@ -197,14 +205,8 @@ class StageWeights:
     @contextmanager
     def _showing_predicted(self, rates: list[float]) -> Iterator[None]:
         assert self._direction is not None
-        current = self._buffers.copy()
-        try:
-            self._direction.go(rates)
-            with self._casts_forgotten():
-                yield
-        finally:
-            torch._foreach_copy_(self._values, current)
-            self._buffers.give_back(current)
+        with self._predicted.showing(self._direction, rates), self._casts_forgotten():
+            yield
 
     @contextmanager
     def _showing_kept(self, version: int) -> Iterator[None]:
