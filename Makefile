@@ -125,6 +125,15 @@ benchmark-causal: $(INSTALLED)
 
 benchmark-async: $(INSTALLED)
 	$(BIN)/python scripts/benchmark_async_simulation.py --output benchmarks/async_simulation.json
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_async.py \
+		--output benchmarks/async.json
+	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_async.py --emulated \
+		--output benchmarks/async.json
+
+# Three hours of one core; it goes on where it stopped, and both tasks may run side by side.
+study-async: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/python scripts/study_async.py --data $(SHARED)/data --models $(SHARED)/models \
+		--folder runs/async_study --output benchmarks/async_study.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)
