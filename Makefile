@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async study clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async study study-async clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -35,7 +35,7 @@ help:
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
-	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, a minute"
+	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, throughput, half an hour; make study-async: its accuracy"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
@@ -133,7 +133,7 @@ benchmark-async: $(INSTALLED)
 # Three hours of one core; it goes on where it stopped, and both tasks may run side by side.
 study-async: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/study_async.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder runs/async_study --output benchmarks/async_study.json
+		--folder outputs/async_study --output benchmarks/async_study.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)
