@@ -598,6 +598,21 @@ def test_a_frozen_stage_of_an_asynchronous_pipeline_only_runs_forwards() -> None
     assert found.seconds == 7
 
 
+def test_cuts_of_an_asynchronous_pipeline_even_out_the_updates_too() -> None:
+    """A stage with a large embedding, which every step updates, gets fewer layers."""
+    units = 10
+    costs = UnitCosts(
+        forward=(1.0,) * units, backward=(2.0,) * units, edge_backward=(2.0,) * units,
+        parameters=(600, *(10,) * (units - 1)), activation_bytes=(1.0,) * units,
+    )  # fmt: skip
+    loads = [unit_loads(costs, 0, update_per_parameter=update) for update in (0.0, 0.01)]
+    assert loads[0] == [3.0] * units
+    assert loads[1] == pytest.approx([9.0] + [3.1] * (units - 1))
+    cuts = [stage_boundaries(each, range(units + 1), 2) for each in loads]
+    assert cuts == [(0, 5, 10), (0, 4, 10)]
+    assert unit_loads(costs, 1, update_per_parameter=0.01)[:3] == [1.0] * 3
+
+
 def test_one_rank_is_not_asynchronous() -> None:
     alone = replace(ASYNC, num_stages=1, boundaries=(0, 4))
     overheads = Overheads(optimizer_per_parameter=0.1)

@@ -131,13 +131,24 @@ def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
     return [0.0] * first + list(costs.forward[first:])
 
 
-def unit_loads(costs: UnitCosts, num_frozen_layers: int, cache_level: int = 0) -> list[float]:
+def unit_loads(
+    costs: UnitCosts, num_frozen_layers: int, cache_level: int = 0, update_per_parameter: float = 0.0
+) -> list[float]:
     """Seconds per sample that each unit costs: what a partition evens out.
 
     A frozen unit only runs its forward, and not even that for a sample whose activation is stored.
+
+    Args:
+        costs: of the model's units.
+        num_frozen_layers: F.
+        cache_level: layers whose activations are stored.
+        update_per_parameter: seconds per sample of an optimizer step and trained parameter, where stages update
+            themselves; where all wait for the slowest update it is no matter of cuts alone.
     """
-    forwards, backwards = unit_forwards(costs, cache_level), unit_backwards(costs, num_frozen_layers)
-    return [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
+    first, trained = first_above(num_frozen_layers), costs.trained
+    updates = [update_per_parameter * count * (unit >= first) for unit, count in enumerate(trained)]
+    parts = unit_forwards(costs, cache_level), unit_backwards(costs, num_frozen_layers), updates
+    return [sum(each) for each in zip(*parts, strict=True)]
 
 
 def predict_step(

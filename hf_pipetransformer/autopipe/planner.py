@@ -284,7 +284,9 @@ def plan_transition(
         needed = max(rank_bytes(layout, costs, samples, accumulation=accumulation, weights=kind))
         return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
-    loads = unit_loads(costs, num_frozen_layers, cache_level)
+    samples_per_step = samples_per_device * current.pipeline_size * accumulation
+    update = overheads.optimizer_per_parameter / samples_per_step if current.is_asynchronous else 0.0
+    loads = unit_loads(costs, num_frozen_layers, cache_level, update)
     candidates = []
     for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
         samples, is_free = samples_per_device * size, rules.num_microbatches is None

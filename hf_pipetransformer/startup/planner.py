@@ -162,9 +162,12 @@ class RunPlanner:
         return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
 
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
-        structure = self.probe.structure
+        structure, update = self.probe.structure, 0.0
+        if self.args.is_asynchronous and self._is_free:
+            samples_per_step = samples_per_device * size * self.args.gradient_accumulation_steps
+            update = self.costs.overheads.optimizer_per_parameter / samples_per_step
         layout = plan_layout(
-            unit_costs=unit_loads(self._cut_by, num_frozen),
+            unit_costs=unit_loads(self._cut_by, num_frozen, update_per_parameter=update),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
             pipeline_size=size,
