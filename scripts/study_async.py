@@ -48,7 +48,7 @@ RATES = {
     ("sst2", "adamw"): 1e-4,
     ("sst2", "momentum"): 1e-2,
     ("cifar10", "adamw"): 3e-4,
-    ("cifar10", "momentum"): 5e-3,
+    ("cifar10", "momentum"): 2e-3,
 }
 NUM_STEPS = {"sst2": 160, "cifar10": 160}
 BATCHES = {"sst2": 16, "cifar10": 8}
