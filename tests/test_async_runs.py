@@ -58,19 +58,25 @@ def layout_of(num_stages: int, schedule: str = "async_1f1b", num_microbatches: i
     return Layout(4, 0, num_stages, 1, boundaries, num_microbatches, schedule)
 
 
+def options(weights: str = "pipeoptim", accumulation: int = 1, samples: int = 8) -> Any:
+    return SimpleNamespace(
+        pipeline_weights=weights, gradient_accumulation_steps=accumulation, per_device_train_batch_size=samples
+    )
+
+
 def test_a_parameter_of_several_stages_is_refused_with_what_to_change() -> None:
     tied = {"embeddings.weight": (0, 9), "layer.weight": (3,)}
     with pytest.raises(ValueError, match=r"embeddings.weight is used on stages 0, 1.*tie_word_embeddings=False"):
-        check_stages(layout_of(2), tied, "pipeoptim", 1)
-    check_stages(layout_of(1), tied, "pipeoptim", 1)
-    check_stages(layout_of(2, "1f1b"), tied, "pipeoptim", 1)
+        check_stages(layout_of(2), tied, options())
+    check_stages(layout_of(1), tied, options())
+    check_stages(layout_of(2, "1f1b"), tied, options())
 
 
 def test_two_versions_are_refused_where_more_updates_lie_between() -> None:
     with pytest.raises(ValueError, match="double_buffer.*expected at least 3"):
-        check_stages(layout_of(4), {}, "double_buffer", 1)
-    check_stages(layout_of(4, num_microbatches=2), {}, "double_buffer", 2)
-    check_stages(layout_of(2), {}, "double_buffer", 1)
+        check_stages(layout_of(4), {}, options("double_buffer"))
+    check_stages(layout_of(4, num_microbatches=2), {}, options("double_buffer", 2))
+    check_stages(layout_of(2), {}, options("double_buffer"))
 
 
 def test_one_stage_alone_is_not_asynchronous() -> None:

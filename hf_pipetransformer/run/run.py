@@ -237,9 +237,7 @@ class Run:
             check_undivided(loader, "get_train_dataloader", layout.pipeline_size)
         trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
         users = start_up.probe.structure.units_of_parameter
-        check_stages(
-            layout, {name: users[name] for name in trained}, args.pipeline_weights, args.gradient_accumulation_steps
-        )
+        check_stages(layout, {name: users[name] for name in trained}, args)
         pipeline = self.start(found, layout)
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)

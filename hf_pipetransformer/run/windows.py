@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules.async_1f1b import units_ahead
 from hf_pipetransformer.pipeline.weights import StageWeights, coming_rates, find_weights
@@ -27,16 +28,21 @@ Cut = Callable[[dict[str, Any], int, Fetched], Batch]
 """Makes a batch for a window: of the batch, its items over all replicas, and its step."""
 
 
+def units_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
+    """Micro-batches of an optimizer step of full batches: none is without samples."""
+    samples = args.per_device_train_batch_size * layout.pipeline_size
+    return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
+
+
 def check_stages(
-    layout: Layout, units_of_parameter: dict[str, tuple[int, ...]], weights: str, accumulation: int
+    layout: Layout, units_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
 ) -> None:
     """Refuse what cannot be trained by stages that are at different steps.
 
     Args:
         layout: of the run.
         units_of_parameter: users of each parameter that is trained.
-        weights: the option.
-        accumulation: batches per optimizer step.
+        args: the options.
 
     Raises:
         ValueError: a parameter lies on several stages, or the weights need more micro-batches.
@@ -51,7 +57,7 @@ def check_stages(
                 "update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, or use "
                 "pipeline_schedule='1f1b'."
             )
-    find_weights(weights).check(layout.num_stages, layout.num_microbatches * accumulation)
+    find_weights(args.pipeline_weights).check(layout.num_stages, units_per_step(layout, args))
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ class Windows:
             layout.num_stages,
             optimizer,
             coming_rates(trainer.lr_scheduler, optimizer),
-            layout.num_microbatches * args.gradient_accumulation_steps,
+            units_per_step(layout, args),
             casts=trainer.accelerator.native_amp,
             modules=stage.view.model.modules(),
         )
