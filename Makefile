@@ -133,7 +133,7 @@ benchmark-async: $(INSTALLED)
 # Three hours of one core; it goes on where it stopped, and both tasks may run side by side.
 study-async: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/study_async.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder outputs/async_study --output benchmarks/async_study.json
+		--folder benchmarks/async_study --output benchmarks/async_study.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)
