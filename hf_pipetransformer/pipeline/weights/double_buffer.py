@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hf_pipetransformer.pipeline.weights.kind import DirectionName, ForwardPass
+from hf_pipetransformer.pipeline.weights.kind import ForwardPass, Plain
 
 
-class DoubleBuffer:
+class DoubleBuffer(Plain):
     """Both passes of all units of step t see version t - 1, on every stage: a uniform delay of one update.
 
     Where a short step (the last of an epoch) has a forward come before that version is there, the unit sees the
@@ -15,7 +15,6 @@ class DoubleBuffer:
     """
 
     name = "double_buffer"
-    direction: DirectionName = "optimizer"
 
     def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
         return 2
@@ -28,9 +27,6 @@ class DoubleBuffer:
                 f"update apart: expected at least {num_stages - 1}. Raise pipeline_parallel_num_microbatches or "
                 "gradient_accumulation_steps, or use another pipeline_weights."
             )
-
-    def predicts(self, stage: int, num_stages: int) -> bool:
-        return False
 
     def forward_version(self, forward: ForwardPass) -> int:
         return min(max(0, forward.step - 1), forward.num_updates)

@@ -98,14 +98,29 @@ def units_until_first_stage(stage: int) -> int:
     return stage // 2
 
 
-class Predictor:
-    """What `spectrain` and `xpipe` share: both passes see the version that the stage has at stage 0's backward."""
+class Plain:
+    """What a kind is unless it says otherwise: nothing is predicted or kept, and forwards see the current weights."""
+
+    direction: DirectionName = "optimizer"
 
     def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
         return 2 if self.predicts(stage, num_stages) else 1
 
     def check(self, num_stages: int, units_per_step: int) -> None:
         return None
+
+    def predicts(self, stage: int, num_stages: int) -> bool:
+        return False
+
+    def forward_version(self, forward: ForwardPass) -> int:
+        return forward.num_updates
+
+    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        return set()
+
+
+class Predictor(Plain):
+    """What `spectrain` and `xpipe` share: both passes see the version that the stage has at stage 0's backward."""
 
     def predicts(self, stage: int, num_stages: int) -> bool:
         return steady_lag(stage, num_stages) + units_until_first_stage(stage) > 0
@@ -116,6 +131,3 @@ class Predictor:
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         return forward_version
-
-    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
-        return set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_pipetransformer.pipeline.weights.kind import DirectionName, Predictor
+from hf_pipetransformer.pipeline.weights.kind import Predictor
 
 
 class SpecTrain(Predictor):
@@ -13,4 +13,3 @@ class SpecTrain(Predictor):
     """
 
     name = "spectrain"
-    direction: DirectionName = "optimizer"

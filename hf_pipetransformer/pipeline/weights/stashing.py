@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hf_pipetransformer.pipeline.weights.kind import DirectionName, ForwardPass, steady_lag
+from hf_pipetransformer.pipeline.weights.kind import Plain, steady_lag
 
 
-class Stashing:
+class Stashing(Plain):
     """A forward sees the current weights, its backward the same: each version in flight is kept."""
 
     name = "stashing"
-    direction: DirectionName = "optimizer"
 
     def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
         """A version for each step that the units in flight belong to: K - stage with one unit a step."""
         return 1 + -(-steady_lag(stage, num_stages) // units_per_step)
-
-    def check(self, num_stages: int, units_per_step: int) -> None:
-        return None
-
-    def predicts(self, stage: int, num_stages: int) -> bool:
-        return False
-
-    def forward_version(self, forward: ForwardPass) -> int:
-        return forward.num_updates
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         return forward_version
