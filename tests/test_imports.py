@@ -21,7 +21,7 @@ FLOORS = [
     {"run"},
     {"controller"},
     {"execution", "startup", "decisions", "layer_probe"},
-    {"transition", "cli", "samples"},
+    {"transition", "cli", "samples", "pipe"},
     {"wiring", "window"},
     {"autopipe"},
     {"simulator", "autocache"},

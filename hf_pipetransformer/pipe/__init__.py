@@ -1,0 +1,1 @@
+"""`Pipe`: an `nn.Sequential` as a pipeline over the devices of one process (GPipe)."""
