@@ -1,1 +1,22 @@
-"""`Pipe`: an `nn.Sequential` as a pipeline over the devices of one process (GPipe)."""
+"""`Pipe`: an `nn.Sequential` as a pipeline over the devices of one process (GPipe).
+
+In the place of `torch.distributed.pipeline.sync`, which PyTorch had until 2.3, and of torchgpipe.
+"""
+
+from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
+from hf_pipetransformer.pipe.gpipe import GPipe
+from hf_pipetransformer.pipe.micro_batches import NoChunk
+from hf_pipetransformer.pipe.pipe import Pipe
+from hf_pipetransformer.pipe.recomputation import is_checkpointing, is_recomputing
+from hf_pipetransformer.pipe.stages import WithDevice
+
+
+__all__ = [
+    "DeferredBatchNorm",
+    "GPipe",
+    "NoChunk",
+    "Pipe",
+    "WithDevice",
+    "is_checkpointing",
+    "is_recomputing",
+]

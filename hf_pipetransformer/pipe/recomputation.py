@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 
@@ -26,17 +27,22 @@ def is_recomputing() -> bool:
     return _IS_RECOMPUTING.get()
 
 
-@contextmanager
-def _is_set(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
+class _Set:
+    """Sets a flag inside, any number of times: a kept graph is computed again for each backward."""
+
+    def __init__(self, flag: ContextVar[bool]) -> None:
+        self._flag = flag
+        self._tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(self._flag.set(True))
+
+    def __exit__(self, *_: object) -> None:
+        self._flag.reset(self._tokens.pop())
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _is_set(_IS_CHECKPOINTING), _is_set(_IS_RECOMPUTING)
+    return _Set(_IS_CHECKPOINTING), _Set(_IS_RECOMPUTING)
 
 
 def checkpointed(function: Callable[..., Any], *values: Any) -> Any:
@@ -45,6 +51,31 @@ def checkpointed(function: Callable[..., Any], *values: Any) -> Any:
     Random numbers are those of the first time when it runs again.
     """
     return checkpoint(function, *values, use_reentrant=False, context_fn=_contexts)
+
+
+class _Waking(torch.autograd.Function):
+    """A node inside a checkpointed forward whose backward has that forward run again, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor.new_empty(0))
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:
+        # What is saved inside is computed again, all of it, when the first of it is asked for.
+        ctx.saved_tensors  # noqa: B018
+
+
+def waking(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    """A token to release: the forward that gave `values` runs again then, and need not wait for its gradient.
+
+    Called in the checkpointed function. A device that has nothing else to do computes again while the gradient is
+    on its way (early recomputation, as in torchgpipe). No token if nothing of them needs a gradient.
+    """
+    needing = (value for value in values if isinstance(value, torch.Tensor) and value.requires_grad)
+    first = next(needing, None)
+    return () if first is None else (_Waking.apply(first),)  # type: ignore[no-untyped-call]
 
 
 def num_checkpointed(mode: str, num_micro_batches: int) -> int:

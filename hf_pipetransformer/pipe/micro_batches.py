@@ -1,0 +1,126 @@
+"""A mini-batch in micro-batches and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class NoChunk:
+    """A tensor that every micro-batch gets whole.
+
+    Raises:
+        TypeError: it is none.
+    """
+
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor):
+            raise TypeError(f"NoChunk takes a tensor, found {type(self.tensor).__name__}.")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What passes between two stages.
+
+    Args:
+        values: tensors and others.
+        is_single: whether it is one value, not a tuple of one.
+    """
+
+    values: tuple[Any, ...]
+    is_single: bool
+
+    @classmethod
+    def of(cls, value: Any) -> MicroBatch:
+        """What a module returned."""
+        is_tuple = isinstance(value, (tuple, list))
+        return cls(tuple(value) if is_tuple else (value,), not is_tuple)
+
+    @property
+    def value(self) -> Any:
+        """As a module returned it, a list as a tuple."""
+        return self.values[0] if self.is_single else self.values
+
+
+def check_values(values: Sequence[Any], where: str, only_tensors: bool = False) -> None:
+    """Refuse what cannot pass between stages.
+
+    Args:
+        where: for the message.
+        only_tensors: whether every value must be a tensor.
+
+    Raises:
+        TypeError: no value is a tensor, or not all of them.
+    """
+    found = [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
+    if len(found) == len(values):
+        raise TypeError(f"{where} must have at least one tensor, found {', '.join(found) or 'nothing'}.")
+    if only_tensors and found:
+        raise TypeError(f"{where} must be a tensor or a tuple of tensors, found {', '.join(found)} among them.")
+
+
+def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
+    """Cut tensors along their first dimension as `torch.chunk` does; every micro-batch gets the others as they are.
+
+    A batch smaller than `chunks` gives as many micro-batches as it has samples.
+
+    Raises:
+        ValueError: a tensor has no dimension to cut.
+        RuntimeError: the tensors do not fall into equally many micro-batches.
+    """
+    columns: list[tuple[torch.Tensor, ...] | Any] = []
+    counts: dict[int, int] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if chunks > 1 and not value.dim():
+                raise ValueError(
+                    f"Input {i} is a tensor without dimensions, which no batch can be cut from. Wrap it in NoChunk if "
+                    "every micro-batch shall have it."
+                )
+            columns.append(value.chunk(chunks) if chunks > 1 else (value,))
+            counts[i] = len(columns[-1])
+        else:
+            columns.append(value.tensor if isinstance(value, NoChunk) else value)
+    if len(set(counts.values())) > 1:
+        sizes = ", ".join(f"input {i} of size {values[i].shape[0]} in {count}" for i, count in counts.items())
+        raise RuntimeError(
+            f"Found different number of chunks produced for inputs: {sizes}. Their first dimensions must be the "
+            "batch's; wrap in NoChunk what has none."
+        )
+    num_micro_batches = next(iter(counts.values()))
+    return [
+        tuple(column[k] if i in counts else column for i, column in enumerate(columns))
+        for k in range(num_micro_batches)
+    ]
+
+
+def gather(micro_batches: Sequence[MicroBatch]) -> Any:
+    """What the last stage returned for the whole mini-batch: tensors joined, others in a list.
+
+    Raises:
+        ValueError: micro-batches gave different numbers of values, or tensors without a batch dimension.
+    """
+    lengths = sorted({len(each.values) for each in micro_batches})
+    if len(lengths) > 1:
+        raise ValueError(f"The last stage returned {lengths} values for different micro-batches.")
+    joined = tuple(_join(column) for column in zip(*(each.values for each in micro_batches), strict=True))
+    return joined[0] if micro_batches[0].is_single else joined
+
+
+def _join(column: tuple[Any, ...]) -> Any:
+    if not all(isinstance(value, torch.Tensor) for value in column):
+        return list(column)
+    if len(column) == 1:
+        return column[0]
+    if not all(value.dim() for value in column):
+        raise ValueError(
+            "The last stage returned a tensor without dimensions: those of several micro-batches cannot be joined. "
+            "Return one value a sample."
+        )
+    return torch.cat(column)

@@ -1,0 +1,136 @@
+"""What `Pipe` and `GPipe` share: a Sequential's face, and the forward over its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
+from hf_pipetransformer.pipe.flow import Flow
+from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, gather, scatter
+from hf_pipetransformer.pipe.recomputation import MODES, num_checkpointed
+from hf_pipetransformer.pipe.skip import verify_skippables
+from hf_pipetransformer.pipe.skip.layout import find_routes
+from hf_pipetransformer.pipe.stages import Stage
+from hf_pipetransformer.pipe.state_names import rename
+from hf_pipetransformer.pipe.streams import is_same_place
+
+
+class Pipelined(nn.Module):
+    """A Sequential in stages. Children, parameters and their names are the Sequential's.
+
+    Args:
+        stages: with all children.
+        chunks: micro-batches, at least 1.
+        checkpoint: which micro-batches are computed again in the backward: `always`, `except_last`, `never`.
+        expands: whether a tuple is several arguments of the next module.
+
+    Raises:
+        TypeError: skip tensors without exactly one stash and one pop.
+        ValueError: another number of micro-batches or way of checkpointing.
+    """
+
+    def __init__(self, stages: Sequence[Stage], chunks: int, checkpoint: str, expands: bool) -> None:
+        super().__init__()
+        self.chunks, self.checkpoint = int(chunks), str(checkpoint)
+        self.devices = [stage.device for stage in stages]
+        # In a tuple: torch would register modules, and name their parameters.
+        self._stages = tuple(stages)
+        self._expands = expands
+        for stage in stages:
+            self._modules.update(stage.module._modules)
+        self._routes = find_routes([stage.module for stage in stages])
+        self.register_load_state_dict_pre_hook(_rename_old)  # type: ignore[no-untyped-call]
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """The stages' modules. Their children are this module's own."""
+        return nn.ModuleList(stage.module for stage in self._stages)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self.children())[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def train(self, mode: bool = True) -> Self:
+        for stage in self._stages:
+            stage.module.training = mode
+        return super().train(mode)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Casts. Devices are refused: each stage has its own."""
+        named = {name for name in ("device", "tensor", "other") if kwargs.get(name) is not None}
+        places = (torch.device, str, int, torch.Tensor)
+        if named or any(isinstance(each, places) and not isinstance(each, bool) for each in args):
+            _refuse_moving()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refused."""
+        _refuse_moving()
+
+    def cpu(self) -> NoReturn:
+        """Refused."""
+        _refuse_moving()
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        _refuse_moving()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run(self, batch: MicroBatch) -> Any:
+        if not self._stages:
+            check_values(batch.values, "The input", not self._expands)
+            return batch.value
+        pieces = self._cut(batch)
+        for module in self.modules():
+            if isinstance(module, DeferredBatchNorm):
+                module.begin(len(pieces))
+        is_trained = self.training and torch.is_grad_enabled()
+        checkpointed = num_checkpointed(self.checkpoint if is_trained else "never", len(pieces))
+        flow = Flow(self._stages, self._routes, checkpointed, self._expands)
+        return gather(flow.run(pieces))
+
+    def _cut(self, batch: MicroBatch) -> list[MicroBatch]:
+        check_values(batch.values, "The input", not self._expands)
+        first = self._stages[0].device
+        for i, value in enumerate(batch.values):
+            if isinstance(value, torch.Tensor) and not is_same_place(value.device, first):
+                raise ValueError(
+                    f"All input tensors must be on the device of the first stage, {first}: input {i} is on "
+                    f"{value.device}. Move it with .to({str(first)!r})."
+                )
+        return [MicroBatch(piece, batch.is_single) for piece in scatter(batch.values, self.chunks)]
+
+
+def check_options(module: Any, chunks: Any, checkpoint: Any) -> None:
+    """Refuse what no pipeline can work with, before anything is moved.
+
+    Raises:
+        TypeError: as `verify_skippables`.
+        ValueError: less than one micro-batch, or an unknown way of checkpointing.
+    """
+    if int(chunks) < 1:
+        raise ValueError(f"The number of chunks must be positive, found {chunks}.")
+    if str(checkpoint) not in MODES:
+        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', found {str(checkpoint)!r}.")
+    verify_skippables(module)
+
+
+def _refuse_moving() -> NoReturn:
+    raise TypeError(
+        "A pipeline's stages stay on their devices: move the modules before they are wrapped. Casting is fine, as by "
+        ".half() or .to(torch.bfloat16)."
+    )
+
+
+def _rename_old(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    assert isinstance(module, Pipelined)
+    rename(state, prefix, [list(stage.module._modules) for stage in module._stages], args[-1])

@@ -1,0 +1,139 @@
+"""How the children of a Sequential fall into stages, and what cannot be one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Expanding(nn.Sequential):
+    """A Sequential that hands a tuple on as several arguments, and takes several."""
+
+    def forward(self, *values: Any) -> Any:
+        """What the last module returns for positional arguments of the first."""
+        value: Any = values
+        for module in self:
+            value = module(*value) if isinstance(value, (tuple, list)) else module(value)
+        return value
+
+
+class WithDevice(nn.Module):
+    """Says where a module runs; needed where it has no parameters or buffers that show it.
+
+    Args:
+        module: moved to the device when a `Pipe` is made of it.
+        device: such as `torch.device("cuda:1")`.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
+        super().__init__()
+        self.module = module
+        self.device = torch.device(device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some children of the Sequential, and where they run."""
+
+    module: nn.Sequential
+    device: torch.device
+
+
+def check_module(module: Any) -> None:
+    """Refuse what no pipeline can be made of.
+
+    Raises:
+        TypeError: it is no Sequential.
+        ValueError: a child appears twice.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"The module must be nn.Sequential to be partitioned, found {type(module).__name__}.")
+    children = list(module._modules.values())
+    names: dict[int, str] = {}
+    for name, child in module._modules.items():
+        first = names.setdefault(id(child), name)
+        if first != name:
+            raise ValueError(
+                f"A module with duplicate children is not supported: {name!r} is {first!r} again. Make a copy of it, "
+                "or write a module that calls it twice."
+            )
+    assert len(children) == len(names)
+
+
+def normalised(device: torch.device) -> torch.device:
+    """With the index of the GPU that it means."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def device_of(name: str, module: nn.Module) -> torch.device:
+    """Where the parameters and buffers of a child lie; the CPU if it has none.
+
+    Raises:
+        ValueError: they lie on several devices.
+    """
+    devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"Module {name!r} should have all parameters on a single device, please use .to() to place the module on "
+            f"one: found {', '.join(sorted(map(str, devices)))}."
+        )
+    return normalised(devices.pop()) if devices else torch.device("cpu")
+
+
+def split_by_device(module: nn.Sequential) -> list[Stage]:
+    """Neighbours on one GPU are a stage; on the CPU each child is one, as all of a pipeline can be tried there."""
+    groups: list[tuple[OrderedDict[str, nn.Module], torch.device]] = []
+    for name, child in module._modules.items():
+        if isinstance(child, WithDevice):
+            device = normalised(child.device)
+            child = child.module.to(device)
+        else:
+            device = device_of(name, child)
+        if not groups or groups[-1][1] != device or device.type == "cpu":
+            groups.append((OrderedDict(), device))
+        groups[-1][0][name] = child
+    return [Stage(Expanding(children), device) for children, device in groups]
+
+
+def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
+    """As many children a stage as `balance` says, moved to the stage's device; a tuple is one argument.
+
+    Raises:
+        ValueError: `balance` does not fit the module, or a parameter belongs to children on several devices.
+        IndexError: fewer devices than stages.
+    """
+    children = list(module._modules.items())
+    if len(children) != sum(balance):
+        raise ValueError(
+            f"The balance must sum up to the module's {len(children)} children, found {list(balance)}. "
+            "hf_pipetransformer.pipe.balance_by_time finds one."
+        )
+    if any(length < 1 for length in balance):
+        raise ValueError(f"Each stage must have one child or more, found the balance {list(balance)}.")
+    if len(devices) < len(balance):
+        raise IndexError(f"Too few devices for {len(balance)} stages: found {', '.join(map(str, devices)) or 'none'}.")
+    stages, start = [], 0
+    places: dict[nn.Parameter, torch.device] = {}
+    for length, device in zip(balance, devices, strict=False):
+        part = OrderedDict(children[start : start + length])
+        start += length
+        for name, child in part.items():
+            for parameter in child.parameters():
+                if places.setdefault(parameter, device) != device:
+                    raise ValueError(
+                        "A module with duplicate parameters in distinct children is not supported: one of "
+                        f"{name!r} belongs to a stage on {places[parameter]} and to one on {device}."
+                    )
+        stages.append(Stage(nn.Sequential(part).to(device), device))
+    return stages

@@ -1,0 +1,129 @@
+"""A thread for each device: what one device computes does not keep another from being given its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+Task = Callable[[], None]
+
+
+class Workers:
+    """Threads that live from the first to the last line of a `with`. The calling thread works for `own` itself.
+
+    Args:
+        devices: which get a thread.
+        own: the device whose tasks run in the calling thread.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], own: torch.device) -> None:
+        self.own = own
+        self._queues: dict[torch.device, SimpleQueue[tuple[Future[None], Task] | None]] = {
+            device: SimpleQueue() for device in devices if device != own
+        }
+        self._threads: list[Thread] = []
+
+    def __enter__(self) -> Workers:
+        for device, queue in self._queues.items():
+            # A context can be entered by one thread at a time.
+            context, state = copy_context(), _ThreadState(device)
+            thread = Thread(target=context.run, args=(_work, queue, state), name=f"pipe-{device}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def run(self, tasks: Sequence[tuple[torch.device, Task]]) -> None:
+        """Have each device do its tasks, those of one device in this order; return when all are done.
+
+        Raises:
+            BaseException: the first that a task raised. Tasks that have not begun are dropped then.
+        """
+        futures = []
+        for device, task in tasks:
+            if device != self.own:
+                futures.append(Future[None]())
+                self._queues[device].put((futures[-1], task))
+        try:
+            for device, task in tasks:
+                if device == self.own:
+                    _raise_first(future for future in futures if future.done())
+                    task()
+            _raise_first(wait(futures, return_when=FIRST_EXCEPTION).done)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _raise_first(done: Iterator[Future[None]] | set[Future[None]]) -> None:
+    for future in done:
+        future.result()
+
+
+def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadState) -> None:
+    with state.entered():
+        while (entry := queue.get()) is not None:
+            future, task = entry
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                task()
+            except BaseException as error:
+                # A reference from the thread's frame would keep the error's own frames, and the tensors in them.
+                future.set_exception(error)
+                del error
+            else:
+                future.set_result(None)
+            del entry, future, task
+
+
+class _ThreadState:
+    """What torch keeps for each thread, as it is in the calling one.
+
+    Args:
+        device: that the thread is for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_inference, self._is_grad_enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        kinds = {"cpu", device.type}
+        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+        self._autocast_caches = torch.is_autocast_cache_enabled()
+        is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        every = range(torch.cuda.device_count()) if is_cuda else ()
+        self._streams = [torch.cuda.current_stream(index) for index in every]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the thread is in this state."""
+        with ExitStack() as stack:
+            contexts: list[Any] = [torch.inference_mode(self._is_inference)]
+            contexts += [torch.set_grad_enabled(self._is_grad_enabled)]
+            contexts += [
+                torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._autocast_caches)
+                for kind, (is_enabled, dtype) in self._autocast.items()
+            ]
+            contexts += [torch.cuda.stream(stream) for stream in self._streams]
+            if self.device.type == "cuda":
+                contexts.append(torch.cuda.device(self.device))
+            for context in contexts:
+                stack.enter_context(context)
+            yield
