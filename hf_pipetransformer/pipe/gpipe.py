@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
 from hf_pipetransformer.pipe.micro_batches import MicroBatch
-from hf_pipetransformer.pipe.module import Pipelined, check_options
-from hf_pipetransformer.pipe.stages import check_module, normalised, split_by_balance
+from hf_pipetransformer.pipe.module import Pipelined, prepared
+from hf_pipetransformer.pipe.stages import normalised, split_by_balance
 
 
 class GPipe(Pipelined):
@@ -43,16 +42,13 @@ class GPipe(Pipelined):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
-        check_module(module)
-        check_options(module, chunks, checkpoint)
+        module = prepared(module, chunks, checkpoint, deferred_batch_norm)
         if balance is None:
             raise ValueError(
                 "balance is required: how many children each stage takes. One is found by "
                 "hf_pipetransformer.pipe.balance_by_time."
             )
         places = range(torch.cuda.device_count()) if devices is None else devices
-        if deferred_batch_norm:
-            module = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
         stages = split_by_balance(module, list(balance), [normalised(torch.device(each)) for each in places])
         super().__init__(stages, chunks, checkpoint, expands=False)
         self.balance = list(balance)

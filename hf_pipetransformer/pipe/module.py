@@ -14,7 +14,7 @@ from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, gath
 from hf_pipetransformer.pipe.recomputation import MODES, num_checkpointed
 from hf_pipetransformer.pipe.skip import verify_skippables
 from hf_pipetransformer.pipe.skip.layout import find_routes
-from hf_pipetransformer.pipe.stages import Stage
+from hf_pipetransformer.pipe.stages import Stage, check_module
 from hf_pipetransformer.pipe.state_names import rename
 from hf_pipetransformer.pipe.streams import is_same_place
 
@@ -41,7 +41,8 @@ class Pipelined(nn.Module):
         self._stages = tuple(stages)
         self._expands = expands
         for stage in stages:
-            self._modules.update(stage.module._modules)
+            for name, child in stage.module.named_children():
+                self.add_module(name, child)
         self._routes = find_routes([stage.module for stage in stages])
         self.register_load_state_dict_pre_hook(_rename_old)  # type: ignore[no-untyped-call]
 
@@ -51,7 +52,7 @@ class Pipelined(nn.Module):
         return nn.ModuleList(stage.module for stage in self._stages)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(list(self.children()))
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self.children())[index]
@@ -110,18 +111,24 @@ class Pipelined(nn.Module):
         return [MicroBatch(piece, batch.is_single) for piece in scatter(batch.values, self.chunks)]
 
 
-def check_options(module: Any, chunks: Any, checkpoint: Any) -> None:
-    """Refuse what no pipeline can work with, before anything is moved.
+def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch_norm: bool) -> nn.Sequential:
+    """`module` with the batch norms that are asked for; refuses what no pipeline can work with before it is moved.
 
     Raises:
-        TypeError: as `verify_skippables`.
-        ValueError: less than one micro-batch, or an unknown way of checkpointing.
+        TypeError: as `check_module` and `verify_skippables`.
+        ValueError: as `check_module`, less than one micro-batch, or an unknown way of checkpointing.
     """
+    check_module(module)
     if int(chunks) < 1:
         raise ValueError(f"The number of chunks must be positive, found {chunks}.")
     if str(checkpoint) not in MODES:
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', found {str(checkpoint)!r}.")
     verify_skippables(module)
+    if not deferred_batch_norm:
+        return module
+    converted = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
+    assert isinstance(converted, nn.Sequential)
+    return converted
 
 
 def _refuse_moving() -> NoReturn:
@@ -133,4 +140,5 @@ def _refuse_moving() -> NoReturn:
 
 def _rename_old(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     assert isinstance(module, Pipelined)
-    rename(state, prefix, [list(stage.module._modules) for stage in module._stages], args[-1])
+    names = [[name for name, _ in stage.module.named_children()] for stage in module._stages]
+    rename(state, prefix, names, args[-1])

@@ -10,8 +10,12 @@ import torch
 class LocalTensor(torch.Tensor):
     """A tensor with `local_value()`. Operations on it give plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _value: torch.Tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
     def local_value(self) -> torch.Tensor:
         """The same values and the same place in the graph as a plain tensor, the same object each time."""

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
 from hf_pipetransformer.pipe.micro_batches import MicroBatch
-from hf_pipetransformer.pipe.module import Pipelined, check_options
+from hf_pipetransformer.pipe.module import Pipelined, prepared
 from hf_pipetransformer.pipe.output import as_output
-from hf_pipetransformer.pipe.stages import check_module, split_by_device
+from hf_pipetransformer.pipe.stages import split_by_device
 
 
 class Pipe(Pipelined):
@@ -43,10 +42,7 @@ class Pipe(Pipelined):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
-        check_module(module)
-        check_options(module, chunks, checkpoint)
-        if deferred_batch_norm:
-            module = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
+        module = prepared(module, chunks, checkpoint, deferred_batch_norm)
         super().__init__(split_by_device(module), chunks, checkpoint, expands=True)
 
     def forward(self, *inputs: Any) -> Any:

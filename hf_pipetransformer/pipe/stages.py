@@ -57,16 +57,13 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"The module must be nn.Sequential to be partitioned, found {type(module).__name__}.")
-    children = list(module._modules.values())
-    names: dict[int, str] = {}
-    for name, child in module._modules.items():
-        first = names.setdefault(id(child), name)
-        if first != name:
+    first: dict[nn.Module, str] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name and first.setdefault(child, name) != name:
             raise ValueError(
-                f"A module with duplicate children is not supported: {name!r} is {first!r} again. Make a copy of it, "
-                "or write a module that calls it twice."
+                f"A module with duplicate children is not supported: {name!r} is {first[child]!r} again. Make a copy "
+                "of it, or write a module that calls it twice."
             )
-    assert len(children) == len(names)
 
 
 def normalised(device: torch.device) -> torch.device:
@@ -94,7 +91,7 @@ def device_of(name: str, module: nn.Module) -> torch.device:
 def split_by_device(module: nn.Sequential) -> list[Stage]:
     """Neighbours on one GPU are a stage; on the CPU each child is one, as all of a pipeline can be tried there."""
     groups: list[tuple[OrderedDict[str, nn.Module], torch.device]] = []
-    for name, child in module._modules.items():
+    for name, child in module.named_children():
         if isinstance(child, WithDevice):
             device = normalised(child.device)
             child = child.module.to(device)
@@ -113,7 +110,7 @@ def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Seq
         ValueError: `balance` does not fit the module, or a parameter belongs to children on several devices.
         IndexError: fewer devices than stages.
     """
-    children = list(module._modules.items())
+    children = list(module.named_children())
     if len(children) != sum(balance):
         raise ValueError(
             f"The balance must sum up to the module's {len(children)} children, found {list(balance)}. "
