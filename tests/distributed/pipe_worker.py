@@ -1,0 +1,43 @@
+"""DistributedDataParallel around a pipeline in each of two processes, beside one process with the whole batch.
+
+pipe_worker.py
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_pipetransformer.pipe import Pipe, WithDevice
+from tests.test_pipe import MODES, gradients, sequential
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    module, x = sequential().double(), torch.randn(12, 8).double()
+    module(x).pow(2).mean().backward()
+    for mode in MODES:
+        for many in (False, True):
+            copy = deepcopy(module)
+            copy.zero_grad()
+            if many:
+                copy = nn.Sequential(*(WithDevice(child, f"cpu:{k}") for k, child in enumerate(copy)))
+            replica = DistributedDataParallel(Pipe(copy, 3, mode))
+            for _ in range(2):
+                replica.zero_grad()
+                output = replica(x.chunk(num_ranks)[rank])
+                assert type(output.local_value()) is torch.Tensor
+                output.pow(2).mean().backward()
+                for name, expected in gradients(module).items():
+                    torch.testing.assert_close(gradients(replica.module)[name], expected, rtol=1e-12, atol=1e-13)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
