@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe import child_costs
-from hf_pipetransformer.pipe.balance import balance_by_size, balance_by_time
+from hf_pipetransformer.pipe import NoChunk, Pipe, balance_by_size, balance_by_time, child_costs, partition_model
 from hf_pipetransformer.pipe.skip import pop, skippable, stash
 
 
@@ -225,12 +224,13 @@ def test_one_micro_batch_is_measured():
     sizes = []
 
     class Note(nn.Module):
-        def forward(self, value, factor):
-            sizes.append((len(value), factor))
+        def forward(self, value, factor, whole):
+            sizes.append((len(value), factor, len(whole)))
             return value
 
-    balance_by_size(1, nn.Sequential(Note()), (torch.rand(10, 2), 3), chunks=4, device="cpu")
-    assert set(sizes) == {(3, 3)}
+    sample = (torch.rand(10, 2), 3, NoChunk(torch.rand(5)))
+    balance_by_size(1, nn.Sequential(Note()), sample, chunks=4, device="cpu")
+    assert set(sizes) == {(3, 3, 5)}
 
 
 def test_a_stashed_tensor_counts_where_it_is_made():
@@ -283,3 +283,55 @@ def test_what_cannot_be_cut_is_refused(function):
 def test_no_micro_batch_is_refused():
     with pytest.raises(ValueError, match="chunks=0"):
         balance_by_size(1, nn.Sequential(nn.Linear(1, 1)), torch.rand(1, 1), chunks=0)
+
+
+# Putting children on devices.
+
+
+def test_children_fall_into_stages():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
+    parts = partition_model(model, [1, 2], devices=["cpu", "cpu"])
+    assert [[*part] for part in parts] == [[model[0]], [model[1], model[2]]]
+    assert list(parts.state_dict()) == ["0.0.weight", "0.0.bias", "1.1.weight", "1.1.bias"]
+    sample = torch.rand(5, 2)
+    assert torch.equal(parts(sample), model(sample))
+    pipe = Pipe(parts, chunks=2)
+    assert len(pipe) == 2
+    torch.testing.assert_close(torch.as_tensor(pipe(sample)), model(sample))
+
+
+def test_children_go_to_their_devices():
+    parts = partition_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["meta", "cpu"])
+    assert [part[0].weight.device.type for part in parts] == ["meta", "cpu"]
+
+
+def test_without_enough_gpus_all_stay_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    parts = partition_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    assert {parameter.device.type for parameter in parts.parameters()} == {"cpu"}
+
+
+def test_tuples_are_handed_on_as_several_arguments():
+    parts = partition_model(nn.Sequential(Two(), AddSeveral(), Two(), AddSeveral()), [1, 2, 1], ["cpu"] * 3)
+    assert parts(torch.tensor(3.0)).item() == 15
+    assert Pipe(parts, chunks=2)(torch.full((2,), 3.0)).tolist() == [15, 15]
+
+
+@pytest.mark.parametrize(
+    ("balance", "num_devices", "error"),
+    [
+        ([1], 2, ValueError),
+        ([1, 2], 2, ValueError),
+        ([0, 2], 2, ValueError),
+        ([3, -1], 2, ValueError),
+        ([1, 1], 1, IndexError),
+    ],
+)
+def test_a_balance_that_does_not_fit_is_refused(balance, num_devices, error):
+    with pytest.raises(error):
+        partition_model(nn.Sequential(nn.Identity(), nn.Linear(1, 1)), balance, ["cpu"] * num_devices)
+
+
+def test_a_balance_found_is_taken():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    assert len(partition_model(model, balance_by_size(3, model, torch.rand(2, 4)), ["cpu"] * 3)) == 3

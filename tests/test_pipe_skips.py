@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_pipetransformer.pipe import partition_model
 from hf_pipetransformer.pipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from hf_pipetransformer.pipe.skip.exchange import SkipExchange, current_exchange, exchanging
 from hf_pipetransformer.pipe.skip.layout import find_routes
@@ -433,6 +434,11 @@ def test_models_that_match():
 def test_modules_inside_modules_are_named():
     with pytest.raises(TypeError, match=r"'0\.1' declared 'foo' as poppable but it was not stashed"):
         verify_skippables(nn.Sequential(nn.Sequential(nn.Identity(), Pop()), Around(Stash())))
+
+
+def test_the_order_in_a_stage_is_known():
+    with pytest.raises(TypeError, match=r"'0\.0' declared 'foo' as poppable but it was not stashed"):
+        verify_skippables(partition_model(nn.Sequential(Pop(), Stash(), nn.Identity()), [2, 1], ["cpu"] * 2))
 
 
 def test_a_module_at_two_places_counts_twice():

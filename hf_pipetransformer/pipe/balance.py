@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_pipetransformer.autopipe.partition import partition
 from hf_pipetransformer.pipe.child_costs import bytes_of_children, seconds_of_children
+from hf_pipetransformer.pipe.micro_batches import NoChunk
 
 
 Device = torch.device | str | int
@@ -54,6 +55,7 @@ def balance_by_time(
                 f"some parameter already has gradient: {name!r}. Measuring starts without: call "
                 "module.zero_grad(set_to_none=True) before."
             )
+    sample = _first_micro_batch(sample, 1)
     return _cut(partitions, seconds_of_children(module, sample, timeout, _place(device), unpack))
 
 
@@ -92,9 +94,7 @@ def balance_by_size(
     _check(partitions, module)
     if chunks < 1:
         raise ValueError(f"Found chunks={chunks}: expected at least one micro-batch.")
-    values = input if isinstance(input, tuple) else (input,)
-    first = tuple(value.chunk(chunks)[0] if isinstance(value, Tensor) and value.dim() else value for value in values)
-    sample = first if isinstance(input, tuple) else first[0]
+    sample = _first_micro_batch(input, chunks)
     return _cut(partitions, bytes_of_children(module, sample, param_scale, _place(device), unpack))
 
 
@@ -106,6 +106,15 @@ def _check(partitions: int, module: nn.Sequential) -> None:
             f"Cannot cut {len(module)} children into {partitions} partitions: expected 1 to {len(module)}. A stage "
             "has at least one child; take fewer stages, or write the module as more children."
         )
+
+
+def _first_micro_batch(value: Any, chunks: int) -> Any:
+    """What the first stage gets first, of a mini-batch in `chunks` micro-batches."""
+    if isinstance(value, tuple):
+        return tuple(_first_micro_batch(each, chunks) for each in value)
+    if isinstance(value, NoChunk):
+        return value.tensor
+    return value.chunk(chunks)[0] if isinstance(value, Tensor) and value.dim() else value
 
 
 def _cut(partitions: int, costs: Sequence[float]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -72,10 +72,10 @@ def _children(module: nn.Sequential, sample: Any, device: torch.device, unpack: 
     for child in module:
         here = copy.deepcopy(child).to(device).train()
         value = _map(value, cut_off)
-        several = isinstance(value, tuple) and (_takes(here, value) if unpack is None else unpack)
+        several = isinstance(value, (tuple, list)) and (_takes(here, value) if unpack is None else unpack)
         popped = {key for inner in here.modules() if isinstance(inner, Skippable) for key in inner.poppable()}
         received = {key: skips.pop(key) for key in popped & skips.keys()}
-        measured = Child(here, Inputs(value if several else (value,), received))
+        measured = Child(here, Inputs(tuple(value) if several else (value,), received))
         yield measured
         value, stashed = measured.run(measured.inputs.renewed())
         skips.update(_map(stashed, cut_off))
@@ -137,7 +137,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
             yield leaf
 
 
-def _takes(module: nn.Module, values: tuple[Any, ...]) -> bool:
+def _takes(module: nn.Module, values: Sequence[Any]) -> bool:
     """Whether the forward can be called with so many arguments."""
     try:
         inspect.signature(module.forward).bind(*values)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_pipetransformer.pipe.skip.namespace import Key
 from hf_pipetransformer.pipe.skip.skippable import Skippable
+from hf_pipetransformer.pipe.stages import Expanding
 
 
 # Indices of a module in the Sequentials around it; modules inside another kind share its place.
@@ -78,7 +79,7 @@ def _first_places(found: Iterator[tuple[Place, Iterator[Key]]]) -> dict[Key, Pla
 
 def _skippables(module: nn.Module, prefix: str = "", place: Place = ()) -> Iterator[tuple[str, Place, Skippable]]:
     """Name, place and module of all skippable modules, in the order in which Sequentials run them."""
-    if type(module).forward is not nn.Sequential.forward:
+    if type(module).forward not in (nn.Sequential.forward, Expanding.forward):
         for name, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
             if isinstance(inner, Skippable):
                 yield name, place, inner
