@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, transfers
 from hf_pipetransformer.autodp.topology import let_group_threads_finish
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.pipe import Pipe, WithDevice
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 
@@ -264,6 +266,30 @@ def check_memory(folder: Path, device: str) -> Figures:
     return peaks
 
 
+def check_pipe(mode: str, device: str) -> Figures:
+    """`Pipe` with stages on the device and on the CPU by turns, beside the bare Sequential on the CPU."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(30, 64)
+    places = [device, "cpu", device, device]
+    copies = (WithDevice(deepcopy(child), place) for child, place in zip(module, places, strict=True))
+    pipe = Pipe(nn.Sequential(*copies), 4, mode)
+    tolerance, largest = TOLERANCES[device, "fp32"], 0.0
+    for _ in range(3):
+        expected, output = module(x), pipe(x.to(device))
+        assert output.device.type == device, f"the output is on {output.device}"
+        for result in (expected, output):
+            result.pow(2).mean().backward()
+        pairs = [
+            (expected, output),
+            *((p.grad, q.grad) for p, q in zip(module.parameters(), pipe.parameters(), strict=True)),
+        ]
+        for one, other in pairs:
+            largest = max(largest, float((one - other.cpu()).detach().abs().max() / one.detach().abs().max()))
+        assert largest <= tolerance, f"results differ by {largest:.3g} (relative), expected at most {tolerance:.0e}"
+    return {"largest relative difference": float(f"{largest:.3g}"), "tolerance": tolerance}
+
+
 def alone(folder: Path, device: str, precisions: Sequence[str]) -> dict[str, Callable[[], Figures]]:
     """The checks of one process."""
     exactness = {
@@ -279,6 +305,7 @@ def alone(folder: Path, device: str, precisions: Sequence[str]) -> dict[str, Cal
         "cache, vit": partial(check_cache, "vit", folder, device),
         **{f"start, {precision}": partial(check_start, precision, folder, device) for precision in precisions},
         "memory": partial(check_memory, folder, device),
+        **{f"pipe, {mode}": partial(check_pipe, mode, device) for mode in ("always", "never")},
     }
 
 
