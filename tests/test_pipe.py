@@ -606,3 +606,34 @@ def test_a_stage_can_be_computed_again_before_its_gradient_is_there() -> None:
     calls.clear()
     released.sum().backward()
     assert calls == [True]
+
+
+def test_modules_run_where_their_tensors_are() -> None:
+    far = nn.Linear(2, 2, device="meta")
+    with_buffer = nn.BatchNorm1d(2, affine=False, device="meta")
+    stages = nn.Sequential(
+        nn.Linear(2, 2), nn.ReLU(), WithDevice(nn.ReLU(), "meta"), far, with_buffer, nn.Linear(2, 2)
+    )
+    pipe = Pipe(stages)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    # Neighbours on one device are a stage.
+    assert pipe.devices == [cpu, cpu, meta, cpu]
+    assert [len(partition) for partition in pipe.partitions] == [1, 1, 3, 1]
+    places: list[torch.device] = []
+    for child in pipe:
+        child.register_forward_pre_hook(lambda _, values: places.append(values[0].device))
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        pipe(torch.ones(3, 2))
+    assert places == [cpu, cpu, meta, meta, meta]
+
+
+def test_defaults() -> None:
+    pipe = Pipe(nn.Sequential(nn.BatchNorm1d(2)))
+    assert (pipe.chunks, pipe.checkpoint, type(pipe[0])) == (1, "except_last", nn.BatchNorm1d)
+
+
+def test_the_example_of_the_old_page() -> None:
+    first, second = nn.Linear(16, 8), nn.Linear(8, 4)
+    model = Pipe(nn.Sequential(first, second), chunks=8)
+    x = torch.rand(16, 16)
+    torch.testing.assert_close(model(x).local_value(), second(first(x)))

@@ -104,7 +104,7 @@ class _ThreadState:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_inference, self._is_grad_enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        kinds = {"cpu", device.type}
+        kinds = [kind for kind in {"cpu", device.type} if torch.amp.is_autocast_available(kind)]
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._autocast_caches = torch.is_autocast_cache_enabled()
         is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
