@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async study study-async clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -36,6 +36,7 @@ help:
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
 	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, throughput, half an hour; make study-async: its accuracy"
+	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
@@ -129,6 +130,9 @@ benchmark-async: $(INSTALLED)
 		--output benchmarks/async.json
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_async.py --emulated \
 		--output benchmarks/async.json
+
+benchmark-pipe: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_pipe.py --output benchmarks/pipe.json
 
 # Three hours of one core; it goes on where it stopped, and both tasks may run side by side.
 study-async: $(INSTALLED)
