@@ -13,6 +13,10 @@ export OMP_NUM_THREADS ?= 1
 KILLS ?= 200
 SEED ?= 0
 
+# The suites of the packages that `Pipe` follows: folders of checkouts of PyTorch 2.3 and of torchgpipe.
+TORCH_SUITE ?= ../pytorch/test/distributed/pipeline/sync
+TORCHGPIPE_SUITE ?= ../torchgpipe/tests
+
 # Real data and a small pretrained ViT, for benchmarks only.
 SHARED ?= ../shared
 # glibc hands large blocks back to the system after each step; every contender of a benchmark is spared that.
@@ -23,7 +27,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -39,6 +43,7 @@ help:
 	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
+	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
@@ -138,6 +143,10 @@ benchmark-pipe: $(INSTALLED)
 study-async: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/study_async.py --data $(SHARED)/data --models $(SHARED)/models \
 		--folder benchmarks/async_study --output benchmarks/async_study.json
+
+pipe-suites: $(INSTALLED)
+	$(BIN)/python scripts/run_pipe_suites.py --torch $(TORCH_SUITE) --torchgpipe $(TORCHGPIPE_SUITE) \
+		--output benchmarks/pipe_suites.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
 study: $(INSTALLED)

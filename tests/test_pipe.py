@@ -370,9 +370,9 @@ def test_wrong_inputs_are_refused() -> None:
         Pipe(nn.Sequential(Sum()), 3)(torch.randn(4, 1), torch.randn(9, 1))
     with pytest.raises(ValueError, match="NoChunk"):
         pipe(torch.tensor(3.0))
-    with pytest.raises(ValueError, match="first stage, cpu: input 0 is on meta"):
+    with pytest.raises(ValueError, match="on the same device as the first partition, cpu: input 0 is on meta"):
         pipe(torch.randn(3, 1, device="meta"))
-    with pytest.raises(TypeError, match="NoChunk takes a tensor, found int"):
+    with pytest.raises(TypeError, match="NoChunk only supported for tensors, found int"):
         NoChunk(3)  # type: ignore[arg-type]
 
 
@@ -485,7 +485,7 @@ def test_what_no_pipeline_can_be_made_of_is_refused() -> None:
         Pipe(nn.Sequential(linear, linear))
     scattered = nn.Module()
     scattered.near, scattered.far = nn.Linear(1, 1), nn.Linear(1, 1, device="meta")
-    with pytest.raises(ValueError, match="should have all parameters on a single device"):
+    with pytest.raises(ValueError, match="to place the module on a single device. Found cpu, meta"):
         Pipe(nn.Sequential(scattered))
     with pytest.raises(ValueError, match="chunks must be positive, found 0"):
         Pipe(nn.Sequential(linear), 0)

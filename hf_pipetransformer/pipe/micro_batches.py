@@ -21,7 +21,7 @@ class NoChunk:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
-            raise TypeError(f"NoChunk takes a tensor, found {type(self.tensor).__name__}.")
+            raise TypeError(f"NoChunk only supported for tensors, found {type(self.tensor).__name__}.")
 
 
 @dataclass(frozen=True)

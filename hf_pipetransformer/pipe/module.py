@@ -105,7 +105,7 @@ class Pipelined(nn.Module):
         for i, value in enumerate(batch.values):
             if isinstance(value, torch.Tensor) and not is_same_place(value.device, first):
                 raise ValueError(
-                    f"All input tensors must be on the device of the first stage, {first}: input {i} is on "
+                    f"All inputs should be on the same device as the first partition, {first}: input {i} is on "
                     f"{value.device}. Move it with .to({str(first)!r})."
                 )
         return [MicroBatch(piece, batch.is_single) for piece in scatter(batch.values, self.chunks)]

@@ -83,7 +83,7 @@ def device_of(name: str, module: nn.Module) -> torch.device:
     if len(devices) > 1:
         raise ValueError(
             f"Module {name!r} should have all parameters on a single device, please use .to() to place the module on "
-            f"one: found {', '.join(sorted(map(str, devices)))}."
+            f"a single device. Found {', '.join(sorted(map(str, devices)))}."
         )
     return normalised(devices.pop()) if devices else torch.device("cpu")
 
