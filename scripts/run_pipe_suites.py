@@ -50,6 +50,7 @@ PINS = "pins a shortcoming: gradients were wrong where a stage changes its input
 IN_PLACE = "a stage that changes its input in place is refused in the forward, not in the backward"
 NODES = "looks for the names of their nodes in autograd's graph; here it is made by torch.utils.checkpoint"
 NAMES = "parameters have the names of the Sequential: '0.weight', not 'partitions.0.0.weight'"
+SHARED = "children on one device may share parameters"
 UNNEEDED = "a forward that keeps nothing for its backward is not run again"
 DIFFERENT = {
     "torch": {
@@ -72,7 +73,7 @@ DIFFERENT = {
         "test_gpipe.py::test_partitions": NAMES,
         "test_gpipe.py::test_named_children": NAMES,
         "test_gpipe.py::test_recommend_auto_balance": "the message names a module of torchgpipe",
-        "test_gpipe.py::test_verify_module_duplicate_parameters_in_distinct_children": "children on one device may share",
+        "test_gpipe.py::test_verify_module_duplicate_parameters_in_distinct_children": SHARED,
         "test_balance.py::test_deprecated_torchgpipe_balancing": "about a module that torchgpipe had renamed",
         "test_deferred_batch_norm.py::test_input_requiring_grad": "the test itself does what today's torch refuses",
         "test_checkpoint.py::test_detect_checkpointing_recomputing": UNNEEDED,
