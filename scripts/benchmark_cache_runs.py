@@ -42,7 +42,7 @@ import torch
 from benchmark_cache import Events, cache_epochs, merge, train
 from benchmark_pipeline import summary
 from benchmark_real_input import cifar10_images, sst2
-from study_freezing import T_QUANTILES
+from intervals import interval_95
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -286,8 +286,7 @@ def benchmark_bf16(options: argparse.Namespace) -> dict[str, Any]:
     points = [100 * (run["bfloat16"]["correct"] - run["float32"]["correct"]) / num_dev for run in runs]
     result = {"sentences": options.num_sentences, "runs": runs, "points": points, "mean": statistics.mean(points)}
     if len(points) > 1:
-        half = T_QUANTILES[len(points) - 2] * statistics.stdev(points) / len(points) ** 0.5
-        result["interval_95_points"] = [result["mean"] - half, result["mean"] + half]
+        result["interval_95_points"] = list(interval_95(points))
     return result
 
 

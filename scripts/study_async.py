@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from async_stages import Batch, BertPart, SimulatedRank, Unit, ViTPart, cut, run_window
 from benchmark_real_input import cifar10_images, minilm_folder
+from intervals import interval_95
 
 from hf_pipetransformer.pipeline.weights import find_weights
 from hf_pipetransformer.pipeline.weights.kind import ForwardPass
@@ -267,7 +268,8 @@ def finish(options: argparse.Namespace) -> None:
     done = {Cell(**{**{name: record[name] for name in fields}, "rate": None}) for record in records}
     loaded: dict[str, Any] = {}
     for cell in cells(tuple(options.seeds), tuple(options.tasks)):
-        if cell in done:
+        is_wanted = options.kinds is None or cell.kind in options.kinds and not cell.variant
+        if cell in done or not is_wanted:
             continue
         if cell.task not in loaded:
             loaded[cell.task] = TASKS[cell.task](options.data, options.models)
@@ -284,10 +286,6 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# 97.5 % quantile of Student's t for 1 to 9 degrees of freedom.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
 def paired(found: dict[int, float], reference: dict[int, float]) -> dict[str, Any]:
     """Over the seeds of both."""
     seeds = sorted(set(found) & set(reference))
@@ -298,8 +296,7 @@ def paired(found: dict[int, float], reference: dict[int, float]) -> dict[str, An
         "mean_difference_points": round(statistics.mean(differences), 2) if seeds else None,
     }  # fmt: skip
     if len(seeds) > 1 and any(differences):
-        half = T_QUANTILES[len(seeds) - 2] * statistics.stdev(differences) / len(seeds) ** 0.5
-        row["interval_95_points"] = [round(statistics.mean(differences) + sign * half, 2) for sign in (-1, 1)]
+        row["interval_95_points"] = [round(end, 2) for end in interval_95(differences)]
     return row
 
 
@@ -371,6 +368,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="several may run side by side")
+    parser.add_argument("--kinds", nargs="+", help="of weights, or 'synchronous'; all, and variants, if not given")
     parser.add_argument("--report", action="store_true", help="write the table of what is there, run nothing")
     parser.add_argument(
         "--rates", nargs="+", help="TASK OPTIMIZER RATE...: synchronous runs of another seed, no table"

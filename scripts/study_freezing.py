@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from benchmark_real_input import minilm_folder
+from intervals import interval_95
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, FreezeSignal, decide, make_policy
@@ -188,10 +189,6 @@ def frozen_over_time(record: dict[str, Any]) -> list[int]:
     return [0] + [event["num_frozen"] for event in record["decisions"]]
 
 
-# 97.5 % quantile of Student's t for 1 to 9 degrees of freedom.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
 def report(folder: Path, output: Path) -> None:
     """The table over all finished runs; a row of which there is no run stays as it was measured before."""
     before = json.loads(output.read_text())["settings"] if output.exists() else []
@@ -220,8 +217,7 @@ def report(folder: Path, output: Path) -> None:
             "same_run_as": {str(s): runs[s]["same_run_as"] for s in seeds if runs[s]["same_run_as"]},
         }  # fmt: skip
         if len(seeds) > 1 and setting != REFERENCE:
-            half = T_QUANTILES[len(seeds) - 2] * statistics.stdev(differences) / len(seeds) ** 0.5
-            row["interval_95_points"] = [row["mean_difference_points"] - half, row["mean_difference_points"] + half]
+            row["interval_95_points"] = list(interval_95(differences))
         rows.append(row)
         interval = row.get("interval_95_points")
         text = "" if interval is None else f" [{interval[0]:+.2f}, {interval[1]:+.2f}]"

@@ -618,7 +618,7 @@ def test_run_image_classification_learns_three_colours_with_two_stages(tmp_path:
 @pytest.mark.slow
 def test_the_demo_reaches_its_accuracy_with_two_stages(tmp_path: Path) -> None:
     result = launch(SCRIPTS / "demo.py", ["--output_dir", str(tmp_path)], num_processes=2, timeout=280)
-    assert "2 stages x 1 replica" in result.output
+    assert "K=2 stages x R=1 replicas" in result.output
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] >= 0.95
 
 
