@@ -1,0 +1,45 @@
+"""Layers freeze by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_pipetransformer.freeze.policies.clock import DecisionClock
+from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
+from hf_pipetransformer.freeze.policies.signal import FreezeSignal
+
+
+class Fixed(FreezePolicy):
+    """Freezes what the user wrote down.
+
+    Args:
+        table: optimizer step to number of layers frozen before that step.
+    """
+
+    name = "fixed"
+    needs = frozenset()
+    keeps_minimum = False
+
+    def __init__(self, table: Mapping[int, int]) -> None:
+        self.table = dict(table)
+
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        return self.most_wanted(signal)
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
+        return self.table.get(signal.step, signal.num_frozen)
+
+    def check(self, num_layers: int, max_steps: int) -> list[str]:
+        most = max(self.table.values())
+        if most > num_layers:
+            raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")
+        late = [step for step in self.table if step >= max_steps]
+        if not late:
+            return []
+        return [f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes anything."]
+
+    def is_due(self, step: int, clock: DecisionClock) -> bool:
+        return step in self.table
+
+    def describe(self) -> str:
+        return "fixed, " + ", ".join(f"{layers} layers at step {step}" for step, layers in self.table.items())

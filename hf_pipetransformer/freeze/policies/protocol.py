@@ -1,0 +1,82 @@
+"""What a freeze policy is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hf_pipetransformer.freeze.policies.clock import DecisionClock
+from hf_pipetransformer.freeze.policies.signal import GRADIENT_NORMS, FreezeSignal
+
+
+class FreezePolicy(ABC):
+    """Decides how far the frozen prefix reaches. A policy of your own is one subclass, passed as `policy=`.
+
+    Only `num_wanted` is required. A policy that remembers something between its decisions returns it from `state`, so
+    that a resumed run decides the same:
+
+        class Settled(FreezePolicy):
+            name = "settled"
+            needs = frozenset({"weight_changes"})
+
+            def __init__(self):
+                self.num_calm = 0
+
+            def num_wanted(self, signal):
+                changes = signal.weight_changes
+                self.num_calm += bool(changes) and changes[signal.num_frozen] < 0.01
+                return self.num_calm
+
+            def state(self):
+                return {"num_calm": self.num_calm}
+
+            def load_state(self, state):
+                self.num_calm = state["num_calm"]
+
+    It is asked on the first process alone, and its answer holds for all.
+    """
+
+    name: str = "custom"
+    needs: Collection[str] = frozenset({GRADIENT_NORMS})
+    """Which of `MEASUREMENTS` are made for it. Gradient norms cost nothing; for weight changes every process keeps a
+    copy of the weights that it trains, for similarities of activations a tiny batch is evaluated at each decision."""
+    keeps_minimum = True
+    """Whether `freeze_min_active_layers` limits it."""
+    freezes = True
+    """False: it never will, so that nothing is prepared for it."""
+
+    @abstractmethod
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        """How many layers shall be frozen now; fractions are rounded up, less than now means no change."""
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
+        """The largest answer that `num_wanted` may give, whatever is measured: to say at the start what may come."""
+        return signal.num_layers
+
+    def is_due(self, step: int, clock: DecisionClock) -> bool:
+        """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
+        return clock.is_due(step)
+
+    def check(self, num_layers: int, max_steps: int) -> list[str]:
+        """What the user should hear before a run begins.
+
+        Raises:
+            ValueError: it cannot work with such a model or run.
+        """
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as JSON values: part of every checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on from `state`: that of a checkpoint, or at each new training that of the policy as it was given."""
+
+    def describe(self) -> str:
+        """The policy in a few words, for the start-up line."""
+        return self.name
+
+    def explain(self, signal: FreezeSignal) -> str:
+        """Why it answered what it answered, in a few words, for the line of a decision."""
+        return self.name

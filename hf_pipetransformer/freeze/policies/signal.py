@@ -1,0 +1,42 @@
+"""What a freeze policy may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+GRADIENT_NORMS = "gradient_norms"
+WEIGHT_CHANGES = "weight_changes"
+ACTIVATION_SIMILARITY = "activation_similarity"
+MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES, ACTIVATION_SIMILARITY)
+"""What a policy may ask for: fields of `FreezeSignal` that cost something."""
+
+
+@dataclass(frozen=True)
+class FreezeSignal:
+    """What a policy may look at. What it does not name in `needs` is empty.
+
+    Args:
+        step: optimizer steps done.
+        max_steps: optimizer steps of the whole run.
+        num_layers: L.
+        num_frozen: layers frozen now.
+        num_wanted: what the policy answered last, L_frozen of Eq. 1 before rounding; `num_frozen` at the start.
+        gradient_norms: `num_layers + 1` means, over the optimizer steps since the last decision, of the L2 norm of
+            the reduced, unscaled, unclipped gradient: of layer `l` at index `l`, of the head at index L. 0 for layers
+            that are frozen. Empty if no step counted.
+        weight_changes: `num_layers + 1` L2 norms of what the weights of a layer, or of the head, have changed by since
+            the last decision (the first step of the run), over the L2 norm of the weights then. 0 for what is frozen.
+        activation_similarity: `num_layers` linear CKA (Kornblith et al., 2019) of what a layer gives, averaged over
+            positions, for a few samples of the training set, and what it gave for them at the last decision (the
+            first step of the run): 1 where nothing has changed.
+    """
+
+    step: int
+    max_steps: int
+    num_layers: int
+    num_frozen: int
+    num_wanted: float
+    gradient_norms: tuple[float, ...] = ()
+    weight_changes: tuple[float, ...] = ()
+    activation_similarity: tuple[float, ...] = ()
