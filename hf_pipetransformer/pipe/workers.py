@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -27,6 +27,7 @@ class Workers:
 
     def __init__(self, devices: Sequence[torch.device], own: torch.device) -> None:
         self.own = own
+        self._devices = set(devices)
         self._queues: dict[torch.device, SimpleQueue[tuple[Future[None], Task] | None]] = {
             device: SimpleQueue() for device in devices if device != own
         }
@@ -35,7 +36,7 @@ class Workers:
     def __enter__(self) -> Workers:
         for device, queue in self._queues.items():
             # A context can be entered by one thread at a time.
-            context, state = copy_context(), _ThreadState(device)
+            context, state = copy_context(), _ThreadState(device, self._devices)
             thread = Thread(target=context.run, args=(_work, queue, state), name=f"pipe-{device}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -99,17 +100,16 @@ class _ThreadState:
 
     Args:
         device: that the thread is for.
+        devices: those of the pipeline. Others stay as they are: a GPU takes memory at the first look.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, devices: Iterable[torch.device]) -> None:
         self.device = device
         self._is_inference, self._is_grad_enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         kinds = [kind for kind in {"cpu", device.type} if torch.amp.is_autocast_available(kind)]
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._autocast_caches = torch.is_autocast_cache_enabled()
-        is_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        every = range(torch.cuda.device_count()) if is_cuda else ()
-        self._streams = [torch.cuda.current_stream(index) for index in every]
+        self._streams = [torch.cuda.current_stream(each) for each in devices if each.type == "cuda"]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
