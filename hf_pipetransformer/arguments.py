@@ -30,7 +30,13 @@ from hf_pipetransformer.token_slices import Plans
 logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
-FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
+FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "fixed", "none")
+POLICY_OF_OPTION = {
+    "freeze_percentile": "gradient_change",
+    "freeze_tolerance": "plasticity",
+    "freeze_patience": "plasticity",
+}
+"""The one policy that each of these options is for."""
 FREEZE_RULES = ("inclusive", "exclusive")
 WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 CLIPS = ("stage", "last")
@@ -60,6 +66,9 @@ READERS: dict[str, Reader] = {
     "freeze_interval": interval,
     "freeze_warmup": number("a share of the run in [0, 1)", lambda share: 0 <= share < 1),
     "freeze_min_active_layers": whole_number("a number of layers, 0 or more", least=0),
+    "freeze_percentile": number("a percentile from 0 to 100", lambda percentile: 0 <= percentile <= 100),
+    "freeze_tolerance": number("between 0 and 1, both excluded", lambda share: 0 < share < 1),
+    "freeze_patience": whole_number("a number of decisions, 1 or more", least=1),
     "freeze_at": optional(freeze_table),
     "elastic": truth,
     "pipeline_compression": choice(COMPRESSIONS),
@@ -107,6 +116,9 @@ class PipeTransformerArguments(TrainingArguments):
         freeze_interval (`str`, *optional*, defaults to `"epoch"`): time between two decisions.
         freeze_warmup (`float`, *optional*, defaults to 0.5): share of the run without freezing.
         freeze_min_active_layers (`int`, *optional*, defaults to 2): layers that are never frozen, but by `"fixed"`.
+        freeze_percentile (`float`, *optional*, defaults to 50): bound of the policy `"gradient_change"`.
+        freeze_tolerance (`float`, *optional*, defaults to 0.2): bound of the policy `"plasticity"`.
+        freeze_patience (`int`, *optional*, defaults to 2): decisions that a layer stays below that bound.
         freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
 
     Parameters that control the elastic pipeline (sections 3.2 and 3.3):
@@ -205,7 +217,8 @@ class PipeTransformerArguments(TrainingArguments):
         default="gradient_norm",
         metadata={
             "help": "How layers are frozen, from the bottom, while training: by 'gradient_norm' (PipeTransformer, "
-            "Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), 'fixed' by freeze_at, or 'none'.",
+            "Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients ('gradient_change') or "
+            "outputs of layers ('plasticity') still change, 'fixed' by freeze_at, or 'none'.",
             "choices": FREEZE_POLICIES,
         },
     )
@@ -233,6 +246,24 @@ class PipeTransformerArguments(TrainingArguments):
     )
     freeze_min_active_layers: int = field(
         default=2, metadata={"help": "Layers, counted from the top, that are never frozen, but by freeze_at."}
+    )
+    freeze_percentile: float = field(
+        default=50.0,
+        metadata={
+            "help": "For freeze_policy='gradient_change': layers freeze up to the first whose change is above this "
+            "percentile of the changes of all active layers."
+        },
+    )
+    freeze_tolerance: float = field(
+        default=0.2,
+        metadata={
+            "help": "For freeze_policy='plasticity': the share of its largest plasticity, in (0, 1), that a layer "
+            "must stay below to freeze."
+        },
+    )
+    freeze_patience: int = field(
+        default=2,
+        metadata={"help": "For freeze_policy='plasticity': the decisions in a row at which it must."},
     )
     freeze_at: str | None = field(
         default=None,
@@ -409,6 +440,11 @@ class PipeTransformerArguments(TrainingArguments):
             raise ValueError(
                 f"freeze_at={self.freeze_at!r} needs freeze_policy='fixed', found {self.freeze_policy!r}."
             )
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, policy in POLICY_OF_OPTION.items():
+            found = getattr(self, name)
+            if found != defaults[name] and self.freeze_policy != policy:
+                raise ValueError(f"{name}={found!r} needs freeze_policy={policy!r}, found {self.freeze_policy!r}.")
         if self.layout_plan is not None and not os.path.isfile(self.layout_plan):
             raise ValueError(
                 f"layout_plan={self.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."

@@ -27,6 +27,7 @@ Write = Callable[..., None]
 """Writes an event: its kind and its fields."""
 
 NUM_FRUITLESS_DECISIONS = 2
+"""So many in a row, beside those at which the policy only looks, are worth a warning."""
 NEVER = -1
 """In place of the step of the next decision: there is none."""
 
@@ -66,7 +67,7 @@ class Decisions:
         """What may freeze and when, in words."""
         num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
         coming = outlook(self.policy, clock, num_layers, num_frozen, self.args.freeze_min_active_layers)
-        return in_words(coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch)
+        return in_words(coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch, self.policy.num_watched)
 
     def next_step(self, step: int) -> int:
         """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
@@ -167,9 +168,10 @@ class Decisions:
             why = f"freeze_min_active_layers={self.args.freeze_min_active_layers} keeps the others active; {why}"
         announce(f"Step {signal.step}: nothing newly frozen, {frozen} are ({why}).")
         is_full = decision.num_frozen >= signal.num_layers - self.args.freeze_min_active_layers
-        if self._num_fruitless == NUM_FRUITLESS_DECISIONS and not is_full:
+        most = NUM_FRUITLESS_DECISIONS + self.policy.num_watched
+        if self._num_fruitless == most and not is_full:
             logger.warning(
-                f"{NUM_FRUITLESS_DECISIONS} freeze decisions in a row froze nothing (policy "
+                f"{most} freeze decisions in a row froze nothing (policy "
                 f"{self.policy.describe()}, {frozen} frozen). If that goes on, the run gains nothing over plain "
                 "training: consider freeze_policy='schedule'."
             )

@@ -91,7 +91,15 @@ class Run:
         self._has_users_optimizer = False
         self.starter = Starter(trainer, self.topology, splitter, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
-        self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+        self.policy = policy or make_policy(
+            args.freeze_policy,
+            args.freeze_alpha,
+            args.freeze_rule,
+            args.freeze_at,
+            args.freeze_percentile,
+            args.freeze_tolerance,
+            args.freeze_patience,
+        )
         self._policys_start = deepcopy(dict(self.policy.state()))
         self.in_force: Pipeline | None = None
         self.in_training: Training | None = None

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from hf_pipetransformer.freeze.policies.fixed import Fixed
+from hf_pipetransformer.freeze.policies.gradient_change import GradientChange
 from hf_pipetransformer.freeze.policies.gradient_norm import GradientNorm
 from hf_pipetransformer.freeze.policies.no_freezing import NoFreezing
+from hf_pipetransformer.freeze.policies.plasticity import Plasticity
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
 from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.option_values import parse_freeze_at
 
 
-def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> FreezePolicy:
+def make_policy(
+    name: str,
+    alpha: float,
+    rule: str,
+    freeze_at: str | None,
+    percentile: float = 50.0,
+    tolerance: float = 0.2,
+    patience: int = 2,
+) -> FreezePolicy:
     """The policy that the options name.
 
     Raises:
@@ -20,6 +30,10 @@ def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> Fr
         return GradientNorm(alpha, rule)
     if name == "schedule":
         return Schedule(alpha)
+    if name == "gradient_change":
+        return GradientChange(percentile)
+    if name == "plasticity":
+        return Plasticity(tolerance, patience)
     if name == "fixed":
         return Fixed(parse_freeze_at(freeze_at or ""))
     if name == "none":

@@ -43,6 +43,8 @@ class FreezePolicy(ABC):
     copy of the weights that it trains, for similarities of activations a tiny batch is evaluated at each decision."""
     keeps_minimum = True
     """Whether `freeze_min_active_layers` limits it."""
+    num_watched = 0
+    """Decisions, from the beginning of a run, at which it only looks: nothing can freeze before the next one."""
     freezes = True
     """False: it never will, so that nothing is prepared for it."""
 

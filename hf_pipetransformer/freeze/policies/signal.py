@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,3 +42,8 @@ class FreezeSignal:
     gradient_norms: tuple[float, ...] = ()
     weight_changes: tuple[float, ...] = ()
     activation_similarity: tuple[float, ...] = ()
+
+
+def is_usable(values: Sequence[float]) -> bool:
+    """Whether something was measured, and all of it is finite."""
+    return bool(values) and all(map(math.isfinite, values))
