@@ -51,6 +51,7 @@ IN_PLACE = "a stage that changes its input in place is refused in the forward, n
 NODES = "looks for the names of their nodes in autograd's graph; here it is made by torch.utils.checkpoint"
 NAMES = "parameters have the names of the Sequential: '0.weight', not 'partitions.0.0.weight'"
 SHARED = "children on one device may share parameters"
+SLOWER = "expects that of two layers of some 80 us one is the slower; which one is a matter of torch and machine"
 UNNEEDED = "a forward that keeps nothing for its backward is not run again"
 DIFFERENT = {
     "torch": {
@@ -59,6 +60,7 @@ DIFFERENT = {
         "test_pipe.py::test_checkpoint_eval": NODES,
         "test_pipe.py::test_partitions": NAMES,
         "test_pipe.py::test_named_children": NAMES,
+        "test_balance.py::test_balance_by_time_loop_resets_input": SLOWER,
         "test_checkpoint.py::test_detect_checkpointing_recomputing": UNNEEDED,
         "test_inplace.py::test_inplace_on_requires_grad": IN_PLACE,
         "test_inplace.py::test_inplace_on_not_requires_grad": PINS,
@@ -76,6 +78,7 @@ DIFFERENT = {
         "test_gpipe.py::test_verify_module_duplicate_parameters_in_distinct_children": SHARED,
         "test_balance.py::test_deprecated_torchgpipe_balancing": "about a module that torchgpipe had renamed",
         "test_deferred_batch_norm.py::test_input_requiring_grad": "the test itself does what today's torch refuses",
+        "test_balance.py::test_balance_by_time_loop_resets_input": SLOWER,
         "test_checkpoint.py::test_detect_checkpointing_recomputing": UNNEEDED,
         "test_inplace.py::test_inplace_on_requires_grad": IN_PLACE,
         "test_inplace.py::test_inplace_on_not_requires_grad": PINS,
