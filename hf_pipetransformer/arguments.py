@@ -30,7 +30,7 @@ from hf_pipetransformer.token_slices import Plans
 logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
-FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "fixed", "none")
+FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency", "fixed", "none")
 POLICY_OF_OPTION = {
     "freeze_percentile": "gradient_change",
     "freeze_tolerance": "plasticity",
@@ -218,7 +218,8 @@ class PipeTransformerArguments(TrainingArguments):
         metadata={
             "help": "How layers are frozen, from the bottom, while training: by 'gradient_norm' (PipeTransformer, "
             "Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients ('gradient_change') or "
-            "outputs of layers ('plasticity') still change, 'fixed' by freeze_at, or 'none'.",
+            "outputs of layers ('plasticity') still change, by what the loss gains from layers for their time "
+            "('saliency'), 'fixed' by freeze_at, or 'none'.",
             "choices": FREEZE_POLICIES,
         },
     )
@@ -445,6 +446,11 @@ class PipeTransformerArguments(TrainingArguments):
             found = getattr(self, name)
             if found != defaults[name] and self.freeze_policy != policy:
                 raise ValueError(f"{name}={found!r} needs freeze_policy={policy!r}, found {self.freeze_policy!r}.")
+        if self.freeze_policy == "saliency" and self.full_determinism and self.layout_plan is None:
+            raise ValueError(
+                "freeze_policy='saliency' with full_determinism=True: it decides by measured times, which differ from "
+                "run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
+            )
         if self.layout_plan is not None and not os.path.isfile(self.layout_plan):
             raise ValueError(
                 f"layout_plan={self.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."

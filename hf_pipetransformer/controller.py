@@ -63,6 +63,7 @@ class LayoutController:
         meter: measures the steps.
         probe: says what the layers give, for policies that ask.
         replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
+        learning_rate: gives that of the step that comes, see `FreezeSignal`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LayoutController:
         meter: StepMeter,
         probe: LayerProbe,
         replay: Mapping[int, Layout] | None,
+        learning_rate: Callable[[], float] = float,
     ) -> None:
         self.decisions = decisions
         self.topology = topology
@@ -81,6 +83,7 @@ class LayoutController:
         self.meter = meter
         self.probe = probe
         self.replay = replay
+        self.learning_rate = learning_rate
         # Nobody asks what has been measured since the last decision of a run that takes none.
         num_layers, needs = stage.layout.num_layers, decisions.policy.needs if replay is None else ()
         self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
@@ -164,7 +167,9 @@ class LayoutController:
         reports = self.topology.gather({} if self._trial is not None else self.meter.medians())
         measured = self._measured(stage)
         answer = self.topology.decide(
-            lambda: self.decisions.freeze(step, layout, reports, measured, self._known_microbatches),
+            lambda: self.decisions.freeze(
+                step, layout, reports, measured, self._known_microbatches, self.learning_rate()
+            ),
             {"step": step, "layout": layout.as_event()},
         )
         self._next_decision = answer["next_step"]

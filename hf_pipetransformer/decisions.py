@@ -11,13 +11,21 @@ from itertools import accumulate
 from typing import Any
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autocache.passes import Pass
 from hf_pipetransformer.autocache.planner import CachePlanner
 from hf_pipetransformer.autopipe.calibration import Report, calibrate
-from hf_pipetransformer.autopipe.costs import UnitCosts
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import Plan, plan_transition
+from hf_pipetransformer.autopipe.rest_of_run import seconds_left
 from hf_pipetransformer.freeze.outlook import in_words, outlook
-from hf_pipetransformer.freeze.policies import Decision, DecisionClock, FreezePolicy, FreezeSignal, decide
+from hf_pipetransformer.freeze.policies import (
+    PREDICTED_SECONDS,
+    Decision,
+    DecisionClock,
+    FreezePolicy,
+    FreezeSignal,
+    decide,
+)
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import announce, logger
 from hf_pipetransformer.units import attention_of
@@ -81,26 +89,33 @@ class Decisions:
         reports: Sequence[Report],
         measured: Mapping[str, tuple[float, ...]],
         known_microbatches: Mapping[tuple[int, int], int],
+        learning_rate: float = 0.0,
     ) -> dict[str, Any]:
         """Ask the policy before optimizer step number `step`.
 
         Args:
             layout: in force.
             reports: by rank, of the steps under it; empty ones did not measure.
-            measured: what the policy needs: fields of `FreezeSignal`.
+            measured: what the policy needs of the ranks: fields of `FreezeSignal`.
             known_microbatches: the M that trials found best, by K and V.
+            learning_rate: see `FreezeSignal`.
 
         Returns:
             As JSON values the step of the next decision, and the `change`: None, or the next layout and why.
         """
         num_layers, num_frozen = layout.num_layers, layout.num_frozen_layers
-        signal = FreezeSignal(step, self.clock.max_steps, num_layers, num_frozen, self._num_wanted, **measured)
+        found = dict(measured)
+        if PREDICTED_SECONDS in self.policy.needs:
+            self._calibrate(layout, reports)
+            found[PREDICTED_SECONDS] = self._predicted_seconds(layout, step, known_microbatches)
+        signal = FreezeSignal(
+            step, self.clock.max_steps, num_layers, num_frozen, self._num_wanted, **found, learning_rate=learning_rate
+        )
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
         self._num_wanted = decision.num_wanted
         change = None
         if decision.freezes:
-            if any(reports):
-                self._calibrated = calibrate(self.inputs.units, self.inputs.overheads, layout, reports)
+            self._calibrate(layout, reports)
             plan = self._plan(decision.num_frozen, layout, step, known_microbatches)
             totals = [report["total"] for report in reports if report]
             change = _as_change(plan, self.policy.explain(signal), max(totals, default=None))
@@ -119,8 +134,43 @@ class Decisions:
         reason = "frozen from the start" if plan.layout.cache_level else "nothing is stored any more"
         return _as_change(plan, reason, None)
 
+    def _calibrate(self, layout: Layout, reports: Sequence[Report]) -> None:
+        if any(reports):
+            self._calibrated = calibrate(self.inputs.units, self.inputs.overheads, layout, reports)
+
+    def _predicted_seconds(
+        self, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> tuple[float, ...]:
+        """See `FreezeSignal.predicted_seconds`."""
+        kept = self.args.freeze_min_active_layers if self.policy.keeps_minimum else 0
+        costs, overheads = self._calibrated
+        samples, accumulation = self.inputs.samples_per_device, self.args.gradient_accumulation_steps
+        found = [0.0] * (layout.num_layers + 1)
+        for num_frozen in range(layout.num_frozen_layers, max(layout.num_layers - kept, layout.num_frozen_layers) + 1):
+            level, passes = self._foreseen(num_frozen, layout, step)
+            # Nothing moves while nothing freezes.
+            is_new = num_frozen > layout.num_frozen_layers
+            planned = self._plan_with(num_frozen, layout, level, known_microbatches).layout if is_new else layout
+            found[num_frozen] = seconds_left(planned, passes, costs, overheads, samples, accumulation)
+        return tuple(found)
+
+    def _foreseen(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, tuple[Pass, ...]]:
+        """The layers that would be stored with `num_frozen` frozen, and the steps to come."""
+        now, last = layout.cache_level, self.clock.max_steps
+        if self.cache is None:
+            return 0, (Pass(last - step),)
+        prefix = self._prefix_seconds(num_frozen)
+        if num_frozen == layout.num_frozen_layers:
+            return now, self.cache.going_on(prefix, now, step, last)
+        return self.cache.foresee(prefix, num_frozen, now, step, last)
+
     def _plan(
         self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> Plan:
+        return self._plan_with(num_frozen, layout, self._cache_level(num_frozen, layout, step), known_microbatches)
+
+    def _plan_with(
+        self, num_frozen: int, layout: Layout, cache_level: int, known_microbatches: Mapping[tuple[int, int], int]
     ) -> Plan:
         costs, overheads = self._calibrated
         return plan_transition(
@@ -132,17 +182,22 @@ class Decisions:
             self.world_size,
             self.inputs.samples_per_device,
             self.args.gradient_accumulation_steps,
-            self._cache_level(num_frozen, layout, costs, step),
+            cache_level,
         )
 
-    def _cache_level(self, num_frozen: int, layout: Layout, costs: UnitCosts, step: int) -> int:
+    def _cache_level(self, num_frozen: int, layout: Layout, step: int) -> int:
         """Layers whose output is stored from now on."""
         if self.cache is None:
             return 0
-        sums = [0.0, *accumulate(costs.forward)]
-        prefix = [sums[attention_of(level)] for level in range(num_frozen + 1)]
+        prefix = self._prefix_seconds(num_frozen)
         decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, self.clock.max_steps)
         return decision.level if decision.use else 0
+
+    def _prefix_seconds(self, num_frozen: int) -> list[float]:
+        """By number of layers, up to `num_frozen`: seconds per sample of the forward of embeddings and layers."""
+        costs, _ = self._calibrated
+        sums = [0.0, *accumulate(costs.forward)]
+        return [sums[attention_of(level)] for level in range(num_frozen + 1)]
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
         """Parameters that freeze with the prefix although units above it use them too."""

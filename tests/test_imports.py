@@ -51,8 +51,8 @@ NEIGHBOURS = {("arguments", "layout"), ("arguments", "option_values"), ("report"
 
 # Pure planning: no process group, no file, no clock.
 PURE = [
-    *("autopipe", "autocache.decision", "freeze.policies", "pipeline.schedules", "pipeline.checker", "placement"),
-    "simulator",
+    *("autopipe", "autocache.decision", "autocache.passes", "freeze.policies", "pipeline.schedules"),
+    *("pipeline.checker", "placement", "simulator"),
 ]
 IMPURE_MODULES = (
     "torch.distributed",

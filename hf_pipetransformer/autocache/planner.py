@@ -13,6 +13,7 @@ import torch
 
 from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
 from hf_pipetransformer.autocache.folder import StoreFolder
+from hf_pipetransformer.autocache.passes import Pass, passes_ahead
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
@@ -78,17 +79,7 @@ class CachePlanner:
             step: optimizer steps done.
             max_steps: of the run.
         """
-        store, share = self._store, 0.0
-        if store is not None and store.dropped is not None:
-            self.mode = "off"
-        try:
-            self._speed = self._speed or self._measure()
-            if store is not None and stored_level and self.mode != "off":
-                share = float((store.weights_ids(np.arange(store.num_samples)) > 0).mean())
-        except (OSError, ValueError, StoreDamagedError) as error:
-            self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
-            logger.warning(f"The activation cache stays off: {error}")
-        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
+        costs, share = self._measured(prefix_seconds, stored_level)
         self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
         decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
@@ -101,8 +92,8 @@ class CachePlanner:
             seconds_per_sample=decision.costs,
             prefix_s=prefix_seconds[num_frozen],
             input_s=self.input_seconds,
-            read_s=self._speed.read,
-            write_s=self._speed.write,
+            read_s=costs.read,
+            write_s=costs.write,
             epochs_left=epochs_left,
             stored_share=share,
             fits_share=self.fits_share,
@@ -110,6 +101,43 @@ class CachePlanner:
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
+
+    def foresee(
+        self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
+    ) -> tuple[int, tuple[Pass, ...]]:
+        """The level that `decide` would give for its arguments, and what would follow; nothing is decided."""
+        costs, share = self._measured(prefix_seconds, stored_level)
+        epochs_left = (max_steps - step) / self.steps_per_epoch
+        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
+        level = decision.level if decision.use else 0
+        return level, self._passes(costs, level, stored_level, share, max_steps - step)
+
+    def going_on(
+        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int
+    ) -> tuple[Pass, ...]:
+        """What follows without a decision: rows stay at their level."""
+        costs, share = self._measured(prefix_seconds, stored_level)
+        level = 0 if self.mode == "off" else stored_level
+        return self._passes(costs, level, stored_level, share, max_steps - step)
+
+    def _passes(
+        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int
+    ) -> tuple[Pass, ...]:
+        return passes_ahead(costs, level, stored_level, share, self.fits_share, steps_left, self.steps_per_epoch)
+
+    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
+        """Times, and the share of the samples that has rows; the cache is off from now on where that fails."""
+        store, share = self._store, 0.0
+        if store is not None and store.dropped is not None:
+            self.mode = "off"
+        try:
+            self._speed = self._speed or self._measure()
+            if store is not None and stored_level and self.mode != "off":
+                share = float((store.weights_ids(np.arange(store.num_samples)) > 0).mean())
+        except (OSError, ValueError, StoreDamagedError) as error:
+            self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
+            logger.warning(f"The activation cache stays off: {error}")
+        return CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write), share
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
         """Whether an evaluation set that will be read `passes_left` times, this time included, is stored as well.

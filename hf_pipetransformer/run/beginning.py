@@ -130,7 +130,16 @@ class Beginning:
         meter = pipeline.settings.meter
         samples, device = pipeline.start_up.samples, self.trainer.args.device
         probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
-        controller = LayoutController(decisions, self.topology, stage, self.journal.write, meter, probe, self.replay)
+        controller = LayoutController(
+            decisions,
+            self.topology,
+            stage,
+            self.journal.write,
+            meter,
+            probe,
+            self.replay,
+            learning_rate=partial(host.learning_rate, self.trainer),
+        )
         optimizer = self._optimizer(cache)
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         noted = Noted(self.trainer, self.topology)

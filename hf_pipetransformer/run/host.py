@@ -180,6 +180,11 @@ def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def learning_rate(trainer: Trainer) -> float:
+    """That of the optimizer's first group, for the step that comes; 0 where it has none, as Adafactor by default."""
+    return float(torch_optimizer(trainer).param_groups[0].get("lr") or 0.0)
+
+
 def unlogged_loss(trainer: Trainer) -> dict[str, Any]:
     """What this rank has lost since the last log entry, and the step of that entry."""
     return {"unlogged_loss": trainer._tr_loss.item(), "last_logged_step": trainer._globalstep_last_logged}

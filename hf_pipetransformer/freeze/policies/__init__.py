@@ -12,11 +12,13 @@ from hf_pipetransformer.freeze.policies.making import make_policy
 from hf_pipetransformer.freeze.policies.no_freezing import NoFreezing
 from hf_pipetransformer.freeze.policies.plasticity import Plasticity
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
+from hf_pipetransformer.freeze.policies.saliency import Saliency
 from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.freeze.policies.signal import (
     ACTIVATION_SIMILARITY,
     GRADIENT_NORMS,
     MEASUREMENTS,
+    PREDICTED_SECONDS,
     WEIGHT_CHANGES,
     FreezeSignal,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "ACTIVATION_SIMILARITY",
     "GRADIENT_NORMS",
     "MEASUREMENTS",
+    "PREDICTED_SECONDS",
     "WEIGHT_CHANGES",
     "Decision",
     "DecisionClock",
@@ -36,6 +39,7 @@ __all__ = [
     "GradientNorm",
     "NoFreezing",
     "Plasticity",
+    "Saliency",
     "Schedule",
     "check_policy",
     "decide",

@@ -42,6 +42,7 @@ class Decision:
             "num_frozen": self.num_frozen,
             "num_wanted_before": self.signal.num_wanted,
             "num_wanted": self.num_wanted,
+            "learning_rate": self.signal.learning_rate,
             **{name: list(getattr(self.signal, name)) for name in MEASUREMENTS},
         }
 

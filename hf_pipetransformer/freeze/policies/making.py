@@ -8,6 +8,7 @@ from hf_pipetransformer.freeze.policies.gradient_norm import GradientNorm
 from hf_pipetransformer.freeze.policies.no_freezing import NoFreezing
 from hf_pipetransformer.freeze.policies.plasticity import Plasticity
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
+from hf_pipetransformer.freeze.policies.saliency import Saliency
 from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.option_values import parse_freeze_at
 
@@ -34,6 +35,8 @@ def make_policy(
         return GradientChange(percentile)
     if name == "plasticity":
         return Plasticity(tolerance, patience)
+    if name == "saliency":
+        return Saliency()
     if name == "fixed":
         return Fixed(parse_freeze_at(freeze_at or ""))
     if name == "none":

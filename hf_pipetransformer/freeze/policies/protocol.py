@@ -40,7 +40,8 @@ class FreezePolicy(ABC):
     name: str = "custom"
     needs: Collection[str] = frozenset({GRADIENT_NORMS})
     """Which of `MEASUREMENTS` are made for it. Gradient norms cost nothing; for weight changes every process keeps a
-    copy of the weights that it trains, for similarities of activations a tiny batch is evaluated at each decision."""
+    copy of the weights that it trains, for similarities of activations a tiny batch is evaluated at each decision, for
+    predicted seconds a layout is planned for each number of layers that may be frozen."""
     keeps_minimum = True
     """Whether `freeze_min_active_layers` limits it."""
     num_watched = 0

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 GRADIENT_NORMS = "gradient_norms"
 WEIGHT_CHANGES = "weight_changes"
 ACTIVATION_SIMILARITY = "activation_similarity"
-MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES, ACTIVATION_SIMILARITY)
+PREDICTED_SECONDS = "predicted_seconds"
+MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES, ACTIVATION_SIMILARITY, PREDICTED_SECONDS)
 """What a policy may ask for: fields of `FreezeSignal` that cost something."""
 
 
@@ -32,6 +33,10 @@ class FreezeSignal:
         activation_similarity: `num_layers` linear CKA (Kornblith et al., 2019) of what a layer gives, averaged over
             positions, for a few samples of the training set, and what it gave for them at the last decision (the
             first step of the run): 1 where nothing has changed.
+        predicted_seconds: `num_layers + 1` predicted seconds of the rest of the run, by the layers that would be
+            frozen from now on, with the layout and the activation cache that would follow: the first pass over the
+            data computes what later ones read. 0 for fewer layers than are frozen, and for more than may be.
+        learning_rate: of the first group of the optimizer, for the step that comes; 0 where the optimizer has none.
     """
 
     step: int
@@ -42,6 +47,8 @@ class FreezeSignal:
     gradient_norms: tuple[float, ...] = ()
     weight_changes: tuple[float, ...] = ()
     activation_similarity: tuple[float, ...] = ()
+    predicted_seconds: tuple[float, ...] = ()
+    learning_rate: float = 0.0
 
 
 def is_usable(values: Sequence[float]) -> bool:
