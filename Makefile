@@ -27,7 +27,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async pipe-suites clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -43,6 +43,7 @@ help:
 	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
+	@echo "make study-front  accuracy against time on five tasks, all contenders, a day or more of one core"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -152,6 +153,11 @@ pipe-suites: $(INSTALLED)
 study: $(INSTALLED)
 	$(BIN)/python scripts/study_freezing.py --data $(SHARED)/data --folder runs/freezing \
 		--output benchmarks/freezing_study.json
+
+# A day or more of one core; it goes on where it stopped, and several may run side by side, with other --tasks or --seeds.
+study-front: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/python scripts/study_front.py --data $(SHARED)/data --models $(SHARED)/models \
+		--folder benchmarks/front --output benchmarks/front.json --picture docs/front.svg
 
 clean:
 	rm -rf build dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,216 @@
+"""What the study of accuracy against time makes of its runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import front_tasks
+import pytest
+import study_front
+from front_picture import ticks, write_picture
+from front_report import at_equal_time, in_force, make_report, paired, read_records, seconds_to
+from front_tasks import IGNORED, SETTINGS, answer_tags, token_f1
+from study_front import FULL, Contender, arguments, contenders, prepare_model, settings_of, unknown_policies
+from transformers import BertForTokenClassification
+
+from hf_pipetransformer.arguments import FREEZE_POLICIES
+from tests.tiny_bert import make_bert
+
+
+CURVE = [(10.0, 60.0), (20.0, 80.0), (40.0, 84.0)]
+
+
+# --- at equal time
+
+
+@pytest.mark.parametrize(
+    ("seconds", "score"), [(9.9, None), (10, 60), (15, 70), (20, 80), (25, 81), (40, 84), (1000, 84)]
+)
+def test_between_two_runs_the_score_is_linear_in_time(seconds: float, score: float | None) -> None:
+    assert at_equal_time(CURVE, seconds) == score
+
+
+@pytest.mark.parametrize(
+    ("score", "seconds"), [(59, None), (60, 10), (70, 15), (80, 20), (82, 30), (84, 40), (85, None)]
+)
+def test_a_score_is_first_reached_on_the_way_up(score: float, seconds: float | None) -> None:
+    assert seconds_to(CURVE, score) == seconds
+    assert seconds_to([(1.0, 5.0), (2.0, 3.0), (4.0, 7.0)], 6) == 3.5
+
+
+def test_a_curve_without_points_says_nothing() -> None:
+    assert at_equal_time([], 1.0) is None
+    assert seconds_to([], 1.0) is None
+
+
+def test_differences_are_paired_by_seed() -> None:
+    # 1, 2 and 3 points: a standard deviation of 1, times 4.303 / sqrt(3).
+    row = paired({2: 3.0, 0: 1.0, 1: 2.0})
+    assert (row["seeds"], row["points"], row["mean"]) == ([0, 1, 2], [1.0, 2.0, 3.0], 2.0)
+    assert row["interval_95"] == pytest.approx([-0.484, 4.484])
+    assert "interval_95" not in paired({0: 1.0})
+    assert paired({})["mean"] is None
+
+
+# --- from lines to the report
+
+
+def record(contender: str, seed: int, seconds: float, score: float, **settings: Any) -> dict[str, Any]:
+    return {
+        "contender": contender, "seed": seed, "settings": {"rate": 1, **settings}, "seconds": seconds,
+        "scores": {"accuracy": score}, "frozen": [[0, 2]], "cache_off": [],
+    }  # fmt: skip
+
+
+def test_runs_with_other_settings_or_done_twice_are_left_out() -> None:
+    records = [record("a", 0, 1, 50, rate=2), record("a", 0, 2, 51), record("a", 0, 3, 52), record("b", 0, 1, 50)]
+    assert in_force(records, {"a": {"rate": 1}}) == {"a": {0: records[1]}}
+
+
+def test_a_line_that_was_cut_off_is_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert read_records(path) == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a":')
+    assert read_records(path) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> dict[str, Any]:
+    """Two seeds whose curves differ by 10 points; a third seed lacks a part of its curve."""
+    short, longest = f"{FULL}1", f"{FULL}2"
+    lines = [
+        *(record(short, seed, 10, 60 + 10 * seed) for seed in (0, 1, 2)),
+        *(record(longest, seed, 20, 80 + 10 * seed) for seed in (0, 1)),
+        record("other", 0, 15, 71), record("other", 1, 15, 83), record("other", 2, 15, 99),
+        record("other", 0, 1, 0, rate=3), record("quick", 0, 5, 50), record("long", 0, 30, 80.5),
+    ]  # fmt: skip
+    (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {name: {"rate": 1} for name in (short, longest, "other", "quick", "long", "never run")}
+    return make_report(tmp_path, {"sst2": settings, "squad": {}}, {"sst2": "accuracy", "squad": "f1"}, FULL)
+
+
+def test_contenders_are_compared_with_the_curve_of_their_own_seed(report: dict[str, Any]) -> None:
+    task = report["tasks"]["sst2"]
+    rows = {row["contender"]: row for row in task["rows"]}
+    assert task["num_runs"] == 10
+    assert list(rows) == [f"{FULL}1", f"{FULL}2", "other", "quick", "long"]
+    # 71 beside 70, 83 beside 80; the third seed has no whole curve.
+    assert rows["other"]["against_full_at_equal_time"]["points"] == [1.0, 3.0]
+    assert rows["other"]["against_longest_full"]["points"] == [-9.0, -7.0]
+    assert rows["other"]["time_over_longest_full"] == 0.75
+    # 77 on average, which the mean curve of 65 and 85 reaches after 16 seconds.
+    assert rows["other"]["times_as_fast_at_equal_score"] == pytest.approx(16 / 15, abs=1e-3)
+    assert rows["quick"]["against_full_at_equal_time"]["mean"] is None
+    assert rows["quick"]["runs_shorter_than_full"] == 1
+    assert rows["long"]["against_full_at_equal_time"]["points"] == [0.5]
+    assert rows["long"]["runs_longer_than_full"] == 1
+    assert "against_full_at_equal_time" not in rows[f"{FULL}2"]
+
+
+def test_the_picture_shows_every_contender(report: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "front.svg"
+    write_picture(report, path)
+    drawn = ElementTree.parse(path).getroot()
+    words = ["".join(element.itertext()) for element in drawn.iter() if element.tag.endswith("text")]
+    assert {"sst2", "1  other", "2  quick", "3  long"} <= set(words)
+    assert "squad" not in words
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert ticks(84.13, 86.87) == [85, 86]
+
+
+# --- contenders
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_contender_can_be_run(name: str, tmp_path: Path) -> None:
+    settings = SETTINGS[name]
+    for contender in contenders(settings).values():
+        args = arguments({}, settings, contender, 3, str(tmp_path))
+        assert (args.num_train_epochs, args.seed, args.pipeline_size) == (contender.num_epochs, 3, 1)
+
+
+def test_prefixes_are_shares_of_the_layers() -> None:
+    table = contenders(SETTINGS["cifar10"])
+    frozen = [table[f"first {share} frozen"].options["freeze_at"] for share in ("1/3", "1/2", "2/3")]
+    assert frozen == ["0:4", "0:6", "0:8"]
+    assert table["top 1/3 only, no cache"].num_top_layers == 4
+
+
+def test_policies_that_this_version_lacks_are_left_out() -> None:
+    known = ("gradient_norm", "schedule", "saliency")
+    table = contenders(SETTINGS["sst2"], known)
+    assert {"gradient_norm", "schedule, as in the paper", "saliency"} <= set(table)
+    assert {"plasticity", "gradient_change"}.isdisjoint(table)
+    assert unknown_policies(known) == ["gradient_change", "plasticity"]
+    assert set(contenders(SETTINGS["sst2"])) | set(unknown_policies(FREEZE_POLICIES)) >= set(study_front.POLICIES)
+
+
+def test_settings_change_with_what_a_run_hangs_on() -> None:
+    task, contender = SETTINGS["sst2"], Contender("lora", 2, lora=study_front.LORA)
+    settings = settings_of(task, contender)
+    assert settings == json.loads(json.dumps(settings))
+    for other in (replace(task, num_training=7), replace(task, rates={"lora": 7.0}), replace(task, batch=7)):
+        assert settings_of(other, contender) != settings
+    assert settings_of(task, replace(contender, num_epochs=3)) != settings
+    assert settings_of(replace(task, num_epochs=7), contender) == settings
+
+
+def tiny_bert() -> Any:
+    return make_bert(BertForTokenClassification, vocab_size=20)
+
+
+def test_top_layers_only_leaves_the_rest_as_it_is() -> None:
+    model = prepare_model(tiny_bert(), Contender("top", 1, num_top_layers=1), 2)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[3] for name in trained if ".layer." in name} == {"1"}
+    assert {"classifier.weight", "classifier.bias"} <= trained
+    assert not any("embeddings" in name for name in trained)
+
+
+def test_lora_sits_on_every_linear_layer_and_the_head_is_trained() -> None:
+    model = prepare_model(tiny_bert(), Contender("lora", 1, lora=study_front.LORA), 2)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # Two matrices for each of six linear layers of two layers; weight and bias of the head.
+    assert sum("lora_" in name for name in trained) == 2 * 6 * 2
+    assert len(trained) == 2 * 6 * 2 + 2
+
+
+# --- answers as tags
+
+
+def test_answer_tokens_are_tagged_inside_of_the_context() -> None:
+    starts = [-1, -1, -1, 0, 4, 9, 12, -1]
+    none = IGNORED
+    assert answer_tags(starts, 4, 6) == [none, none, none, 0, 1, 2, 2, none]
+    assert answer_tags(starts, 3, 3) == [none, none, none, 1, 0, 0, 0, none]
+    # Both on the first token, which is none of the context's: no answer.
+    assert answer_tags(starts, 0, 0) == [none, none, none, 0, 0, 0, 0, none]
+
+
+def test_f1_counts_answer_tokens_of_the_context() -> None:
+    true = [IGNORED, 0, 1, 2, 0, IGNORED]
+    assert token_f1(true, true) == 100
+    # Two true ones, three found, two of them right; B instead of I is right, outside of the context nothing counts.
+    assert token_f1([1, 0, 1, 1, 2, 1], true) == pytest.approx(100 * 2 * 2 / 5)
+    assert token_f1([0] * 6, true) == 0
+    assert token_f1([0, 0], [0, IGNORED]) == 0
+
+
+def test_augmented_images_differ_from_access_to_access() -> None:
+    import numpy as np
+    from PIL import Image
+
+    image = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
+    rows = {"image": [image] * 8, "label": [0] * 8}
+    plain = front_tasks.ImageReader(augments=False)(rows)["pixel_values"]
+    assert all(pixels.equal(plain[0]) for pixels in plain)
+    augmented = front_tasks.ImageReader(augments=True)(rows)["pixel_values"]
+    assert {pixels.shape for pixels in augmented} == {(3, 32, 32)}
+    assert not all(pixels.equal(augmented[0]) for pixels in augmented)
