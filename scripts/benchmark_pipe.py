@@ -31,7 +31,7 @@ from hf_pipetransformer.pipe import Pipe
 
 MODES = ("never", "except_last", "always")
 BARE = "bare Sequential"
-NUM_ROUNDS, NUM_STEPS = 15, 8
+NUM_ROUNDS, NUM_STEPS = 31, 4
 MEMORY_CHUNKS = 8
 
 
