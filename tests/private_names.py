@@ -26,6 +26,7 @@ CALLED = {
     "torch.distributed.distributed_c10d:_world": None,
     "torch.nn.modules.batchnorm:_BatchNorm": None,  # Instances are asked for.
     "torch.nn.modules.dropout:_DropoutNd": None,
+    "torch.utils:_pytree.register_pytree_node": None,
     "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
     "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers:Trainer._get_output_dir": "self, trial",

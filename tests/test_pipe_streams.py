@@ -7,7 +7,6 @@ the clock of the stream that it computes on has reached what wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,19 +14,28 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe import Pipe, WithDevice, flow, is_recomputing, streams
+from hf_pipetransformer.pipe import Pipe, WithDevice, is_recomputing, streams
 from hf_pipetransformer.pipe.skip import pop, skippable, stash
 
 
 class Clock:
     """A stream that knows what has happened before its next operation."""
 
+    waits = True
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.seen = {name: 0}
 
-    def wait_stream(self, other: Clock) -> None:
-        for name, count in other.seen.items():
+    def record_event(self) -> dict[str, int]:
+        return dict(self.seen)
+
+    def wait_event(self, event: dict[str, int]) -> None:
+        if self.waits:
+            self.take_over(event)
+
+    def take_over(self, event: dict[str, int]) -> None:
+        for name, count in event.items():
             self.seen[name] = max(self.seen.get(name, 0), count)
 
     def tick(self) -> tuple[str, int]:
@@ -49,11 +57,8 @@ class Machine:
         monkeypatch.setattr(streams, "lanes", self.lanes_of)
         monkeypatch.setattr(streams, "computing", lambda device: self.stream_of(device))
         monkeypatch.setattr(streams, "_copied", self.copied)
-        monkeypatch.setattr(streams, "_through", self.through)
-        for module in (streams, flow):
-            monkeypatch.setattr(module, "is_same_place", lambda one, other: one == other)
-        if not waits:
-            monkeypatch.setattr(Clock, "wait_stream", lambda *_: None)
+        monkeypatch.setattr(streams, "is_same_place", self.is_same_place)
+        monkeypatch.setattr(Clock, "waits", waits)
 
     def stream_of(self, device: torch.device) -> Clock:
         return self.computing.setdefault(device, Clock(f"{device} computing"))
@@ -62,22 +67,17 @@ class Machine:
         found = streams.Lanes(Clock(f"{device} incoming"), Clock(f"{device} outgoing"))  # type: ignore[arg-type]
         return self.lanes.setdefault(device, found)
 
-    def through(self, values: Sequence[Any], device: torch.device, step: Any) -> tuple[Any, ...]:
-        """Every tensor is taken for one of the device: torch drops a CPU's index."""
-        where = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        found = list(values)
-        for i, tensor in zip(where, step([values[i] for i in where]), strict=True):
-            found[i] = tensor
-        return tuple(found)
+    def is_same_place(self, one: torch.device, other: torch.device) -> bool:
+        """Torch drops a CPU's index from tensors: those are taken for tensors of the right device."""
+        return None in (one.index, other.index) or one == other
 
     def copied(self, tensor: torch.Tensor, target: torch.device, both: tuple[Clock, Clock]) -> torch.Tensor:
         self.num_copies += 1
         leaving, coming = both
-        leaving.wait_stream(coming)
-        coming.wait_stream(leaving)
+        leaving.take_over(coming.seen)
         leaving.tick()
+        coming.take_over(leaving.seen)
         coming.tick()
-        coming.wait_stream(leaving)
         return tensor.clone()
 
 
@@ -97,9 +97,12 @@ class Reader(nn.Module):
     def touch(self, micro_batch: int, which: str) -> None:
         """Read what the neighbour has written, and write."""
         stream = self.machine.stream_of(torch.device("cpu", self.stage))
-        before = self.stage - 1 if which == "forward" else self.stage + 1
+        before, step = (self.stage - 1, 1) if which == "forward" else (self.stage + 1, -1)
         if 0 <= before <= self.last:
             assert stream.has_seen(self.written[micro_batch, before, which]), (micro_batch, self.stage, which)
+            # Nor does it wait for what comes later there.
+            later = self.written.get((micro_batch + step, before, which))
+            assert later is None or not stream.has_seen(later), (micro_batch, self.stage, which)
         self.written[micro_batch, self.stage, which] = stream.tick()
 
 
@@ -170,5 +173,5 @@ def test_tensors_that_need_no_gradient_need_none_after_a_copy(monkeypatch: pytes
     Machine(monkeypatch)
     here, there = torch.device("cpu", 0), torch.device("cpu", 1)
     values = (torch.ones(2, requires_grad=True), torch.ones(2), torch.arange(2), "word")
-    arrived = streams.arrive(streams.depart(values, here), here, there)
+    arrived = streams.arrive(streams.depart(values, here), there)
     assert [getattr(value, "requires_grad", None) for value in arrived] == [True, False, False, None]

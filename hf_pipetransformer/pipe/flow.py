@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_pipetransformer.pipe.clock import clock_cycles, next_backwards
+from hf_pipetransformer.pipe.in_place import InPlaceCheck, may_be_separated
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values
 from hf_pipetransformer.pipe.ordering import hold, release
 from hf_pipetransformer.pipe.recomputation import checkpointed, waking
 from hf_pipetransformer.pipe.skip.exchange import SkipExchange, exchanging
 from hf_pipetransformer.pipe.skip.namespace import Key
 from hf_pipetransformer.pipe.stages import Stage
-from hf_pipetransformer.pipe.streams import arrive, depart, is_same_place
+from hf_pipetransformer.pipe.streams import Departed, arrive, depart
 from hf_pipetransformer.pipe.workers import Workers
+
+
+Tokens = tuple[torch.Tensor, ...]
+
+
+class Called(NamedTuple):
+    """What the forward of a stage gave.
+
+    Args:
+        result: what it returned.
+        left: what it stashed for later stages.
+        tokens: to have it computed again.
+    """
+
+    result: Any
+    left: dict[Key, Any]
+    tokens: Tokens
 
 
 class Flow:
@@ -42,15 +58,14 @@ class Flow:
         self.routes = routes
         self.num_checkpointed = num_checkpointed
         self.expands = expands
-        self._skips: dict[tuple[int, Key], Any] = {}
-        self._tokens: dict[tuple[int | None, int], tuple[torch.Tensor, ...]] = {}
+        self._batches: list[MicroBatch] = []
+        self._sent: dict[int, Departed] = {}
+        self._skips: dict[tuple[int, Key], Departed] = {}
+        self._shared: dict[int, set[int]] = {}
+        self._tokens: dict[tuple[int | None, int], Tokens] = {}
         devices = [stage.device for stage in stages]
-        on_cpu = {device for device in devices if device.type == "cpu"}
         # The caller works for the CPU; with a single device nobody else is needed.
-        self._own = torch.device("cpu") if on_cpu else devices[0]
-        # What is drawn on the CPU comes from one generator: a forward that runs again must have drawn without a break.
-        is_shared = len(on_cpu) > 1 and num_checkpointed > 0
-        self._cpu_turn: AbstractContextManager[Any] = Lock() if is_shared else nullcontext()
+        self._own = torch.device("cpu") if any(device.type == "cpu" for device in devices) else devices[0]
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What the last stage gives for each.
@@ -67,79 +82,77 @@ class Flow:
 
     def _compute(self, i: int, k: int) -> None:
         """Micro-batch `i` on stage `k`, from its arrival to its departure."""
-        stage, batch = self.stages[k], self._batches[i]
-        values = batch.values
-        if k:
-            values = arrive(values, self.stages[k - 1].device, stage.device)
-        popped = {
-            key: self._popped(i, key, stage) for key, (stashes, pops) in self.routes.items() if stashes < pops == k
-        }
-        values, popped = self._tied(i, k, values, popped)
-        with self._cpu_turn if stage.device.type == "cpu" else nullcontext():
-            result, left, tokens = self._called(i, k, MicroBatch(values, batch.is_single), popped)
-        batch, left = self._held(i, k, result, left, tokens)
-        self._send(i, k, batch, left)
+        device = self.stages[k].device
+        values = arrive(self._sent.pop(i), device) if k else self._batches[i].values
+        keys = [key for key, (stashes, pops) in self.routes.items() if stashes < pops == k]
+        popped = [arrive(self._skips.pop((i, key)), device)[0] for key in keys]
+        # The backwards of this stage in the order of the table: the one after that of `i` waits for it.
+        waiting = self._tokens.pop((self._nexts[k].get(i), k), ())
+        tied, waiting = release((*values, *popped), waiting)
+        values, popped = tied[: len(values)], list(tied[len(values) :])
 
-    def _popped(self, i: int, key: Key, stage: Stage) -> Any:
-        source = self.stages[self.routes[key][0]].device
-        return arrive((self._skips.pop((i, key)),), source, stage.device)[0]
+        check = InPlaceCheck(tied, i < self.num_checkpointed, self._shared.pop(i, set()))
+        batch = MicroBatch(values, self._batches[i].is_single)
+        called = self._called(i, k, batch, dict(zip(keys, popped, strict=True)))
+        check.end()
+        self._send(i, k, *self._held(i, k, called, waiting))
 
-    def _tied(
-        self, i: int, k: int, values: tuple[Any, ...], popped: dict[Key, Any]
-    ) -> tuple[tuple[Any, ...], dict[Key, Any]]:
-        """With the backwards of this stage in the order of the table: the one after that of `i` waits for it."""
-        tied = release((*values, *popped.values()), self._tokens.pop((self._nexts[k].get(i), k), ()))
-        return tied[: len(values)], dict(zip(popped, tied[len(values) :], strict=True))
-
-    def _called(
-        self, i: int, k: int, batch: MicroBatch, popped: Mapping[Key, Any]
-    ) -> tuple[Any, dict[Key, Any], tuple[torch.Tensor, ...]]:
-        """What the stage returns and stashes for later ones, and a token to have it computed again."""
-        module, wakes = self.stages[k].module, i < self.num_checkpointed and self._leaves(k)
-
-        def call(*values: Any) -> tuple[Any, dict[Key, Any], tuple[torch.Tensor, ...]]:
-            with exchanging(SkipExchange(popped)) as exchange:
-                result = module(*values) if self.expands else module(MicroBatch(values, batch.is_single).value)
-            outgoing = (*MicroBatch.of(result).values, *exchange.left.values())
-            return result, exchange.left, waking(outgoing) if wakes else ()
-
-        if i >= self.num_checkpointed:
+    def _called(self, i: int, k: int, batch: MicroBatch, popped: Mapping[Key, Any]) -> Called:
+        stage, is_checkpointed = self.stages[k], i < self.num_checkpointed
+        wakes = is_checkpointed and self._leaves(k)
+        call = _forward(stage.module, popped, self.expands, batch.is_single, wakes)
+        if is_checkpointed:
+            return checkpointed(call, *batch.values, drawing=stage.drawing)
+        if not self.num_checkpointed:
             return call(*batch.values)
-        kept = [value for value in (*batch.values, *popped.values()) if isinstance(value, torch.Tensor)]
-        versions = [tensor._version for tensor in kept]
-        result = checkpointed(call, *batch.values)
-        if versions != [tensor._version for tensor in kept]:
-            raise RuntimeError(
-                "A stage changes its input in place, which checkpointing would compute again from what is left of it. "
-                "Write the stage's first operation out of place (nn.ReLU() for nn.ReLU(inplace=True)), or use "
-                "checkpoint='never'."
-            )
-        return result
+        with stage.drawing.noted():
+            return call(*batch.values)
 
-    def _held(
-        self, i: int, k: int, result: Any, left: dict[Key, Any], tokens: tuple[torch.Tensor, ...]
-    ) -> tuple[MicroBatch, dict[Key, Any]]:
-        batch = MicroBatch.of(result)
+    def _held(self, i: int, k: int, called: Called, waiting: Tokens) -> tuple[MicroBatch, dict[Key, Any]]:
+        batch = MicroBatch.of(called.result)
         check_values(batch.values, f"What stage {k} returns", not self.expands)
-        if i not in self._nexts[k].values():
-            return batch, left
-        held, token = hold((*batch.values, *left.values()))
-        self._tokens[i, k] = (*token, *tokens)
+        values = (*batch.values, *called.left.values())
+        # Where the stage's inputs need no gradient its outputs are tied: their gradients come before the backward.
+        values, _ = release(values, waiting)
+        if i in self._nexts[k].values():
+            values, tokens = hold(values)
+            self._tokens[i, k] = (*tokens, *called.tokens)
         num_values = len(batch.values)
-        return MicroBatch(held[:num_values], batch.is_single), dict(zip(left, held[num_values:], strict=True))
+        return MicroBatch(values[:num_values], batch.is_single), dict(
+            zip(called.left, values[num_values:], strict=True)
+        )
 
     def _leaves(self, k: int) -> bool:
         """Whether the next stage is on another device."""
         return k + 1 < len(self.stages) and self.stages[k].device != self.stages[k + 1].device
 
     def _send(self, i: int, k: int, batch: MicroBatch, left: Mapping[Key, Any]) -> None:
-        device, values = self.stages[k].device, batch.values
-        if self._leaves(k):
-            values = depart(values, device)
-        self._batches[i] = MicroBatch(values, batch.is_single)
+        device = self.stages[k].device
+        self._batches[i] = batch
+        if k + 1 == len(self.stages):
+            return
         for key, value in left.items():
             if key not in self.routes:
                 raise RuntimeError(f"Stage {k} stashed {key[1]!r}, which no later stage pops.")
-            target = self.stages[self.routes[key][1]].device
-            is_near = value is None or is_same_place(device, target)
-            self._skips[i, key] = value if is_near else depart((value,), device)[0]
+            self._skips[i, key] = depart((value,), device)
+        if len(self._batches) > 1 or len({stage.device for stage in self.stages}) > 1:
+            pending = [skip.values[0] for (other, _), skip in self._skips.items() if other == i]
+            self._shared[i] = may_be_separated(batch.values, pending)
+        self._sent[i] = depart(batch.values, device)
+
+
+def _forward(
+    module: Callable[..., Any], popped: Mapping[Key, Any], expands: bool, is_single: bool, wakes: bool
+) -> Callable[..., Called]:
+    """A stage's forward as a function of its values.
+
+    It must not know the flow: a graph keeps it, and the flow keeps what the graph gives.
+    """
+
+    def call(*values: Any) -> Called:
+        with exchanging(SkipExchange(popped)) as exchange:
+            result = module(*values) if expands else module(MicroBatch(values, is_single).value)
+        outgoing = (*MicroBatch.of(result).values, *exchange.left.values())
+        return Called(result, exchange.left, waking(outgoing) if wakes else ())
+
+    return call

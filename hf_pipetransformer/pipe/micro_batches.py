@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -93,11 +94,24 @@ def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
             f"Found different number of chunks produced for inputs: {sizes}. Their first dimensions must be the "
             "batch's; wrap in NoChunk what has none."
         )
+    _check_shares([columns[i] for i in counts])
     num_micro_batches = next(iter(counts.values()))
     return [
         tuple(column[k] if i in counts else column for i, column in enumerate(columns))
         for k in range(num_micro_batches)
     ]
+
+
+def _check_shares(columns: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    if len(columns[0]) == 1:
+        return
+    shares = [tuple(Fraction(len(piece), max(1, sum(map(len, column)))) for piece in column) for column in columns]
+    if len(set(shares)) > 1:
+        sizes = ", ".join("+".join(str(len(piece)) for piece in column) for column in columns)
+        raise RuntimeError(
+            f"The inputs do not fall into micro-batches of the same shares of the batch: {sizes} rows. Their first "
+            "dimensions must be the batch's; wrap in NoChunk what has none."
+        )
 
 
 def gather(micro_batches: Sequence[MicroBatch]) -> Any:

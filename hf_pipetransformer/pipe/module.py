@@ -14,7 +14,7 @@ from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, gath
 from hf_pipetransformer.pipe.recomputation import MODES, num_checkpointed
 from hf_pipetransformer.pipe.skip import verify_skippables
 from hf_pipetransformer.pipe.skip.layout import find_routes
-from hf_pipetransformer.pipe.stages import Stage, check_module
+from hf_pipetransformer.pipe.stages import Stage, check_module, device_of
 from hf_pipetransformer.pipe.state_names import rename
 from hf_pipetransformer.pipe.streams import is_same_place
 
@@ -43,6 +43,7 @@ class Pipelined(nn.Module):
         for stage in stages:
             for name, child in stage.module.named_children():
                 self.add_module(name, child)
+        self._known = dict(self.named_children())
         self._routes = find_routes([stage.module for stage in stages])
         self.register_load_state_dict_pre_hook(_rename_old)  # type: ignore[no-untyped-call]
 
@@ -90,6 +91,7 @@ class Pipelined(nn.Module):
         if not self._stages:
             check_values(batch.values, "The input", not self._expands)
             return batch.value
+        self._follow_replacements()
         pieces = self._cut(batch)
         for module in self.modules():
             if isinstance(module, DeferredBatchNorm):
@@ -98,6 +100,27 @@ class Pipelined(nn.Module):
         checkpointed = num_checkpointed(self.checkpoint if is_trained else "never", len(pieces))
         flow = Flow(self._stages, self._routes, checkpointed, self._expands)
         return gather(flow.run(pieces))
+
+    def _follow_replacements(self) -> None:
+        """Run what has been put in the place of a child, here or in a partition."""
+        replaced = {name: child for name, child in self.named_children() if self._known[name] is not child}
+        for stage in self._stages:
+            for name, child in list(stage.module.named_children()):
+                if name in replaced:
+                    child = replaced[name]
+                elif child is self._known[name]:
+                    continue
+                device = device_of(name, child)
+                if next(child.parameters(), None) is not None and not is_same_place(device, stage.device):
+                    raise ValueError(
+                        f"Module {name!r} was replaced by one on {device}; its stage is on {stage.device}."
+                    )
+                setattr(stage.module, name, child)
+                setattr(self, name, child)
+                replaced[name] = child
+        if replaced:
+            self._known = dict(self.named_children())
+            self._routes = find_routes([stage.module for stage in self._stages])
 
     def _cut(self, batch: MicroBatch) -> list[MicroBatch]:
         check_values(batch.values, "The input", not self._expands)
@@ -124,6 +147,12 @@ def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch
     if str(checkpoint) not in MODES:
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', found {str(checkpoint)!r}.")
     verify_skippables(module)
+    if any(isinstance(each, Pipelined) for each in module.modules()) and (
+        deferred_batch_norm or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
+    ):
+        raise ValueError(
+            "A pipeline inside a pipeline cannot have deferred batch norms: neither sees the whole mini-batch."
+        )
     if not deferred_batch_norm:
         return module
     converted = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))

@@ -39,15 +39,16 @@ class _Releasing(torch.autograd.Function):
         return None, *([None] * ctx.num_tokens), *gradients
 
 
-def _needing_gradients(values: Sequence[Any]) -> list[int]:
-    return [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+def _needing_gradients(values: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Each of them once: what is one tensor before must be one after, for whoever changes it in place."""
+    return {id(value): value for value in values if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
-def _replaced(values: Sequence[Any], where: Sequence[int], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    found = list(values)
-    for i, tensor in zip(where, tensors, strict=True):
-        found[i] = tensor
-    return tuple(found)
+def _replaced(
+    values: Sequence[Any], found: dict[int, torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    results = dict(zip(found, tensors, strict=True))
+    return tuple(results.get(id(value), value) for value in values)
 
 
 def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
@@ -55,19 +56,20 @@ def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ..
 
     No token if nothing of them needs a gradient.
     """
-    where = _needing_gradients(values)
-    if not where:
+    found = _needing_gradients(values)
+    if not found:
         return tuple(values), ()
-    *tensors, token = _Held.apply(*(values[i] for i in where))  # type: ignore[no-untyped-call]
-    return _replaced(values, where, tensors), (token,)
+    *tensors, token = _Held.apply(*found.values())  # type: ignore[no-untyped-call]
+    return _replaced(values, found, tensors), (token,)
 
 
-def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """`values`, whose backward goes before that of what the tokens hold.
+def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """`values`, whose backward goes before that of what the tokens hold, and the tokens that are still to be released.
 
-    Nothing is tied where no value needs a gradient: it would be computed for the order's sake alone.
+    Those are all of them where no value needs a gradient: it would be computed for the order's sake alone.
     """
-    where = _needing_gradients(values)
-    if not where or not tokens:
-        return tuple(values)
-    return _replaced(values, where, _Releasing.apply(len(tokens), *tokens, *(values[i] for i in where)))  # type: ignore[no-untyped-call]
+    found = _needing_gradients(values)
+    if not found or not tokens:
+        return tuple(values), tuple(tokens)
+    tensors = _Releasing.apply(len(tokens), *tokens, *found.values())  # type: ignore[no-untyped-call]
+    return _replaced(values, found, tensors), ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 
 class LocalTensor(torch.Tensor):
@@ -18,7 +19,7 @@ class LocalTensor(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
     def local_value(self) -> torch.Tensor:
-        """The same values and the same place in the graph as a plain tensor, the same object each time."""
+        """The result as a plain tensor, the same object each time."""
         return self._value
 
     def to_here(self) -> torch.Tensor:
@@ -44,8 +45,14 @@ class LocalTuple(tuple[Any, ...]):
         return tuple(self)
 
 
+# Wrappers such as DistributedDataParallel look for tensors in what a module returns.
+register_pytree_node(LocalTuple, lambda values: (list(values), None), lambda values, _: LocalTuple(values))
+
+
 def as_output(value: Any) -> Any:
     """The result of a pipeline with `local_value()`."""
+    if isinstance(value, (LocalTensor, LocalTuple)):
+        return value
     if isinstance(value, tuple):
         return LocalTuple(value)
     output = value.as_subclass(LocalTensor)

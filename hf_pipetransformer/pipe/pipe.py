@@ -61,4 +61,8 @@ class Pipe(Pipelined):
             ValueError: a tensor is not on the first stage's device.
             RuntimeError: the tensors do not fall into equally many micro-batches.
         """
-        return as_output(self._run(MicroBatch(inputs, is_single=len(inputs) == 1)))
+        return self._run(MicroBatch(inputs, is_single=len(inputs) == 1))
+
+    def __call__(self, *inputs: Any) -> Any:
+        """As `forward`, with the hooks of the module."""
+        return as_output(super().__call__(*inputs))

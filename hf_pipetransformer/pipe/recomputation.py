@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hf_pipetransformer.pipe.random_state import Drawing, States
+
 
 MODES = ("always", "except_last", "never")
 
@@ -45,12 +47,27 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     return _Set(_IS_CHECKPOINTING), _Set(_IS_RECOMPUTING)
 
 
-def checkpointed(function: Callable[..., Any], *values: Any) -> Any:
+def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | None = None) -> Any:
     """What `function(*values)` returns; nothing but `values` is kept for its backward.
 
     Random numbers are those of the first time when it runs again.
+
+    Args:
+        drawing: of the stage that it is the forward of; on the CPU unless given.
     """
-    return checkpoint(function, *values, use_reentrant=False, context_fn=_contexts)
+    states: list[States] = []
+    drawing = drawing or Drawing(torch.device("cpu"))
+
+    def run(*values: Any) -> Any:
+        if states:
+            with states[0].restored():
+                return function(*values)
+        with drawing.noted() as found:
+            states.append(found)
+            return function(*values)
+
+    # Its own way of keeping random states knows of no other thread that draws meanwhile.
+    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
 class _Waking(torch.autograd.Function):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+
+from hf_pipetransformer.pipe.random_state import Drawing
 
 
 class Expanding(nn.Sequential):
@@ -40,12 +42,20 @@ class WithDevice(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stage:
-    """Some children of the Sequential, and where they run."""
+    """Some children of the Sequential, and where they run.
+
+    Args:
+        drawing: where its random numbers come from.
+    """
 
     module: nn.Sequential
     device: torch.device
+    drawing: Drawing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawing = Drawing(self.device)
 
 
 def check_module(module: Any) -> None:
@@ -89,18 +99,40 @@ def device_of(name: str, module: nn.Module) -> torch.device:
 
 
 def split_by_device(module: nn.Sequential) -> list[Stage]:
-    """Neighbours on one GPU are a stage; on the CPU each child is one, as all of a pipeline can be tried there."""
+    """Neighbours on one GPU are a stage; on the CPU each child is one, as all of a pipeline can be tried there.
+
+    Raises:
+        ValueError: a child lies on several devices, or shares a parameter with one on another.
+    """
     groups: list[tuple[OrderedDict[str, nn.Module], torch.device]] = []
     for name, child in module.named_children():
-        if isinstance(child, WithDevice):
-            device = normalised(child.device)
-            child = child.module.to(device)
-        else:
-            device = device_of(name, child)
+        device = normalised(child.device) if isinstance(child, WithDevice) else device_of(name, child)
         if not groups or groups[-1][1] != device or device.type == "cpu":
             groups.append((OrderedDict(), device))
-        groups[-1][0][name] = child
+        groups[-1][0][name] = child.module if isinstance(child, WithDevice) else child
+    check_shared(groups)
+    for child in module.children():
+        if isinstance(child, WithDevice):
+            child.module.to(child.device)
     return [Stage(Expanding(children), device) for children, device in groups]
+
+
+def check_shared(groups: Sequence[tuple[Mapping[str, nn.Module], torch.device]]) -> None:
+    """Refuse parameters of children on several devices.
+
+    Raises:
+        ValueError: there are some.
+    """
+    places: dict[nn.Parameter, tuple[str, torch.device]] = {}
+    for children, device in groups:
+        for name, child in children.items():
+            for parameter in child.parameters():
+                first, place = places.setdefault(parameter, (name, device))
+                if place != device:
+                    raise ValueError(
+                        "A module with duplicate parameters in distinct children is not supported: one belongs to "
+                        f"{first!r} on {place} and to {name!r} on {device}."
+                    )
 
 
 def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
@@ -120,17 +152,9 @@ def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Seq
         raise ValueError(f"Each stage must have one child or more, found the balance {list(balance)}.")
     if len(devices) < len(balance):
         raise IndexError(f"Too few devices for {len(balance)} stages: found {', '.join(map(str, devices)) or 'none'}.")
-    stages, start = [], 0
-    places: dict[nn.Parameter, torch.device] = {}
+    groups, start = [], 0
     for length, device in zip(balance, devices, strict=False):
-        part = OrderedDict(children[start : start + length])
+        groups.append((OrderedDict(children[start : start + length]), device))
         start += length
-        for name, child in part.items():
-            for parameter in child.parameters():
-                if places.setdefault(parameter, device) != device:
-                    raise ValueError(
-                        "A module with duplicate parameters in distinct children is not supported: one of "
-                        f"{name!r} belongs to a stage on {places[parameter]} and to one on {device}."
-                    )
-        stages.append(Stage(nn.Sequential(part).to(device), device))
-    return stages
+    check_shared(groups)
+    return [Stage(nn.Sequential(part).to(device), device) for part, device in groups]

@@ -3,18 +3,21 @@
 A tensor goes from one stage to the next in three steps, each a node of autograd's graph, so that its gradient goes the
 same way back:
 
-    stage s computes | depart: s's outgoing stream waits for s   | the copy, on s's outgoing and t's incoming stream
-                     | arrive: t waits for its incoming stream   | stage t computes
+    depart   stage s has computed it
+    copy     when it is computed, on the outgoing stream of s and the incoming one of t
+    arrive   stage t waits for the copy
 
-The waits are nodes of their own because a wait stops all that a device is given afterwards: on the way back `depart`
-belongs to device s, whose thread of autograd meets it where the gradient is needed, and not earlier.
+Whoever waits, waits for an event, so for nothing that was queued behind it. The waits of the stages are nodes of their
+own because they stop all that a device is given afterwards: on the way back `depart` belongs to device s, whose thread
+of autograd meets it where the gradient is needed, and not earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +26,9 @@ import torch
 class Stream(Protocol):
     """What of `torch.cuda.Stream` is used."""
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def record_event(self) -> Any: ...
+
+    def wait_event(self, event: Any) -> None: ...
 
 
 class Lanes(NamedTuple):
@@ -33,14 +38,18 @@ class Lanes(NamedTuple):
     outgoing: torch.cuda.Stream
 
 
-@lru_cache(maxsize=64)
-def _lanes_of(device: torch.device) -> Lanes:
-    return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device))
+_LANES: dict[torch.device, Lanes] = {}
+_LANES_LOCK = Lock()
 
 
 def lanes(device: torch.device) -> Lanes | None:
     """Of a GPU, the same each time; the CPU has none."""
-    return _lanes_of(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    with _LANES_LOCK:
+        if device not in _LANES:
+            _LANES[device] = Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return _LANES[device]
 
 
 def computing(device: torch.device) -> torch.cuda.Stream | None:
@@ -67,52 +76,101 @@ def _marked(ctx: Any, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(outputs)
 
 
-class Passing(torch.autograd.Function):
-    """Tensors pass from one stream of a device to another: what is queued there afterwards waits for them."""
+@dataclass(eq=False)
+class Journey:
+    """Some tensors of a micro-batch on their way between two devices.
+
+    Args:
+        source: where they come from.
+        target: where they go to; known when they arrive.
+        events: what has happened, for others to wait for.
+    """
+
+    source: torch.device
+    target: torch.device | None = None
+    events: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, what: str, stream: Stream | None) -> None:
+        """The stream has come so far."""
+        if stream is not None:
+            self.events[what] = stream.record_event()
+
+    def wait(self, what: str, stream: Stream | None, tensors: Sequence[torch.Tensor | None]) -> None:
+        """What the stream is given from now on comes after it, and may use the tensors."""
+        if stream is not None:
+            if what in self.events:
+                stream.wait_event(self.events[what])
+            _used_on(stream, tensors)
+
+    def lanes(self) -> tuple[Stream | None, Stream | None]:
+        """The outgoing stream of the source and the incoming one of the target."""
+        assert self.target is not None
+        leaving, coming = lanes(self.source), lanes(self.target)
+        return leaving and leaving.outgoing, coming and coming.incoming
+
+
+class Departing(torch.autograd.Function):
+    """Tensors are ready for a copy; their gradients are waited for."""
 
     @staticmethod
-    def forward(ctx: Any, before: Stream, after: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, journey: Journey, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.before, ctx.after = before, after
-        after.wait_stream(before)
-        _used_on(after, tensors)
+        ctx.journey, ctx.stream = journey, stream
+        journey.note("ready", stream)
         return _marked(ctx, [tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.before.wait_stream(ctx.after)
-        _used_on(ctx.before, gradients)
+        ctx.journey.wait("returned", ctx.stream, gradients)
         return None, None, *gradients
 
 
 class Copying(torch.autograd.Function):
-    """Copies on the streams that are given, back on the same."""
+    """Copies there, and back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, target: torch.device, streams: tuple[Any, ...], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, journey: Journey, target: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.streams, ctx.sources = streams, [tensor.device for tensor in tensors]
-        return _marked(ctx, [_copied(tensor, target, streams) for tensor in tensors])
+        ctx.journey, ctx.sources = journey, [tensor.device for tensor in tensors]
+        journey.target = target
+        leaving, coming = journey.lanes()
+        journey.wait("ready", leaving, tensors)
+        copies = [_copied(tensor, target, (leaving, coming)) for tensor in tensors]
+        journey.note("arrived", coming or leaving)
+        return _marked(ctx, copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        leaving, coming = ctx.journey.lanes()
+        ctx.journey.wait("gradient is ready", coming, gradients)
         copies = [
-            None if gradient is None else _copied(gradient, source, ctx.streams)
+            None if gradient is None else _copied(gradient, source, (leaving, coming))
             for gradient, source in zip(gradients, ctx.sources, strict=True)
         ]
+        ctx.journey.note("returned", leaving or coming)
         return None, None, *copies
 
 
-def _copied(tensor: torch.Tensor, target: torch.device, streams: tuple[Any, ...]) -> torch.Tensor:
-    with on_streams(streams):
+class Arriving(torch.autograd.Function):
+    """Copies are waited for; their gradients are ready for a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, journey: Journey, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.journey, ctx.stream = journey, stream
+        journey.wait("arrived", stream, tensors)
+        return _marked(ctx, [tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.journey.note("gradient is ready", ctx.stream)
+        return None, None, *gradients
+
+
+def _copied(tensor: torch.Tensor, target: torch.device, streams: tuple[Any, Any]) -> torch.Tensor:
+    with on_streams([stream for stream in streams if stream is not None]):
         # The host reads what comes to it at once: that copy has to be done.
-        copy = tensor.to(target, non_blocking=target.type != "cpu")
-    for stream in streams:
-        if tensor.is_cuda and tensor.device == stream.device:
-            tensor.record_stream(stream)
-    return copy
+        return tensor.to(target, non_blocking=target.type != "cpu")
 
 
 @contextmanager
@@ -125,33 +183,41 @@ def on_streams(streams: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def depart(values: Sequence[Any], source: torch.device) -> tuple[Any, ...]:
+class Departed(NamedTuple):
+    """Values that a stage has sent off."""
+
+    values: tuple[Any, ...]
+    journey: Journey
+
+
+def depart(values: Sequence[Any], source: torch.device) -> Departed:
     """`values` of a stage on their way to another device. Called where the stage has just computed them."""
-    found, here = lanes(source), computing(source)
-    if found is None or here is None:
-        return tuple(values)
-    return _through(values, source, lambda tensors: Passing.apply(here, found.outgoing, *tensors))  # type: ignore[no-untyped-call]
+    journey, here = Journey(source), computing(source)
+    if here is None:
+        return Departed(tuple(values), journey)
+    return Departed(_through(values, source, lambda tensors: Departing.apply(journey, here, *tensors)), journey)  # type: ignore[no-untyped-call]
 
 
-def arrive(values: Sequence[Any], source: torch.device, target: torch.device) -> tuple[Any, ...]:
-    """`values` that have departed from `source`, on `target`. Called where the next stage is about to compute."""
-    if is_same_place(source, target):
-        return tuple(values)
-    leaving, coming, here = lanes(source), lanes(target), computing(target)
-    streams = tuple(
-        stream for stream in (leaving and leaving.outgoing, coming and coming.incoming) if stream is not None
+def arrive(departed: Departed, target: torch.device) -> tuple[Any, ...]:
+    """What has departed, on `target`. Called where the next stage is about to compute.
+
+    Tensors that were on neither device are moved as well.
+    """
+    (values, journey), here = departed, computing(target)
+    if not is_same_place(journey.source, target):
+        values = _through(values, journey.source, lambda tensors: Copying.apply(journey, target, *tensors))  # type: ignore[no-untyped-call]
+        if here is not None:
+            values = _through(values, target, lambda tensors: Arriving.apply(journey, here, *tensors))  # type: ignore[no-untyped-call]
+    return tuple(
+        value.to(target) if isinstance(value, torch.Tensor) and not is_same_place(value.device, target) else value
+        for value in values
     )
-    copies = _through(values, source, lambda tensors: Copying.apply(target, streams, *tensors))  # type: ignore[no-untyped-call]
-    if coming is None or here is None:
-        return copies
-    return _through(copies, target, lambda tensors: Passing.apply(coming.incoming, here, *tensors))  # type: ignore[no-untyped-call]
 
 
 def _through(values: Sequence[Any], device: torch.device, step: Any) -> tuple[Any, ...]:
-    """`values` with those tensors that lie on `device` taken through a step, all at once."""
-    where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and is_same_place(v.device, device)]
-    found = list(values)
-    if where:
-        for i, tensor in zip(where, step([values[i] for i in where]), strict=True):
-            found[i] = tensor
-    return tuple(found)
+    """`values` with those tensors that lie on `device` taken through a step, all at once, each of them once."""
+    found = {id(v): v for v in values if isinstance(v, torch.Tensor) and is_same_place(v.device, device)}
+    if not found:
+        return tuple(values)
+    results = dict(zip(found, step(list(found.values())), strict=True))
+    return tuple(results.get(id(value), value) for value in values)

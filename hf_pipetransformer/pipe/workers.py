@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from queue import SimpleQueue
 from threading import Thread
@@ -56,26 +56,32 @@ class Workers:
         Raises:
             BaseException: the first that a task raised. Tasks that have not begun are dropped then.
         """
-        futures = []
-        for device, task in tasks:
-            if device != self.own:
-                futures.append(Future[None]())
-                self._queues[device].put((futures[-1], task))
+        futures: list[Future[None]] = []
         try:
             for device, task in tasks:
+                if device != self.own:
+                    futures.append(Future())
+                    self._queues[device].put((futures[-1], task))
+            for device, task in tasks:
                 if device == self.own:
-                    _raise_first(future for future in futures if future.done())
-                    task()
-            _raise_first(wait(futures, return_when=FIRST_EXCEPTION).done)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+                    _raise_first([each for each in futures if each.done()])
+                    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                        task()
+            wait(futures, return_when=FIRST_EXCEPTION)
+            _raise_first([each for each in futures if each.done()])
+        finally:
+            # An error's frames are kept with it: what they name would live as long.
+            cancel = futures.copy()
+            futures.clear()
+            while cancel:
+                cancel.pop().cancel()
 
 
-def _raise_first(done: Iterator[Future[None]] | set[Future[None]]) -> None:
-    for future in done:
-        future.result()
+def _raise_first(done: list[Future[None]]) -> None:
+    errors = [error for error in (each.exception() for each in done) if error is not None]
+    done.clear()
+    if errors:
+        raise errors.pop()
 
 
 def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadState) -> None:
@@ -109,6 +115,7 @@ class _ThreadState:
         kinds = [kind for kind in {"cpu", device.type} if torch.amp.is_autocast_available(kind)]
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._autocast_caches = torch.is_autocast_cache_enabled()
+        self._default_device = torch.get_default_device()
         self._streams = [torch.cuda.current_stream(each) for each in devices if each.type == "cuda"]
 
     @contextmanager
@@ -122,6 +129,7 @@ class _ThreadState:
                 for kind, (is_enabled, dtype) in self._autocast.items()
             ]
             contexts += [torch.cuda.stream(stream) for stream in self._streams]
+            contexts += [] if self._default_device == torch.device("cpu") else [self._default_device]
             if self.device.type == "cuda":
                 contexts.append(torch.cuda.device(self.device))
             for context in contexts:

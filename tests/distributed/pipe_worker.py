@@ -36,7 +36,28 @@ def main() -> None:
                 output.pow(2).mean().backward()
                 for name, expected in gradients(module).items():
                     torch.testing.assert_close(gradients(replica.module)[name], expected, rtol=1e-12, atol=1e-13)
+    check_static_graph(rank, num_ranks)
     dist.destroy_process_group()
+
+
+class Both(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.detach()
+
+
+def check_static_graph(rank: int, num_ranks: int) -> None:
+    """The wrapper has to find the tensors of a tuple."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(8, 8), Both()), torch.randn(12, 8)
+    module(x)[0].pow(2).mean().backward()
+    copy = deepcopy(module)
+    copy.zero_grad()
+    replica = DistributedDataParallel(Pipe(copy, 3, "never"), static_graph=True)
+    for _ in range(2):
+        replica.zero_grad()
+        replica(x.chunk(num_ranks)[rank])[0].pow(2).mean().backward()
+        for name, expected in gradients(module).items():
+            torch.testing.assert_close(gradients(replica.module)[name], expected)
 
 
 if __name__ == "__main__":
