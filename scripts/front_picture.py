@@ -93,12 +93,12 @@ def legend(numbers: dict[str, int]) -> list[str]:
         line(16, TOP - 4, 34, TOP - 4, CURVE), circle(25, TOP - 4, 3, CURVE),
         text(42, TOP, "full fine-tuning, fewer and more epochs"),
     ]  # fmt: skip
+    step = min(16.0, (HEIGHT - TOP - 40) / max(1, len(numbers)))
     for name, number in numbers.items():
-        y = TOP + 16 * number
+        y = TOP + step * number
         parts += [circle(25, y - 4, 3.5, colour_of(name)), text(42, y, f"{number}  {name}")]
-    y = TOP + 16 * (len(numbers) + 1) + 4
-    return [*parts, text(16, y, "Bars: 95 % of the difference to full fine-tuning"),
-            text(16, y + 14, "at equal time, paired by seed.")]  # fmt: skip
+    bars = "Bars: 95 % interval of the difference to full"
+    return [*parts, text(16, HEIGHT - 20, bars), text(16, HEIGHT - 6, "fine-tuning at equal time, paired by seed.")]
 
 
 def bar_of(row: dict[str, Any]) -> float:
@@ -118,8 +118,8 @@ def scale(low: float, high: float, start: float, end: float) -> Callable[[float]
 
 
 def ticks(low: float, high: float) -> Sequence[float]:
-    """Round numbers from `low` to `high`, about five."""
-    rough = (high - low) / 5
+    """Round numbers from `low` to `high`, three to seven."""
+    rough = (high - low) / 7
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     return [round(index * step, 10) for index in range(math.ceil(low / step), math.floor(high / step) + 1)]

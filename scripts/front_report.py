@@ -177,7 +177,8 @@ def make_report(
 
 def _print_table(task: str, metric: str, rows: Sequence[dict[str, Any]]) -> None:
     if rows:
-        print(f"\n{task}, {metric}{'':29s} seconds  score   points at equal time   to the longest, time")
+        title = f"{task}, {metric}"
+        print(f"\n{title:40s}  seconds  score   points at equal time   to the longest         time")
     for row in rows:
         equal, longest = row.get("against_full_at_equal_time"), row.get("against_longest_full")
         print(

@@ -122,7 +122,7 @@ def test_the_picture_shows_every_contender(report: dict[str, Any], tmp_path: Pat
 
 def test_ticks_are_round_numbers() -> None:
     assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
-    assert ticks(84.13, 86.87) == [85, 86]
+    assert ticks(84.13, 86.87) == [84.5, 85, 85.5, 86, 86.5]
 
 
 # --- contenders
