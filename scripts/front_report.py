@@ -17,6 +17,8 @@ from intervals import interval_95
 
 Curve = Sequence[tuple[float, float]]
 """Points (seconds, score), in the order of seconds."""
+DEFAULTS = "freeze_defaults"
+"""Among the settings of a run with a policy: the options of freezing that were left as they are."""
 Runs = dict[str, dict[int, dict[str, Any]]]
 """Records of finished runs by contender and seed."""
 
@@ -29,6 +31,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def are_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Whether settings are the same; an option that one of them does not know yet has changed nothing."""
+    of_found, of_expected = found.get(DEFAULTS, {}), expected.get(DEFAULTS, {})
+    if any(of_found[name] != of_expected[name] for name in of_found.keys() & of_expected.keys()):
+        return False
+    return {**found, DEFAULTS: None} == {**expected, DEFAULTS: None}
+
+
 def in_force(records: Iterable[dict[str, Any]], settings: Mapping[str, dict[str, Any]]) -> Runs:
     """Those with the settings that the study has now.
 
@@ -38,7 +48,7 @@ def in_force(records: Iterable[dict[str, Any]], settings: Mapping[str, dict[str,
     runs: Runs = {name: {} for name in settings}
     for record in records:
         name = record["contender"]
-        if name in settings and record["settings"] == settings[name]:
+        if name in settings and are_same(record["settings"], settings[name]):
             runs[name].setdefault(record["seed"], record)
     return runs
 
@@ -114,6 +124,7 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
             "contender": name, "settings": next(iter(by_seed.values()))["settings"], "seeds": list(points),
             "seconds": [x for x, _ in points.values()], "scores": [y for _, y in points.values()],
             "mean_seconds": round(seconds, 2), "mean_score": round(score, 3),
+            "gauge_seconds": [by_seed[seed]["gauge_seconds"] for seed in points],
             "frozen": {str(seed): by_seed[seed]["frozen"] for seed in points},
             "cache_off": sorted({reason for record in by_seed.values() for reason in record["cache_off"]}),
         }  # fmt: skip
@@ -167,7 +178,8 @@ def make_report(
             "Accuracy against processor time of training, one process, one thread; scores in percent on samples that "
             "no run trains on. Differences in points, paired by seed, with 95 % intervals by Student's t. At equal "
             "time: the curve of full fine-tuning over its numbers of epochs, each with a learning-rate schedule of "
-            "its own, seed by seed, linear between its points and level after its last."
+            "its own, seed by seed, linear between its points and level after its last. Gauge: a fixed piece of work "
+            "just before and after a run; where it took longer, other work slowed that run down."
         ),
         "date": str(date.today()), "machine": f"{platform.processor() or platform.machine()}, one thread a run",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -26,21 +26,21 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from front_picture import write_picture
-from front_report import make_report, read_records
+from front_report import DEFAULTS, are_same, make_report, read_records
 from front_tasks import SETTINGS, TASKS, Task, TaskSettings
 from torch import nn
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.arguments import FREEZE_POLICIES
+from hf_pipetransformer.arguments import FREEZE_POLICIES, POLICY_OF_OPTION
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 
@@ -110,8 +110,13 @@ def unknown_policies(known: tuple[str, ...] = FREEZE_POLICIES) -> list[str]:
 
 def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
     """Everything that a run's result hangs on but its seed, as JSON gives it back."""
-    common = {"num_training": task.num_training, "batch": task.batch, "rate": task.rates[contender.kind]}
-    return json.loads(json.dumps({**common, **asdict(contender)}))
+    settings = {"num_training": task.num_training, "batch": task.batch, "rate": task.rates[contender.kind]}
+    policy = contender.options["freeze_policy"]
+    if policy not in ("none", "fixed"):
+        of_others = {name for name, owner in POLICY_OF_OPTION.items() if owner != policy}
+        options = [option for option in fields(PipeTransformerArguments) if option.name.startswith("freeze_")]
+        settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in {*of_others, *contender.options}}
+    return json.loads(json.dumps({**settings, **asdict(contender)}))
 
 
 def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
@@ -133,7 +138,7 @@ def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
 
 def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **changes: Any) -> dict[str, Any]:
     """Train and evaluate once; `changes` are options of the trainer."""
-    training = task.training(seed, settings.num_training)
+    training, gauged = task.training(seed, settings.num_training), [gauge()]
     with tempfile.TemporaryDirectory(prefix="study-front-") as folder:
         start = time.process_time()
         set_seed(seed)
@@ -145,6 +150,7 @@ def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **c
         trainer.remove_callback(PrinterCallback)
         output = trainer.train()
         seconds = time.process_time() - start
+        gauged.append(gauge())
         path = Path(folder) / EVENTS_FILE
         # One process that freezes nothing is Trainer itself: it writes no events.
         events = read_events(str(path)) if path.exists() else []
@@ -156,7 +162,7 @@ def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **c
             "seed": seed, "settings": settings_of(settings, contender), "seconds": round(seconds, 2),
             "scores": {name: round(score, 4) for name, score in scores.items()},
             "training_loss": round(output.training_loss, 5), "num_steps": output.global_step,
-            "evaluation_seconds": round(time.process_time() - start, 2), **course(events),
+            "evaluation_seconds": round(time.process_time() - start, 2), "gauge_seconds": gauged, **course(events),
         }  # fmt: skip
 
 
@@ -172,6 +178,15 @@ def arguments(
         "dataloader_pin_memory": False, "report_to": "none", **of_task, **contender.options, **changes,
     }  # fmt: skip
     return PipeTransformerArguments(**options)
+
+
+def gauge() -> float:
+    """Processor seconds of a fixed piece of work: how fast the machine is at this moment."""
+    one, other = torch.ones(1024, 384), torch.ones(384, 1536)
+    start = time.process_time()
+    for _ in range(60):
+        one @ other
+    return round(time.process_time() - start, 3)
 
 
 def course(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -195,8 +210,8 @@ def finish(options: argparse.Namespace) -> None:
         for contender, seed in cells:
             # Read anew each time: another process may have done it.
             in_force = settings_of(settings, wanted[contender])
-            if any((r["contender"], r["seed"], r["settings"]) == (contender, seed, in_force)
-                   for r in read_records(path)):  # fmt: skip
+            done = [r for r in read_records(path) if (r["contender"], r["seed"]) == (contender, seed)]
+            if any(are_same(record["settings"], in_force) for record in done):
                 continue
             if task is None:
                 task = TASKS[name](options.data, options.models)

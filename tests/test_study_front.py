@@ -12,7 +12,7 @@ import front_tasks
 import pytest
 import study_front
 from front_picture import ticks, write_picture
-from front_report import at_equal_time, in_force, make_report, paired, read_records, seconds_to
+from front_report import DEFAULTS, are_same, at_equal_time, in_force, make_report, paired, read_records, seconds_to
 from front_tasks import IGNORED, SETTINGS, answer_tags, token_f1
 from study_front import FULL, Contender, arguments, contenders, prepare_model, settings_of, unknown_policies
 from transformers import BertForTokenClassification
@@ -62,7 +62,7 @@ def test_differences_are_paired_by_seed() -> None:
 def record(contender: str, seed: int, seconds: float, score: float, **settings: Any) -> dict[str, Any]:
     return {
         "contender": contender, "seed": seed, "settings": {"rate": 1, **settings}, "seconds": seconds,
-        "scores": {"accuracy": score}, "frozen": [[0, 2]], "cache_off": [],
+        "scores": {"accuracy": score}, "frozen": [[0, 2]], "cache_off": [], "gauge_seconds": [1.0, 1.0],
     }  # fmt: skip
 
 
@@ -160,6 +160,19 @@ def test_settings_change_with_what_a_run_hangs_on() -> None:
         assert settings_of(other, contender) != settings
     assert settings_of(task, replace(contender, num_epochs=3)) != settings
     assert settings_of(replace(task, num_epochs=7), contender) == settings
+
+
+def test_runs_with_other_defaults_of_their_policy_are_not_the_same() -> None:
+    contender = contenders(SETTINGS["sst2"])["gradient_norm"]
+    settings = settings_of(SETTINGS["sst2"], contender)
+    defaults = settings[DEFAULTS]
+    assert {"freeze_alpha", "freeze_warmup"} <= set(defaults)
+    # The tolerance is of another policy.
+    assert {"freeze_policy", "freeze_tolerance"}.isdisjoint(defaults)
+    assert are_same({**settings, DEFAULTS: {**defaults, "freeze_not_there_yet": 1}}, settings)
+    assert not are_same({**settings, DEFAULTS: {**defaults, "freeze_alpha": 0.2}}, settings)
+    assert not are_same({**settings, "rate": 7}, settings)
+    assert DEFAULTS not in settings_of(SETTINGS["sst2"], contenders(SETTINGS["sst2"])["first 1/2 frozen"])
 
 
 def tiny_bert() -> Any:
