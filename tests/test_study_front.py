@@ -9,11 +9,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import front_tasks
+import numpy as np
 import pytest
 import study_front
 from front_picture import ticks, write_picture
 from front_report import DEFAULTS, are_same, at_equal_time, in_force, make_report, paired, read_records, seconds_to
-from front_tasks import IGNORED, SETTINGS, answer_tags, token_f1
+from front_spans import IGNORED, answer_tags, best_span, span_f1, true_span
+from front_tasks import SETTINGS
+from PIL import Image
 from study_front import FULL, Contender, arguments, contenders, prepare_model, settings_of, unknown_policies
 from transformers import BertForTokenClassification
 
@@ -207,19 +210,26 @@ def test_answer_tokens_are_tagged_inside_of_the_context() -> None:
     assert answer_tags(starts, 0, 0) == [none, none, none, 0, 0, 0, 0, none]
 
 
-def test_f1_counts_answer_tokens_of_the_context() -> None:
-    true = [IGNORED, 0, 1, 2, 0, IGNORED]
-    assert token_f1(true, true) == 100
-    # Two true ones, three found, two of them right; B instead of I is right, outside of the context nothing counts.
-    assert token_f1([1, 0, 1, 1, 2, 1], true) == pytest.approx(100 * 2 * 2 / 5)
-    assert token_f1([0] * 6, true) == 0
-    assert token_f1([0, 0], [0, IGNORED]) == 0
+def test_the_best_span_begins_where_an_answer_is_likeliest() -> None:
+    # Columns O, B, I. Token 1 is none of the context's, token 5 begins most likely, though O is likelier still.
+    logits = np.array([[0, -9, 0], [0, 9, 0], [0, -5, 1], [0, -3, 2], [0, -4, 3], [0, -1, 0], [2, 0, 3], [2, 0, 1]])
+    is_context = np.array([False, False, True, True, True, True, True, True])
+    assert best_span(logits, is_context) == range(5, 7)
+    assert best_span(logits[:6], is_context[:6]) == range(5, 6)
+    is_context[5] = False
+    assert best_span(logits, is_context) == range(6, 7)
+
+
+def test_spans_are_scored_by_their_tokens() -> None:
+    true = true_span([IGNORED, 0, 0, 1, 2, 2, 0, IGNORED])
+    assert true == range(3, 6)
+    assert span_f1(true, true) == 1
+    # Two of three tokens, with two others.
+    assert span_f1(range(4, 8), true) == pytest.approx(2 * 2 / 7)
+    assert span_f1(range(6, 8), true) == 0
 
 
 def test_augmented_images_differ_from_access_to_access() -> None:
-    import numpy as np
-    from PIL import Image
-
     image = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     rows = {"image": [image] * 8, "label": [0] * 8}
     plain = front_tasks.ImageReader(augments=False)(rows)["pixel_values"]
