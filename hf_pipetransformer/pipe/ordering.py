@@ -68,8 +68,8 @@ def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tupl
 
     Those are all of them where no value needs a gradient: it would be computed for the order's sake alone.
     """
-    found = _needing_gradients(values)
-    if not found or not tokens:
+    found = _needing_gradients(values) if tokens else {}
+    if not found:
         return tuple(values), tuple(tokens)
     tensors = _Releasing.apply(len(tokens), *tokens, *found.values())  # type: ignore[no-untyped-call]
     return _replaced(values, found, tensors), ()

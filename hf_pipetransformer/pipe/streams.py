@@ -208,10 +208,9 @@ def arrive(departed: Departed, target: torch.device) -> tuple[Any, ...]:
         values = _through(values, journey.source, lambda tensors: Copying.apply(journey, target, *tensors))  # type: ignore[no-untyped-call]
         if here is not None:
             values = _through(values, target, lambda tensors: Arriving.apply(journey, here, *tensors))  # type: ignore[no-untyped-call]
-    return tuple(
-        value.to(target) if isinstance(value, torch.Tensor) and not is_same_place(value.device, target) else value
-        for value in values
-    )
+    if all(not isinstance(value, torch.Tensor) or is_same_place(value.device, target) for value in values):
+        return values
+    return tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in values)
 
 
 def _through(values: Sequence[Any], device: torch.device, step: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from queue import SimpleQueue
 from threading import Thread
@@ -56,6 +56,10 @@ class Workers:
         Raises:
             BaseException: the first that a task raised. Tasks that have not begun are dropped then.
         """
+        if not self._queues:
+            for _, task in tasks:
+                task()
+            return
         futures: list[Future[None]] = []
         try:
             for device, task in tasks:
@@ -65,8 +69,7 @@ class Workers:
             for device, task in tasks:
                 if device == self.own:
                     _raise_first([each for each in futures if each.done()])
-                    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                        task()
+                    task()
             wait(futures, return_when=FIRST_EXCEPTION)
             _raise_first([each for each in futures if each.done()])
         finally:
