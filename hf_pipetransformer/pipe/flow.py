@@ -76,11 +76,11 @@ class Flow:
         """
         self._batches = list(micro_batches)
         self._nexts = [next_backwards(len(micro_batches), len(self.stages), k) for k in range(len(self.stages))]
-        with Workers([stage.device for stage in self.stages], self._own) as workers:
-            # Workers have their device; what the caller does is on its own, which may be another GPU than the current.
-            with torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext():
-                for clock in clock_cycles(len(micro_batches), len(self.stages)):
-                    workers.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
+        # Workers have their device; what the caller does is on its own, which may be another GPU than the current.
+        own = torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext()
+        with own, Workers([stage.device for stage in self.stages], self._own) as workers:
+            for clock in clock_cycles(len(micro_batches), len(self.stages)):
+                workers.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
         return self._batches
 
     def _compute(self, i: int, k: int) -> None:
