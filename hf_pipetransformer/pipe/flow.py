@@ -144,6 +144,15 @@ class Flow:
         self._sent[i] = depart(batch.values, device)
 
 
+def run_undivided(stages: Sequence[Stage], batch: MicroBatch, expands: bool) -> MicroBatch:
+    """The forward of a single micro-batch on a single device: nothing to order, to copy or to compute again."""
+    with exchanging(SkipExchange({})):
+        for k, stage in enumerate(stages):
+            batch = MicroBatch.of(stage.module(*batch.values) if expands else stage.module(batch.value))
+            check_values(batch.values, f"What stage {k} returns", not expands)
+    return batch
+
+
 def _forward(
     module: Callable[..., Any], popped: Mapping[Key, Any], expands: bool, is_single: bool, wakes: bool
 ) -> Callable[..., Called]:

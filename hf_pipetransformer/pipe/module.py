@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
-from hf_pipetransformer.pipe.flow import Flow
+from hf_pipetransformer.pipe.flow import Flow, run_undivided
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, gather, scatter
 from hf_pipetransformer.pipe.recomputation import MODES, num_checkpointed
 from hf_pipetransformer.pipe.skip import verify_skippables
@@ -98,6 +98,8 @@ class Pipelined(nn.Module):
                 module.begin(len(pieces))
         is_trained = self.training and torch.is_grad_enabled()
         checkpointed = num_checkpointed(self.checkpoint if is_trained else "never", len(pieces))
+        if len(pieces) == 1 and not checkpointed and len(set(self.devices)) == 1:
+            return gather([run_undivided(self._stages, pieces[0], self._expands)])
         flow = Flow(self._stages, self._routes, checkpointed, self._expands)
         return gather(flow.run(pieces))
 
