@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -256,3 +257,14 @@ def test_an_input_that_needs_no_gradient_leaves_backwards_in_order(mode: str) ->
     x = torch.arange(5.0)[:, None]
     Pipe(on_many_devices(nn.Sequential(Note(), nn.Identity())), 5, mode)(x).sum().backward()
     assert [i for n, i in enumerate(found) if i not in found[:n]] == [4, 3, 2, 1, 0]
+
+
+def test_a_thread_that_cannot_begin_ends_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> Any:
+        raise MemoryError("planted")
+
+    pipe = Pipe(on_many_devices(sequential(2)), 2)
+    monkeypatch.setattr("hf_pipetransformer.pipe.workers._ThreadState.entered", fail)
+    with pytest.raises(MemoryError, match="planted"):
+        pipe(torch.randn(4, 8))
+    assert [each.name for each in enumerate_threads() if each.name.startswith("pipe-")] == []

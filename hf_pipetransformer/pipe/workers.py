@@ -88,7 +88,15 @@ def _raise_first(done: list[Future[None]]) -> None:
 
 
 def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadState) -> None:
-    with state.entered():
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(state.entered())
+        except BaseException as error:
+            # Whoever waits for a task has to hear of it.
+            while (entry := queue.get()) is not None:
+                if entry[0].set_running_or_notify_cancel():
+                    entry[0].set_exception(error)
+            return
         while (entry := queue.get()) is not None:
             future, task = entry
             if not future.set_running_or_notify_cancel():
