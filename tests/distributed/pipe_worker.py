@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_pipetransformer.autodp.topology import let_group_threads_finish
 from hf_pipetransformer.pipe import Pipe, WithDevice
 from tests.test_pipe import MODES, gradients, sequential
 
@@ -37,6 +38,7 @@ def main() -> None:
                 for name, expected in gradients(module).items():
                     torch.testing.assert_close(gradients(replica.module)[name], expected, rtol=1e-12, atol=1e-13)
     check_static_graph(rank, num_ranks)
+    let_group_threads_finish()
     dist.destroy_process_group()
 
 
