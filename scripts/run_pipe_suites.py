@@ -53,39 +53,36 @@ NAMES = "parameters have the names of the Sequential: '0.weight', not 'partition
 SHARED = "children on one device may share parameters"
 SLOWER = "expects that of two layers of some 80 us one is the slower; which one is a matter of torch and machine"
 UNNEEDED = "a forward that keeps nothing for its backward is not run again"
+IN_BOTH = {
+    "test_balance.py::test_balance_by_time_loop_resets_input": SLOWER,
+    "test_checkpoint.py::test_detect_checkpointing_recomputing": UNNEEDED,
+    "test_inplace.py::test_inplace_on_requires_grad": IN_PLACE,
+    "test_inplace.py::test_inplace_on_not_requires_grad": PINS,
+    "test_inplace.py::test_inplace_incorrect_grad": PINS,
+    "skip/test_leak.py::test_delete_portal_tensor": PORTALS,
+    "skip/test_stash_pop.py::test_stash": plugin.INTERNAL + "SkipTracker.tensors",
+}
+OF_THE_MODULE = {
+    "test_checkpoint_mode": NODES,
+    "test_checkpoint_eval": NODES,
+    "test_partitions": NAMES,
+    "test_named_children": NAMES,
+}
 DIFFERENT = {
     "torch": {
+        **IN_BOTH,
+        **{f"test_pipe.py::{test}": reason for test, reason in OF_THE_MODULE.items()},
         "test_pipe.py::test_pipe_without_rpc": "RPC is not needed here",
-        "test_pipe.py::test_checkpoint_mode": NODES,
-        "test_pipe.py::test_checkpoint_eval": NODES,
-        "test_pipe.py::test_partitions": NAMES,
-        "test_pipe.py::test_named_children": NAMES,
-        "test_balance.py::test_balance_by_time_loop_resets_input": SLOWER,
-        "test_checkpoint.py::test_detect_checkpointing_recomputing": UNNEEDED,
-        "test_inplace.py::test_inplace_on_requires_grad": IN_PLACE,
-        "test_inplace.py::test_inplace_on_not_requires_grad": PINS,
-        "test_inplace.py::test_inplace_incorrect_grad": PINS,
-        "skip/test_leak.py::test_delete_portal_tensor": PORTALS,
         "skip/test_leak.py::test_no_portal_without_pipe": PORTALS,
-        "skip/test_stash_pop.py::test_stash": plugin.INTERNAL + "SkipTracker.tensors",
     },
     "torchgpipe": {
-        "test_gpipe.py::test_checkpoint_mode": NODES,
-        "test_gpipe.py::test_checkpoint_eval": NODES,
-        "test_gpipe.py::test_partitions": NAMES,
-        "test_gpipe.py::test_named_children": NAMES,
+        **IN_BOTH,
+        **{f"test_gpipe.py::{test}": reason for test, reason in OF_THE_MODULE.items()},
         "test_gpipe.py::test_recommend_auto_balance": "the message names a module of torchgpipe",
         "test_gpipe.py::test_verify_module_duplicate_parameters_in_distinct_children": SHARED,
         "test_balance.py::test_deprecated_torchgpipe_balancing": "about a module that torchgpipe had renamed",
         "test_deferred_batch_norm.py::test_input_requiring_grad": "the test itself does what today's torch refuses",
-        "test_balance.py::test_balance_by_time_loop_resets_input": SLOWER,
-        "test_checkpoint.py::test_detect_checkpointing_recomputing": UNNEEDED,
-        "test_inplace.py::test_inplace_on_requires_grad": IN_PLACE,
-        "test_inplace.py::test_inplace_on_not_requires_grad": PINS,
-        "test_inplace.py::test_inplace_incorrect_grad": PINS,
-        "skip/test_leak.py::test_delete_portal_tensor": PORTALS,
         "skip/test_leak.py::test_skip_leak": PORTALS,
-        "skip/test_stash_pop.py::test_stash": plugin.INTERNAL + "SkipTracker.tensors",
     },
 }
 """Tests that cannot pass, or whose passing says nothing, and why; they run all the same."""

@@ -13,6 +13,8 @@ from threading import Lock
 
 import torch
 
+from hf_pipetransformer.pipe.setting import Setting
+
 
 # Inside, another lock takes its place: for the threads of a pipeline within a stage.
 _CPU_GENERATOR: ContextVar[Lock] = ContextVar("cpu_generator", default=Lock())  # noqa: B039
@@ -20,12 +22,8 @@ _CPU_GENERATOR: ContextVar[Lock] = ContextVar("cpu_generator", default=Lock())  
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    with _CPU_GENERATOR.get():
-        token = _CPU_GENERATOR.set(Lock())
-        try:
-            yield
-        finally:
-            _CPU_GENERATOR.reset(token)
+    with _CPU_GENERATOR.get(), Setting(_CPU_GENERATOR, Lock()):
+        yield
 
 
 class Drawing:

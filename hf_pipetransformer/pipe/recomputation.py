@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_pipetransformer.pipe.random_state import Drawing, States
+from hf_pipetransformer.pipe.setting import Setting
 
 
 MODES = ("always", "except_last", "never")
@@ -29,22 +29,8 @@ def is_recomputing() -> bool:
     return _IS_RECOMPUTING.get()
 
 
-class _Set:
-    """Sets a flag inside, any number of times: a kept graph is computed again for each backward."""
-
-    def __init__(self, flag: ContextVar[bool]) -> None:
-        self._flag = flag
-        self._tokens: list[Token[bool]] = []
-
-    def __enter__(self) -> None:
-        self._tokens.append(self._flag.set(True))
-
-    def __exit__(self, *_: object) -> None:
-        self._flag.reset(self._tokens.pop())
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _Set(_IS_CHECKPOINTING), _Set(_IS_RECOMPUTING)
+def _contexts() -> tuple[Setting[bool], Setting[bool]]:
+    return Setting(_IS_CHECKPOINTING, True), Setting(_IS_RECOMPUTING, True)
 
 
 def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | None = None) -> Any:

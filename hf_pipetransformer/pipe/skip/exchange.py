@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from torch import Tensor
 
+from hf_pipetransformer.pipe.setting import Setting
 from hf_pipetransformer.pipe.skip.namespace import Key
 
 
@@ -64,11 +65,6 @@ def current_exchange() -> SkipExchange:
     return _CURRENT.get() or _PLAIN.exchange
 
 
-@contextmanager
-def exchanging(exchange: SkipExchange) -> Iterator[SkipExchange]:
+def exchanging(exchange: SkipExchange) -> AbstractContextManager[SkipExchange]:
     """Modules that run inside stash to `exchange` and pop from it."""
-    token = _CURRENT.set(exchange)
-    try:
-        yield exchange
-    finally:
-        _CURRENT.reset(token)
+    return Setting[SkipExchange | None](_CURRENT, exchange)  # type: ignore[return-value]

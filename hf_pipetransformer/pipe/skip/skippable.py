@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -12,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from hf_pipetransformer.pipe.setting import Setting
 from hf_pipetransformer.pipe.skip.exchange import current_exchange
 from hf_pipetransformer.pipe.skip.namespace import Key, Namespace
 
@@ -184,21 +184,13 @@ def _answered(forward: Callable[..., Any]) -> Callable[..., Any]:
         if outer is not None and outer.module is self:
             # The forward of a base class, called by super(): part of that of the subclass.
             return _result_of(forward(self, *args, **kwargs), outer)
-        with _under_way(_Forward(self)) as here:
+        here = _Forward(self)
+        with Setting(_UNDER_WAY, here):
             output = _result_of(forward(self, *args, **kwargs), here)
         here.check_all_used()
         return output
 
     return run
-
-
-@contextmanager
-def _under_way(forward: _Forward) -> Iterator[_Forward]:
-    token = _UNDER_WAY.set(forward)
-    try:
-        yield forward
-    finally:
-        _UNDER_WAY.reset(token)
 
 
 def _result_of(output: Any, forward: _Forward) -> Any:
