@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from transformers import TrainingArguments
 
+from hf_pipetransformer.option_combinations import check_combinations
 from hf_pipetransformer.option_values import (
     Reader,
     choice,
@@ -31,12 +32,6 @@ logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency", "fixed", "none")
-POLICY_OF_OPTION = {
-    "freeze_percentile": "gradient_change",
-    "freeze_tolerance": "plasticity",
-    "freeze_patience": "plasticity",
-}
-"""The one policy that each of these options is for."""
 FREEZE_RULES = ("inclusive", "exclusive")
 WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 CLIPS = ("stage", "last")
@@ -347,10 +342,7 @@ class PipeTransformerArguments(TrainingArguments):
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
         self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
-        self._check_freezing()
-        self._check_chunks()
-        self._check_token_slices()
-        self._check_asynchronous()
+        check_combinations(self)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # There is nothing else; without the word accelerate would make each process a world of its own.
             self.use_cpu = True
@@ -375,86 +367,6 @@ class PipeTransformerArguments(TrainingArguments):
         if self.recomputes_for_trainer:
             self.pipeline_checkpoint, self.activation_checkpointing = "never", True
             self.recomputes_for_trainer = False
-
-    def _check_chunks(self) -> None:
-        schedule = find_schedule(self.pipeline_schedule)
-        fewest, most = schedule.min_chunks, schedule.max_chunks
-        if not fewest <= self.num_chunks <= most:
-            raise ValueError(
-                f"pipeline_chunks={self.pipeline_chunks} with pipeline_schedule={self.pipeline_schedule!r}: expected "
-                + (f"{fewest}" if fewest == most else f"{fewest} to {most}")
-                + " stages a rank. Choose another schedule, or leave pipeline_chunks out."
-            )
-
-    def _check_token_slices(self) -> None:
-        if self.pipeline_token_slices != "auto" and not self.cuts_tokens:
-            raise ValueError(
-                f"pipeline_token_slices={self.pipeline_token_slices!r} needs pipeline_schedule='token', found "
-                f"{self.pipeline_schedule!r}."
-            )
-        if self.cuts_tokens and self.torch_compile:
-            raise ValueError(
-                "torch_compile with pipeline_schedule='token' has not been verified: use another schedule, or leave "
-                "torch_compile out."
-            )
-        if self.cuts_tokens and self.activation_cache == "on":
-            raise ValueError(
-                "activation_cache='on' with pipeline_schedule='token': stored activations are those of whole "
-                "sequences. Leave activation_cache out, or use pipeline_schedule='1f1b'."
-            )
-
-    def _check_asynchronous(self) -> None:
-        if not self.is_asynchronous:
-            defaults = {"pipeline_weights": "pipeoptim", "pipeline_clip": "stage", "pipeline_drain_interval": None}
-            for name, default in defaults.items():
-                if getattr(self, name) != default:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} needs pipeline_schedule='async_1f1b', found "
-                        f"{self.pipeline_schedule!r}."
-                    )
-            return
-        if self.pipeline_checkpoint == "except_last":
-            raise ValueError(
-                "pipeline_checkpoint='except_last' with pipeline_schedule='async_1f1b', which has no last "
-                "micro-batch: set it to 'always' or 'never'."
-            )
-        if self.torch_compile:
-            raise ValueError(
-                "torch_compile with pipeline_schedule='async_1f1b' has not been verified: use another schedule, or "
-                "leave torch_compile out."
-            )
-        if self.fp16:
-            raise ValueError(
-                "fp16=True with pipeline_schedule='async_1f1b': stages would have to agree in every step whether it "
-                "is skipped. Use bf16=True, or pipeline_schedule='1f1b'."
-            )
-        if self.activation_cache == "on":
-            raise ValueError(
-                "activation_cache='on' with pipeline_schedule='async_1f1b': nothing is stored there. Leave "
-                "activation_cache out, or use pipeline_schedule='1f1b'."
-            )
-
-    def _check_freezing(self) -> None:
-        if self.freeze_policy == "fixed" and not self.freeze_at:
-            raise ValueError("freeze_policy='fixed' needs freeze_at='step:layers,...', found none.")
-        if self.freeze_policy != "fixed" and self.freeze_at:
-            raise ValueError(
-                f"freeze_at={self.freeze_at!r} needs freeze_policy='fixed', found {self.freeze_policy!r}."
-            )
-        defaults = {field.name: field.default for field in fields(self)}
-        for name, policy in POLICY_OF_OPTION.items():
-            found = getattr(self, name)
-            if found != defaults[name] and self.freeze_policy != policy:
-                raise ValueError(f"{name}={found!r} needs freeze_policy={policy!r}, found {self.freeze_policy!r}.")
-        if self.freeze_policy == "saliency" and self.full_determinism and self.layout_plan is None:
-            raise ValueError(
-                "freeze_policy='saliency' with full_determinism=True: it decides by measured times, which differ from "
-                "run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
-            )
-        if self.layout_plan is not None and not os.path.isfile(self.layout_plan):
-            raise ValueError(
-                f"layout_plan={self.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
-            )
 
     @property
     def place_model_on_device(self) -> bool | None:

@@ -40,7 +40,8 @@ from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.arguments import FREEZE_POLICIES, POLICY_OF_OPTION
+from hf_pipetransformer.arguments import FREEZE_POLICIES
+from hf_pipetransformer.option_combinations import POLICY_OF_OPTION
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 

@@ -39,6 +39,7 @@ FLOORS = [
         "staging",
         "manifest",
         "option_values",
+        "option_combinations",
         "fingerprint",
     },
     {"pipeline.schedules"},
@@ -47,7 +48,12 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The only neighbours on one floor that may meet.
-NEIGHBOURS = {("arguments", "layout"), ("arguments", "option_values"), ("report", "layout")}
+NEIGHBOURS = {
+    ("arguments", "layout"),
+    ("arguments", "option_values"),
+    ("arguments", "option_combinations"),
+    ("report", "layout"),
+}
 
 # Pure planning: no process group, no file, no clock.
 PURE = [
