@@ -1,8 +1,9 @@
-"""Answers in a context as tags of its tokens, and the span that scores of tags favour."""
+"""The sentence of an answer, answers in it as tags of its tokens, and the span that scores of tags favour."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from qa_utils import OUTSIDE
@@ -11,6 +12,20 @@ from qa_utils import OUTSIDE
 TAGS = {"O": 0, "B": 1, "I": 2}
 IGNORED = -100
 """Tag of a token outside of the context, which counts neither in the loss nor in the score."""
+
+
+def answer_sentence(row: dict[str, Any]) -> dict[str, Any]:
+    """A question with its context cut to the sentence that holds its first answer; answers outside of it are left out.
+
+    A sentence ends with a full stop and a space: an answer that holds them lies in several.
+    """
+    context, answers = row["context"], row["answers"]
+    spans = [(start, start + len(text)) for start, text in zip(answers["answer_start"], answers["text"], strict=True)]
+    before, after = context.rfind(". ", 0, spans[0][0]), context.find(". ", spans[0][1])
+    first, last = (before + 2 if before >= 0 else 0), (after + 1 if after >= 0 else len(context))
+    kept = [(start, end) for start, end in spans if first <= start and end <= last]
+    found = {"text": [context[start:end] for start, end in kept], "answer_start": [start - first for start, _ in kept]}
+    return {"context": context[first:last], "answers": found}
 
 
 def answer_tags(token_starts: Sequence[int], first: int, last: int) -> list[int]:

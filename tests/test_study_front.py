@@ -14,7 +14,7 @@ import pytest
 import study_front
 from front_picture import ticks, write_picture
 from front_report import DEFAULTS, are_same, at_equal_time, in_force, make_report, paired, read_records, seconds_to
-from front_spans import IGNORED, answer_tags, best_span, span_f1, true_span
+from front_spans import IGNORED, answer_sentence, answer_tags, best_span, span_f1, true_span
 from front_tasks import SETTINGS
 from PIL import Image
 from study_front import FULL, Contender, arguments, contenders, prepare_model, settings_of, unknown_policies
@@ -199,6 +199,20 @@ def test_lora_sits_on_every_linear_layer_and_the_head_is_trained() -> None:
 
 
 # --- answers as tags
+
+
+@pytest.mark.parametrize(
+    ("answers", "context"),
+    [(["Rome", "Bonn"], "It is Rome."), (["No"], "No."), (["It is Rome. Bonn"], "It is Rome. Bonn was it")],
+)
+def test_a_context_is_cut_to_the_sentence_of_the_answer(answers: list[str], context: str) -> None:
+    whole = "No. It is Rome. Bonn was it"
+    row = {"context": whole, "answers": {"text": answers, "answer_start": [whole.index(answer) for answer in answers]}}
+    found = answer_sentence(row)
+    assert found["context"] == context
+    assert found["answers"]["text"] == answers[:1]
+    [start] = found["answers"]["answer_start"]
+    assert context[start:].startswith(answers[0])
 
 
 def test_answer_tokens_are_tagged_inside_of_the_context() -> None:
