@@ -12,9 +12,9 @@ A finished run is a line of FOLDER/TASK.jsonl: start the script again and it goe
 side by side, with other tasks (`--tasks`) or seeds. `--report` runs nothing. A run with other settings than those in
 force counts as not done.
 
-Time is processor time, which other work on the machine disturbs little, of everything that a user waits for in
-training: the model is loaded, the trainer starts, measures what it decides by, trains, stores and reads. Evaluation is
-apart, and so is reading and tokenizing the data, which is the same for all.
+Time is processor time, at the pace of a machine that does nothing else (`front_clock.py`), of everything that a user
+waits for in training: the model is loaded, the trainer starts, measures what it decides by, trains, stores and reads.
+Evaluation is apart, and so is reading and tokenizing the data, which is the same for all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ from typing import Any
 
 import peft
 import torch
+from front_clock import Pace, SteadyClock
 from front_picture import write_picture
 from front_report import DEFAULTS, are_same, make_report, read_records
 from front_tasks import SETTINGS, TASKS, Task, TaskSettings
@@ -139,9 +141,9 @@ def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
 
 def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **changes: Any) -> dict[str, Any]:
     """Train and evaluate once; `changes` are options of the trainer."""
-    training, gauged = task.training(seed, settings.num_training), [gauge()]
+    training = task.training(seed, settings.num_training)
     with tempfile.TemporaryDirectory(prefix="study-front-") as folder:
-        start = time.process_time()
+        clock = SteadyClock()
         set_seed(seed)
         model = prepare_model(task.model(), contender, settings.num_layers)
         trainer = PipeTransformerTrainer(
@@ -149,9 +151,9 @@ def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **c
             train_dataset=training, **task.given,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Pace(clock))
         output = trainer.train()
-        seconds = time.process_time() - start
-        gauged.append(gauge())
+        clock.lap()
         path = Path(folder) / EVENTS_FILE
         # One process that freezes nothing is Trainer itself: it writes no events.
         events = read_events(str(path)) if path.exists() else []
@@ -160,10 +162,11 @@ def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **c
         with torch.inference_mode():
             scores = task.score(trainer.model)
         return {
-            "seed": seed, "settings": settings_of(settings, contender), "seconds": round(seconds, 2),
+            "seed": seed, "settings": settings_of(settings, contender), "seconds": round(clock.seconds, 2),
+            "processor_seconds": round(clock.processor_seconds, 2), "gauge_seconds": spread(clock.gauged),
             "scores": {name: round(score, 4) for name, score in scores.items()},
             "training_loss": round(output.training_loss, 5), "num_steps": output.global_step,
-            "evaluation_seconds": round(time.process_time() - start, 2), "gauge_seconds": gauged, **course(events),
+            "evaluation_seconds": round(time.process_time() - start, 2), **course(events),
         }  # fmt: skip
 
 
@@ -181,13 +184,9 @@ def arguments(
     return PipeTransformerArguments(**options)
 
 
-def gauge() -> float:
-    """Processor seconds of a fixed piece of work: how fast the machine is at this moment."""
-    one, other = torch.ones(1024, 384), torch.ones(384, 1536)
-    start = time.process_time()
-    for _ in range(60):
-        one @ other
-    return round(time.process_time() - start, 3)
+def spread(values: list[float]) -> list[float]:
+    """Smallest, median and largest."""
+    return [round(value, 4) for value in (min(values), statistics.median(values), max(values))]
 
 
 def course(events: list[dict[str, Any]]) -> dict[str, Any]:
