@@ -51,6 +51,8 @@ SEEDS = (0, 1, 2, 3, 4)
 RATES_SEED = 100
 """Of the runs that learning rates are chosen by: none of the study's."""
 FULL = "full fine-tuning, epochs: "
+LOGGED_STEPS = 10
+"""Each of a run's losses is a mean over so many optimizer steps."""
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
 LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 """Name of a module or parameter of a transformer layer."""
@@ -166,6 +168,7 @@ def run(task: Task, settings: TaskSettings, contender: Contender, seed: int, **c
             "processor_seconds": round(clock.processor_seconds, 2), "gauge_seconds": spread(clock.gauged),
             "scores": {name: round(score, 4) for name, score in scores.items()},
             "training_loss": round(output.training_loss, 5), "num_steps": output.global_step,
+            "losses": [round(entry["loss"], 4) for entry in trainer.state.log_history if "loss" in entry],
             "evaluation_seconds": round(time.process_time() - start, 2), **course(events),
         }  # fmt: skip
 
@@ -178,8 +181,8 @@ def arguments(
         "output_dir": folder, "activation_cache_dir": folder, "seed": seed, "pipeline_parallel_size": "1",
         "per_device_train_batch_size": settings.batch, "num_train_epochs": contender.num_epochs,
         "learning_rate": settings.rates[contender.kind], "lr_scheduler_type": "linear", "warmup_steps": 0.1,
-        "weight_decay": 0.01, "logging_strategy": "no", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
-        "dataloader_pin_memory": False, "report_to": "none", **of_task, **contender.options, **changes,
+        "weight_decay": 0.01, "logging_steps": LOGGED_STEPS, "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "report_to": "none", **of_task, **contender.options, **changes,
     }  # fmt: skip
     return PipeTransformerArguments(**options)
 
