@@ -173,6 +173,8 @@ class LayoutController:
             {"step": step, "layout": layout.as_event()},
         )
         self._next_decision = answer["next_step"]
+        if self.decisions.cache is not None and not answer["has_cache"]:
+            self.decisions.cache.mode = "off"
         if answer["change"] is None:
             return None
         self._predicted = answer["change"]["predicted"]

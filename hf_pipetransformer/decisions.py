@@ -101,7 +101,8 @@ class Decisions:
             learning_rate: see `FreezeSignal`.
 
         Returns:
-            As JSON values the step of the next decision, and the `change`: None, or the next layout and why.
+            As JSON values the step of the next decision, the `change`: None, or the next layout and why, and whether
+            activations can be stored, which measuring for the decision may have found out.
         """
         num_layers, num_frozen = layout.num_layers, layout.num_frozen_layers
         found = dict(measured)
@@ -122,7 +123,8 @@ class Decisions:
             self._report(decision, self._frozen_in_use(layout, plan.layout))
         else:
             self._report(decision, [])
-        return {"next_step": self.next_step(step + 1), "change": change}
+        has_cache = self.cache is not None and self.cache.mode != "off"
+        return {"next_step": self.next_step(step + 1), "change": change, "has_cache": has_cache}
 
     def adapt_to_cache(
         self, step: int, layout: Layout, known_microbatches: Mapping[tuple[int, int], int]

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.autodp.reading import Samples
-from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler, replica_slice
+from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
+from hf_pipetransformer.autodp.shares import replica_slice
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.batches import batch_size, count_items, join_outputs, split_batch

@@ -17,8 +17,10 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.run import beginning
 from hf_pipetransformer.run.cache import TrainingCache
+from hf_pipetransformer.run.cache_inputs import CacheInputs
 from hf_pipetransformer.run.cache_stores import CacheStores
 from tests.models import build_model, collate, make_dataset
 from tests.test_store import fill
@@ -123,11 +125,8 @@ class Inputs:
             activation_cache_max_gb=1e-3, activation_cache_keep=False, device=torch.device("cpu")
         )
     )
-    topology: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            rank=0, world_size=1, broadcast=lambda value: value, gather=lambda value: [value]
-        )
-    )
+    topology: Topology = field(default_factory=lambda: Topology(timeout=5, local_world_size=None))
+    first_told = CacheInputs.first_told
 
     def row_format(self, source: Any) -> RowFormat:
         return RowFormat(64, torch.float32, {}, {})

@@ -124,11 +124,11 @@ def test_an_order_that_hangs_on_the_batch_survives_two_resumes_with_other_batche
     first = grouped(8)
     drawn = [index for batch in first.draw() for index in batch]
     second = grouped(4)
-    second.draw_as_from(first.order_state(is_mid_epoch=True), 16, first.group_size)
-    assert second.group_size == 8
+    second.draw_as_from(first.order_state(is_mid_epoch=True), 16, first.arrangement)
+    assert second.arrangement.group_size == 8
     third = grouped(2)
-    third.draw_as_from(second.order_state(is_mid_epoch=True), 24, second.group_size)
+    third.draw_as_from(second.order_state(is_mid_epoch=True), 24, second.arrangement)
     left = [index for batch in third.draw() for index in batch]
     assert left == drawn[24:]
     third.begin_epoch()
-    assert third.group_size == 2
+    assert third.arrangement.group_size == 2

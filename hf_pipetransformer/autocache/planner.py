@@ -16,7 +16,7 @@ from hf_pipetransformer.autocache.folder import StoreFolder
 from hf_pipetransformer.autocache.passes import Pass, passes_ahead
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autocache.store import ActivationStore
-from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.autocache.table import Array, StoreDamagedError
 from hf_pipetransformer.report.events import announce, logger
 
 
@@ -34,6 +34,8 @@ class StorageSpeed:
 
 class CachePlanner:
     """Asked at each freeze how far up activations are stored from then on (PipeTransformer, section 3.4).
+
+    What it measures is this node's: of several nodes, rank 0's stands for all.
 
     Args:
         mode: `auto`, `on` or `off`.
@@ -59,13 +61,14 @@ class CachePlanner:
         self.steps_per_epoch = steps_per_epoch
         self.write = write
         self._store: ActivationStore | None = None
+        self._samples = np.arange(0)
         self._measure = measure
         self._speed: StorageSpeed | None = None
         self._costs: CacheCosts | None = None
 
-    def follow(self, store: ActivationStore) -> None:
-        """From now on decisions are about this store."""
-        self._store = store
+    def follow(self, store: ActivationStore, samples: Array) -> None:
+        """From now on decisions are about this store, of those samples that are stored on this node."""
+        self._store, self._samples = store, samples
 
     def decide(
         self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
@@ -133,7 +136,7 @@ class CachePlanner:
         try:
             self._speed = self._speed or self._measure()
             if store is not None and stored_level and self.mode != "off":
-                share = float((store.weights_ids(np.arange(store.num_samples)) > 0).mean())
+                share = float((store.weights_ids(self._samples) > 0).mean())
         except (OSError, ValueError, StoreDamagedError) as error:
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")

@@ -24,9 +24,15 @@ _NUM_TRIES = 3
 _PLACE = ["weights_id", "shard", "start", "length", "tokens"]
 
 
-def fitting_share(max_bytes: float, num_samples: int, row_format: RowFormat, row_length: int) -> float:
-    """Share of the samples, with rows of `row_length` tokens, that a store of `max_bytes` has room for: 0 to 1."""
-    rows = table_bytes(row_format.shard_columns(), num_samples * row_length)
+def fitting_share(
+    max_bytes: float, num_samples: int, row_format: RowFormat, row_length: int, num_rows: int | None = None
+) -> float:
+    """Share of the samples, with rows of `row_length` tokens, that a store of `max_bytes` has room for: 0 to 1.
+
+    Args:
+        num_rows: samples that may be stored, where others of the data set are stored elsewhere.
+    """
+    rows = table_bytes(row_format.shard_columns(), (num_samples if num_rows is None else num_rows) * row_length)
     return min(1.0, max(0.0, max_bytes - table_bytes(index_columns(row_format), num_samples)) / rows)
 
 

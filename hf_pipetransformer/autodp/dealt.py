@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from hf_pipetransformer.autodp.draws import SharedDraws, States, present_states, set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
-from hf_pipetransformer.autodp.sampler import replica_slice
+from hf_pipetransformer.autodp.shares import replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
 from hf_pipetransformer.batches import batch_size, take_samples

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hf_pipetransformer.autodp.draws import SharedDraws, States
 from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
-from hf_pipetransformer.autodp.sampler import replica_slice
+from hf_pipetransformer.autodp.shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
 from hf_pipetransformer.autodp.wire import Outbox, take
 from hf_pipetransformer.cache_tags import detach_tags, without_hidden
@@ -100,7 +100,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self._index = 0
         self._first = 0
         self._num_done: int | None = None
-        self._group_size: int | None = None
+        self._arrangement: Arrangement | None = None
         self._origin = (0, 0)
         self._order_state: torch.Tensor | None = None
         self._saved_ahead: States | None = None
@@ -177,6 +177,16 @@ class PipelineLoader(DataLoaderStateMixin):
         first, num_done = self._origin
         return min(self.total_batch_size, self.num_samples - num_done - (self._index - first) * self.total_batch_size)
 
+    @property
+    def nodes(self) -> NodeOrder | None:
+        """How the samples of this run's own epochs are dealt to nodes; None where they are not."""
+        found: NodeOrder | None = self.batch_sampler.nodes
+        return found
+
+    def keep_on(self, nodes: NodeOrder) -> None:
+        """Epochs that begin from now on are arranged so that each node reads samples of its own."""
+        self.batch_sampler.nodes = nodes
+
     def take_from(self, rows: RowSource) -> None:
         """From the next batch that is drawn on, samples come from `rows` where it has them."""
         self.rows = rows
@@ -220,10 +230,10 @@ class PipelineLoader(DataLoaderStateMixin):
         return min(num_done + (self.position - first) * self.total_batch_size, self.num_samples)
 
     @property
-    def group_size(self) -> int | None:
-        """See `ReplicaBatchSampler.group_size`."""
-        size: int | None = self.batch_sampler.group_size
-        return size
+    def arrangement(self) -> Arrangement:
+        """See `ReplicaBatchSampler.arrangement`."""
+        found: Arrangement = self.batch_sampler.arrangement
+        return found
 
     def order_state(self) -> torch.Tensor | None:
         """What `starting_at` needs beside the position, between two batches: see `ReplicaBatchSampler.order_state`."""
@@ -235,7 +245,7 @@ class PipelineLoader(DataLoaderStateMixin):
         num_batches: int,
         order_state: torch.Tensor | None = None,
         num_done: int | None = None,
-        group_size: int | None = None,
+        arrangement: Arrangement | None = None,
         ahead: States | None = None,
     ) -> PipelineLoader:
         """Skip this many global batches of the next epoch that is read: where a resumed run goes on.
@@ -245,11 +255,11 @@ class PipelineLoader(DataLoaderStateMixin):
             order_state: its `order_state` then; None draws the order anew.
             num_done: samples that it had been trained with, if its batches were of another size: the others are dealt
                 anew, to the batches that are left.
-            group_size: its `group_size`.
+            arrangement: its `arrangement`, if it had begun that epoch.
             ahead: its `ahead_states`.
         """
         self._first, self._order_state, self._saved_ahead = num_batches, order_state, ahead
-        self._num_done, self._group_size = num_done, group_size
+        self._num_done, self._arrangement = num_done, arrangement
         # Workers that persist had drawn their seed in the first epoch.
         self._was_open = self.groups.is_first and (num_batches > 0 or self.loader.persistent_workers)
         self._num_epochs = max(self._num_epochs, 1)
@@ -287,14 +297,15 @@ class PipelineLoader(DataLoaderStateMixin):
             self._draw_seed()
             self._begin_order()
         self._next, self._first, self._order_state, self._num_done = self._first, 0, None, None
+        self._arrangement = None
 
     def _begin_order(self) -> None:
         in_whole_batches = self._first * self.total_batch_size
         self._origin = (self._first, in_whole_batches if self._num_done is None else self._num_done)
         dealt_from = 0 if self._origin[1] == in_whole_batches else self._origin[1]
-        self.batch_sampler.begin_epoch(dealt_from)
+        self.batch_sampler.begin_epoch(dealt_from, self._arrangement)
         if self._order_state is not None:
-            self.batch_sampler.draw_as_from(self._order_state, dealt_from, self._group_size)
+            self.batch_sampler.draw_as_from(self._order_state, dealt_from, self._arrangement)
         if self.shared is not None or not self.groups.is_first:
             # A later stage may take over the reading in the middle of the epoch; it must know the same order then.
             self.batch_sampler.draw()

@@ -98,6 +98,14 @@ def order_of_run(
     return sampler
 
 
+def draws_each_once(order: Any, num_samples: int) -> bool:
+    """Whether an order is known to hold each sample of a data set once: of another class than these nobody knows."""
+    if type(order) in (RandomSampler, SeedableRandomSampler) and order.replacement:
+        return False
+    known = (RandomSampler, SeedableRandomSampler, SequentialSampler, LengthGroupedSampler)
+    return type(order) in known and len(order) == num_samples
+
+
 class Samples(Dataset[Any]):
     """A data set that is not asked for a batch of no samples: a user's transform need not take one."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+
+from hf_pipetransformer.autodp.shares import Arrangement, NodeOrder, replica_slice
 
 
 @dataclass(frozen=True)
@@ -26,21 +29,11 @@ class Drawn:
     is_single: bool
 
 
-def replica_slice(num_samples: int, replica: int, num_replicas: int) -> slice:
-    """The contiguous part of a global batch of `num_samples` that belongs to `replica`.
-
-    Replicas differ by at most one sample, the first ones get the surplus; with fewer samples than replicas the last
-    replicas get none. Nothing is duplicated or dropped (design: Batches).
-    """
-    base, surplus = divmod(num_samples, num_replicas)
-    start = replica * base + min(replica, surplus)
-    return slice(start, start + base + (replica < surplus))
-
-
 class ReplicaBatchSampler(Sampler[list[int]]):
     """Cuts the batches of a global batch sampler into the part of one replica.
 
-    Which samples form step `t` is decided by `global_batches` alone, never by the number of replicas. The sampler is
+    Which samples form step `t` is decided by `global_batches`, and by `nodes` where a node reads the same ones in
+    each epoch, never by the number of replicas. The sampler is
     its own iterator, so that one that is being read, also by workers that read ahead, can be sent to another place in
     the epoch and to another replica (`seek`).
 
@@ -72,11 +65,13 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """Whether no sample comes twice in this epoch."""
         self.select: Callable[[list[int]], list[int]] | None = None
         """Which samples of a batch must be read from the data set; None: all."""
+        self.nodes: NodeOrder | None = None
+        """Which node reads which samples; None where that is all the same."""
         self._batches: list[list[int]] | None = None
         self._num_done = 0
         self._drawn_from: torch.Tensor | None = None
-        self._drawn_group_size: int | None = None
-        """That this epoch was drawn with, if an earlier run had another."""
+        self._arrangement: Arrangement | None = None
+        """Of this epoch, if an earlier run began it."""
         self._position = 0
 
     @property
@@ -94,23 +89,26 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """Whether a last batch that is not full is left out."""
         return bool(getattr(self.global_batches, "drop_last", False))
 
-    def begin_epoch(self, num_done: int = 0) -> None:
+    def begin_epoch(self, num_done: int = 0, arrangement: Arrangement | None = None) -> None:
         """Forget the order of the last epoch; the new one is drawn when it is first needed.
 
         Args:
             num_done: samples at the beginning of the new one that an earlier run was trained with, in batches of
                 another size. The others are dealt anew: the epoch's last batches hold them, those before are empty.
+            arrangement: of the earlier run that began this epoch; None for one of this run's own.
         """
         self._batches = None
         self._num_done = num_done
         self._position = 0
-        self._drawn_group_size = None
+        self._arrangement = arrangement
 
     def draw(self) -> list[list[int]]:
         """The global batches of this epoch."""
         if self._batches is None:
             self._drawn_from = self._stream().get_state()
-            self._batches = self._dealt() if self._num_done else list(self.global_batches)
+            with self._grouping():
+                is_usual = not self._num_done and self.arrangement.nodes is None
+                self._batches = list(self.global_batches) if is_usual else self._dealt()
             samples = [index for batch in self._batches for index in batch]
             self.draws_once = len(set(samples)) == len(samples)
         return self._batches
@@ -118,7 +116,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
     def _dealt(self) -> list[list[int]]:
         """The samples of this epoch that are not done, in their order."""
         batches: Any = self.global_batches
-        size, rest = batches.batch_size, list(batches.sampler)[self._num_done :]
+        size, order, nodes = batches.batch_size, list(batches.sampler), self.arrangement.nodes
+        rest = (order if nodes is None else nodes.arranged(order))[self._num_done :]
         num_batches = len(rest) // size if batches.drop_last else -(-len(rest) // size)
         cut = [rest[index * size : (index + 1) * size] for index in range(num_batches)]
         return [[]] * (len(self) - num_batches) + cut
@@ -139,31 +138,43 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return None if stream is torch.default_generator else stream.get_state()
 
     @property
-    def group_size(self) -> int | None:
-        """Samples of a batch as the underlying sampler knows it, if its order hangs on that (sorting by length)."""
-        return self._drawn_group_size or self._own_group_size()
+    def arrangement(self) -> Arrangement:
+        """What the order of this epoch hangs on, beside the numbers that are drawn."""
+        own, begun = Arrangement(self._own_group_size(), self.nodes), self._arrangement
+        return own if begun is None else replace(begun, group_size=begun.group_size or own.group_size)
 
     def _own_group_size(self) -> int | None:
         return getattr(self.sampler, "batch_size", None)
 
-    def draw_as_from(self, order_state: torch.Tensor, num_done: int = 0, group_size: int | None = None) -> None:
+    @contextmanager
+    def _grouping(self) -> Iterator[None]:
+        """The underlying sampler draws as for the batches of this epoch's arrangement inside."""
+        own, wanted = self._own_group_size(), self.arrangement.group_size
+        if own is None or wanted is None or own == wanted:
+            yield
+            return
+        sampler = self.sampler
+        sampler.batch_size = wanted
+        try:
+            yield
+        finally:
+            sampler.batch_size = own
+
+    def draw_as_from(
+        self, order_state: torch.Tensor, num_done: int = 0, arrangement: Arrangement | None = None
+    ) -> None:
         """Draw the order of this epoch as an earlier run did; a generator that the run saves stays where it is.
 
         Args:
             order_state: the earlier run's `order_state`.
             num_done: see `begin_epoch`.
-            group_size: the earlier run's.
+            arrangement: see `begin_epoch`.
         """
         stream = self._stream()
-        before, own_size = stream.get_state(), self._own_group_size()
-        sampler = self.sampler
+        before = stream.get_state()
         stream.set_state(order_state)
-        self.begin_epoch(num_done)
-        if own_size is not None and group_size is not None:
-            sampler.batch_size = self._drawn_group_size = group_size
+        self.begin_epoch(num_done, arrangement)
         self.draw()
-        if own_size is not None:
-            sampler.batch_size = own_size
         if stream is torch.default_generator:
             stream.set_state(before)
 
@@ -205,7 +216,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """This replica's samples of a global batch."""
         if self._repeats(indices):
             return indices
-        return indices[replica_slice(len(indices), self.replica, self.num_replicas)]
+        part_of = replica_slice if self.nodes is None else self.nodes.part
+        return indices[part_of(len(indices), self.replica, self.num_replicas)]
 
     def __len__(self) -> int:
         assert isinstance(self.global_batches, Sized)

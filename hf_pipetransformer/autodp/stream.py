@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_pipetransformer.autodp.dealt import DealtLoader
+from hf_pipetransformer.autodp.shares import Arrangement
 
 
 def is_stream(dataset: Any) -> bool:
@@ -46,8 +47,8 @@ class StreamLoader(DealtLoader):
         return self.position * self.total_batch_size
 
     @property
-    def group_size(self) -> int | None:
-        return None
+    def arrangement(self) -> Arrangement:
+        return Arrangement()
 
     def order_state(self) -> torch.Tensor | None:
         return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, TypeVar, cast
 
 import torch
@@ -112,9 +112,24 @@ class Topology:
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
-        self.local_world_size = ranks_in_a_row([host for host, _ in hosts], [size for _, size in hosts])
-        self._are_scattered = len(list(groupby(host for host, _ in hosts))) > len({host for host, _ in hosts})
-        self.num_ranks_here = local_world_size or [host for host, _ in hosts].count(host_name())
+        names = [host for host, _ in hosts]
+        self.local_world_size = ranks_in_a_row(names, [size for _, size in hosts])
+        self.rows = rows_of(names)
+        """The ranks in rows: neighbours on one machine, which share its disk."""
+        self.ranks_here = [rank for rank, name in enumerate(names) if name == names[self.rank]]
+        """Those on this machine."""
+        self._are_scattered = len(self.rows) > len(set(names))
+        self.num_ranks_here = local_world_size or len(self.ranks_here)
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this rank does what one on each machine must do."""
+        return self.rank == self.ranks_here[0]
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether there are ranks on other machines."""
+        return len(self.ranks_here) < self.world_size
 
     def limit_waits(self, seconds: float) -> None:
         """From now on no wait of this rank for another may take longer, Trainer's own in the world group included.
@@ -407,8 +422,17 @@ def ranks_in_a_row(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> i
         hosts: name of each rank's machine.
         local_sizes: ranks on each rank's node as the launcher said; None where it did not.
     """
-    runs = [len(list(run)) for _, run in groupby(hosts)]
-    return math.gcd(*runs, *(size for size in local_sizes if size))
+    return math.gcd(*map(len, rows_of(hosts)), *(size for size in local_sizes if size))
+
+
+def rows_of(hosts: Sequence[str]) -> list[range]:
+    """The ranks cut where a machine ends.
+
+    Args:
+        hosts: name of each rank's machine.
+    """
+    ends = list(accumulate(len(list(row)) for _, row in groupby(hosts)))
+    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 _TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}

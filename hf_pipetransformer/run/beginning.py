@@ -82,6 +82,7 @@ class Beginning:
         freezes = self.policy.freezes or self.replay is not None
         samples = self.trainer.args.per_device_train_batch_size
         fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
+        fields["nodes"] = list(map(len, self.topology.rows))
         step, epoch = 0, 0.0
         if saved is not None:
             step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder
@@ -186,7 +187,7 @@ class Beginning:
         return steps_per_epoch
 
     def _cache(self, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
-        if self.topology.rank == 0:
+        if self.topology.is_first_here:
             remove_old_stores(self.trainer.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             return None

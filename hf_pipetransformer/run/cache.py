@@ -23,6 +23,7 @@ from hf_pipetransformer.run.cache_inputs import CacheInputs
 from hf_pipetransformer.run.cache_stores import CacheStores
 from hf_pipetransformer.run.frozen_weights import FrozenWeights
 from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.node_orders import keep_on_nodes, num_rows_here, samples_here
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.staging import is_apart
 
@@ -74,7 +75,8 @@ class TrainingCache:
     def _fitting_share(self, loader: PipelineLoader) -> float:
         """Of a loader's samples, rows as long as those of training: what fits into what the stores may still have."""
         row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
-        return fitting_share(self.stores.max_bytes(), len(loader.dataset), row_format, row_length)
+        num_samples, num_rows = len(loader.dataset), num_rows_here(self.topology, loader.dataset)
+        return fitting_share(self.stores.max_bytes(), num_samples, row_format, row_length, num_rows)
 
     # ---- following the layout ----
 
@@ -86,7 +88,7 @@ class TrainingCache:
             if self._opened is None:
                 self.planner.mode = "off"
             else:
-                self.planner.follow(self._opened.store)
+                self.planner.follow(self._opened.store, samples_here(self.topology, self.loader).numpy())
         if self._opened is None:
             return
         self._say_who_is_in_evaluation_mode()
@@ -229,14 +231,30 @@ class TrainingCache:
             self.notice_changed_weights()
             # No sample of the next epoch is computed because its row is still on its way.
             self._opened.wait_for_writes()
-        counts: list[Mapping[str, float]] = self.topology.gather(self._opened.take_counts())
+        store = self._opened.store
+        own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
+        counts: list[Mapping[str, float]] = self.topology.gather(own)
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
-        self.journal.write("cache", what="epoch", bytes_stored=self._opened.store.bytes_stored, **totals)
+        self.journal.write("cache", what="epoch", **totals)
+        self._drop_on_all_nodes(self._opened)
         reads = totals["hits"] + totals["misses"]
         if reads:
             # An entry of its own, of this epoch: Trainer has logged the last step, and the run may be over.
             self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
         return int(totals["hits"]), int(totals["misses"])
+
+    def _drop_on_all_nodes(self, cache: ActivationCache) -> None:
+        """A store that was given up on one node is given up on all. A collective call.
+
+        Rows of other nodes are right still, but one node's reason (the data set changes) may be all nodes', and
+        decisions count on hits that a node no longer has. The ranks of a node know at once.
+        """
+        reason = self.inputs.first_told(cache.store.dropped)
+        if reason is None:
+            return
+        self.planner.mode = "off"
+        if cache.store.dropped is None:
+            cache.switch_off(reason)
 
     def close(self) -> None:
         """Nothing is left behind, unless it was asked for."""
@@ -263,4 +281,7 @@ def begin_cache(
         )
         return None
     source = inputs.source_of(loader)
-    return None if source is None else TrainingCache(trainer, pipeline, inputs, loader, source, steps_per_epoch)
+    if source is None:
+        return None
+    keep_on_nodes(trainer.args, topology, journal, loader)
+    return TrainingCache(trainer, pipeline, inputs, loader, source, steps_per_epoch)

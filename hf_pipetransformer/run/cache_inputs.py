@@ -14,11 +14,13 @@ from hf_pipetransformer.autocache.folder import check_base, default_base, delete
 from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.autocache.rows import RowFormat
+from hf_pipetransformer.autodp.dealt import DealtLoader
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.node_orders import why_not_on_nodes
 from hf_pipetransformer.startup import StartUp
 
 
@@ -85,10 +87,8 @@ class CacheInputs:
         elif len(self.start_up.probe.activation.hidden_shape) != 2:
             shape = ("batch", *self.start_up.probe.activation.hidden_shape)
             reason = f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."
-        elif self.topology.world_size > self.topology.local_world_size:
-            reason = "the run spans several nodes, and a sample may be drawn on another node than it was stored on."
         else:
-            reason = self._refused_base()
+            reason = why_not_on_nodes(loader, self.topology) or self._refused_base()
         if reason is not None:
             return InputReport(reason)
         probe = self.start_up.probe
@@ -97,13 +97,26 @@ class CacheInputs:
             RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
             report = InputReport(report.reason or str(error))
-        # What one rank noticed holds for all.
-        reasons = [reason for reason in self.topology.gather(report.reason) if reason is not None]
-        return InputReport(reasons[0]) if reasons else report
+        if report.reason is None and isinstance(loader, DealtLoader):
+            report = InputReport(
+                "data set or collator draw random numbers, so that one process reads for all and none knows which "
+                "samples it has. Give such that draw none, although what they give is the same each time."
+            )
+        reason = self.first_told(report.reason)
+        return report if reason is None else InputReport(reason)
+
+    def first_told(self, reason: str | None) -> str | None:
+        """What one rank noticed holds for all: the first rank's reason that has one. A collective call."""
+        topology = self.topology
+        for rank, told in enumerate(topology.gather(reason)):
+            if told is not None:
+                row = next(row for row in topology.rows if rank in row)
+                return str(told) if 0 in row else f"on the node of rank {row[0]}: {told}"
+        return None
 
     def _refused_base(self) -> str | None:
-        """Why the folder cannot hold a store; one that was asked for is refused. A collective call."""
-        reason: str | None = self.topology.decide(lambda: _error_of(self.base))
+        """Why a folder cannot hold a store; one that was asked for is refused. A collective call."""
+        reason = self.first_told(_error_of(self.base) if self.topology.is_first_here else None)
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
         return reason
@@ -131,6 +144,6 @@ def cache_base(args: PipeTransformerArguments) -> Path:
 
 
 def remove_old_stores(args: PipeTransformerArguments) -> None:
-    """Delete the stores that killed runs left; for rank 0 of any run."""
+    """Delete the stores that killed runs left here; for the first rank on a machine, of any run."""
     with suppress(OSError, ValueError):
         delete_leftovers(open_root(cache_base(args)))

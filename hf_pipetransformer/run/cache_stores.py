@@ -24,7 +24,7 @@ NUM_KEY_SAMPLES = 32
 
 
 class CacheStores:
-    """Opens stores that all ranks share, in the form that `inputs` says, and closes them."""
+    """Opens stores, in the form that `inputs` says, and closes them: one a node, which its ranks share."""
 
     def __init__(self, inputs: CacheInputs) -> None:
         self.inputs = inputs
@@ -34,24 +34,25 @@ class CacheStores:
         self._folders: list[StoreFolder] = []
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
-        """A store for the samples of a loader; None if there is no room. A collective call."""
-        rank, store, error = self.topology.rank, None, None
+        """A store for the samples of a loader; None if there is no room, on any node. A collective call."""
+        topology, store, error = self.topology, None, None
         taken = self._bytes_stored()
         try:
-            store = self._own_store(loader, source) if rank == 0 else None
+            store = self._own_store(loader, source) if topology.is_first_here else None
         except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
-        path, error = self.topology.broadcast(["" if store is None else str(store.folder), error])
+        made = topology.gather(["" if store is None else str(store.folder), error])
+        path, error = made[topology.ranks_here[0]]
         try:
             if error is None and store is None:
-                store = ActivationStore.open(Path(path), rank)
+                store = ActivationStore.open(Path(path), topology.rank)
         except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
-        errors = [answer for answer in self.topology.gather(error) if answer is not None]
-        if store is None or errors:
+        reason = self.inputs.first_told(error)
+        if store is None or reason is not None:
             if store is not None:
                 store.close()
-            self.inputs.say_off(errors[0], is_training)
+            self.inputs.say_off(str(reason), is_training)
             return None
         # All stores have one bound: what one takes the others cannot have.
         store.bytes_beside = partial(self._bytes_beside, store, taken)
@@ -84,7 +85,7 @@ class CacheStores:
                 folder.remove()
 
     def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
-        """The store that this rank makes for all, or one that an earlier run kept."""
+        """The store that this rank makes for all on this node, or one that an earlier run kept here."""
         key = self._data_key(loader, source)
         folder, store = take_store(
             self.inputs.base,

@@ -11,6 +11,7 @@ import transformers.trainer as stock
 from transformers import Trainer
 
 from hf_pipetransformer.autodp.loader import PipelineLoader
+from hf_pipetransformer.autodp.shares import Arrangement
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.pipeline import Pipeline
@@ -71,7 +72,8 @@ class FirstEpoch:
         is_same_epoch = rest.epoch == place["epoch"] and rest.num_done == place["samples"]
         if self.loader is not None:
             order = self.numbers.order if is_same_epoch else None
-            self.loader.starting_at(rest.first, order, rest.num_done, place["group_size"])
+            began_as = Arrangement.from_json(place) if rest.num_done else None
+            self.loader.starting_at(rest.first, order, rest.num_done, began_as)
         arguments |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
 
     def correct_epoch(self) -> None:
@@ -95,8 +97,8 @@ class FirstEpoch:
                 return original(loader, num_batches)
             # Trainer counts from the first step on where it does not know how long an epoch is.
             position = self.numbers.values.get(POSITION, num_batches)
-            group_size = (self.resumption.place or {}).get("group_size")
-            return loader.starting_at(position, self.numbers.order, group_size=group_size, ahead=self.numbers.ahead)
+            began_as = Arrangement.from_json(self.resumption.place or {})
+            return loader.starting_at(position, self.numbers.order, arrangement=began_as, ahead=self.numbers.ahead)
 
         stock.skip_first_batches = skip
         try:

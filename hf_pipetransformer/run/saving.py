@@ -173,7 +173,7 @@ class Checkpoints:
             "epoch": self.epoch + is_at_end,
             "samples": 0 if is_at_end else loader.num_done,
             "global_batch": loader.total_batch_size,
-            "group_size": loader.group_size,
+            **loader.arrangement.as_json(),
         }
 
     def check_savable(self) -> None:

@@ -1,0 +1,241 @@
+"""Train with the activation cache on several nodes, which are planted: each has a name and a disk of its own.
+
+    node_cache_worker.py FOLDER RANKS_A_NODE ACT ...
+
+Each rank writes `FOLDER/<act>.rank<r>.json`, rank 0 also `FOLDER/<act>.<run>.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import TrainerCallback, set_seed
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autodp import reading, topology
+from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
+from hf_pipetransformer.run import cache_stores
+from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
+from tests.models import build_model, collate, make_rows
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+# Neither batches nor nodes divide them: five batches an epoch, the last one of five.
+NUM_SAMPLES = 37
+NUM_EVALUATED = 12
+GLOBAL_BATCH = 8
+STEPS_PER_EPOCH = 5
+EPOCHS = 3
+SAVED_AT = 7
+# In the third epoch: all samples are stored.
+LOST_AT = 12
+
+
+class NotingSampler(ReplicaBatchSampler):
+    """Notes which samples of the training set this rank draws, by optimizer step."""
+
+    noted: dict[int, list[int]] = {}
+    step = 0
+
+    def __next__(self) -> list[int]:
+        read = super().__next__()
+        if not self.repeat_small:
+            self.noted[self.step] = self.drawn[-1].samples
+        return read
+
+
+class Act:
+    """Runs on planted nodes, and what came out of them.
+
+    Args:
+        folder: for everything that is written.
+        name: of the act.
+        ranks_a_node: how many neighbours share a name and a disk.
+    """
+
+    def __init__(self, folder: Path, name: str, ranks_a_node: int) -> None:
+        self.path = folder / name
+        self.node = RANK // ranks_a_node
+        self.runs: dict[str, Any] = {}
+        topology.host_name = lambda: f"node-{self.node}"
+        self.disk = self.path / f"disk-{self.node}"
+        self.disk.mkdir(parents=True, exist_ok=True)
+        tempfile.tempdir = str(self.disk)
+
+    def stored(self) -> list[Path]:
+        """The files with rows on this node's disk."""
+        return sorted(self.disk.rglob("shard-*"))
+
+    def run(self, name: str, callbacks: Any = (), resume_from: Path | None = None, **changes: Any) -> Any:
+        output = self.path / f"{name}-output"
+        set_seed(0)
+        model = build_model("bert_sequence", 11)
+        rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
+        evaluated = CountedRows(make_rows("bert_sequence", NUM_EVALUATED, 1), "evaluated")
+        options: dict[str, Any] = {
+            "output_dir": str(output), "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+            "per_device_eval_batch_size": 2, "num_train_epochs": EPOCHS, "learning_rate": 1e-3, "logging_steps": 1,
+            "save_strategy": "no", "eval_strategy": "epoch", "report_to": "none", "disable_tqdm": True,
+            "use_cpu": True, "seed": 7, "pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 2,
+            "pipeline_timeout": 60, "elastic": False, "freeze_policy": "fixed", "freeze_at": "0:2",
+            "freeze_min_active_layers": 0, "activation_cache": "on",
+        }  # fmt: skip
+        warnings, found = RecordWarnings(), Found(self, evaluated)
+        logging.getLogger("hf_pipetransformer").addHandler(warnings)
+        NotingSampler.noted = {}
+        for callback in callbacks:
+            callback.model = model
+        trainer = PipeTransformerTrainer(
+            model=model,
+            args=PipeTransformerArguments(**(options | changes)),
+            train_dataset=rows,
+            eval_dataset=evaluated,
+            data_collator=collate,
+            callbacks=[RunsWithoutReads(rows), found, *callbacks],
+        )
+        found.trainer = trainer
+        trainer.train(None if resume_from is None else str(resume_from))
+        logging.getLogger("hf_pipetransformer").removeHandler(warnings)
+        history = trainer.state.log_history
+        self.runs[name] = {
+            "losses": [entry["loss"] for entry in history if "loss" in entry],
+            "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+            "hit_rates": [entry["cache_hit_rate"] for entry in history if "cache_hit_rate" in entry],
+            "drawn": NotingSampler.noted,
+            "num_read": rows.num_read,
+            "evaluations_read": found.evaluations_read,
+            "files": found.files,
+            "lengths": found.lengths,
+            "warnings": warnings.texts,
+            "left": [str(path) for path in self.stored()],
+        }
+        trainer.topology.barrier()
+        if RANK == 0:
+            weights = {key: value.detach().contiguous().clone() for key, value in model.named_parameters()}
+            save_file(weights, f"{self.path}.{name}.safetensors")
+            lines = (output / "pipetransformer_events.jsonl").read_text().splitlines()
+            events = [json.loads(line) for line in lines]
+            self.runs[name]["events"] = [event for event in events if event["event"] in ("cache", "run")]
+        return trainer
+
+
+class Found(TrainerCallback):
+    """What there is as the run goes on, on this rank."""
+
+    trainer: Any
+
+    def __init__(self, act: Act, evaluated: CountedRows) -> None:
+        self.act = act
+        self.evaluated = evaluated
+        self.lengths: list[int] = []
+        """K by step."""
+        self.files: list[int] = []
+        """With rows on this node, by epoch."""
+        self.evaluations_read: list[int] = []
+        """Samples of the evaluation set that were read, by epoch."""
+
+    def on_train_begin(self, _args: Any, state: Any, *_: Any, **_kwargs: Any) -> None:
+        NotingSampler.step = state.global_step
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **_kwargs: Any) -> None:
+        NotingSampler.step = state.global_step
+        self.lengths.append(self.trainer.layout.pipeline_size)
+
+    def on_evaluate(self, *_args: Any, **_kwargs: Any) -> None:
+        self.files.append(len(self.act.stored()))
+        self.evaluations_read.append(self.evaluated.num_read)
+        self.evaluated.num_read = 0
+
+
+def without_a_store(call: Callable[[], Any]) -> Any:
+    """As on a node whose disk cannot be written, the last one; the samples stay on their nodes."""
+    usual = cache_stores.take_store
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if RANK >= WORLD_SIZE // 2:
+            raise OSError("planted: no disk")
+        return usual(*args, **kwargs)
+
+    cache_stores.take_store = refuse
+    try:
+        return call()
+    finally:
+        cache_stores.take_store = usual
+
+
+# ---- on two processes
+
+
+def frozen_from_the_start(act: Act) -> None:
+    act.run("with")
+    without_a_store(lambda: act.run("without"))
+    act.run("off", activation_cache="off", eval_strategy="no", num_train_epochs=1)
+
+
+def resumed(act: Act) -> None:
+    """From the middle of the second epoch, which the next act does on other nodes."""
+    keeping = {"activation_cache_keep": True, "save_strategy": "steps", "save_steps": SAVED_AT}
+    act.run("whole", **keeping)
+    act.run("rest", resume_from=act.path / "whole-output" / f"checkpoint-{SAVED_AT}", **keeping)
+
+
+def resumed_elsewhere(act: Act) -> None:
+    act.run("rest", resume_from=act.path.parent / "resumed" / "whole-output" / f"checkpoint-{SAVED_AT}")
+    act.run("whole", save_strategy="steps", save_steps=SAVED_AT)
+
+
+def resumed_back(act: Act) -> None:
+    act.run("rest", resume_from=act.path.parent / "resumed_elsewhere" / "whole-output" / f"checkpoint-{SAVED_AT}")
+
+
+def a_node_loses_its_rows(act: Act) -> None:
+    def lose(**_kwargs: Any) -> None:
+        for path in act.stored() if act.node == 1 else []:
+            path.unlink()
+
+    longer = {"num_train_epochs": EPOCHS + 1, "eval_strategy": "no"}
+    act.run("with", callbacks=[At(LOST_AT, lose)], **longer)
+    without_a_store(lambda: act.run("without", **longer))
+
+
+# ---- on four processes
+
+
+def shorter_pipelines(act: Act) -> None:
+    """K from 2 to 1 on each node, in the middle of an epoch."""
+    moving = {
+        "pipeline_parallel_size": 2, "elastic": True, "pipeline_compression": "memory", "freeze_at": "0:1,7:3",
+        "num_train_epochs": EPOCHS + 1,
+    }  # fmt: skip
+    act.run("with", **moving)
+    without_a_store(lambda: act.run("without", **moving))
+
+
+TOGETHER = (frozen_from_the_start, resumed, resumed_elsewhere, resumed_back, a_node_loses_its_rows, shorter_pipelines)
+ACTS = {act.__name__: act for act in TOGETHER}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    reading.ReplicaBatchSampler = NotingSampler
+    folder, ranks_a_node, *names = sys.argv[1:]
+    for name in names:
+        act = Act(Path(folder), name, int(ranks_a_node))
+        ACTS[name](act)
+        (act.path.parent / f"{name}.rank{RANK}.json").write_text(json.dumps(act.runs))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The activation cache on several nodes, planted on one machine: rows on the node that needs them, and Law 6."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.launcher import launch
+from tests.distributed.node_cache_worker import EPOCHS, GLOBAL_BATCH, LOST_AT, NUM_SAMPLES, SAVED_AT, STEPS_PER_EPOCH
+from tests.distributed.test_equality import relative_difference, tensor_difference
+from tests.models import has_zero_gradient
+
+
+WORKER = Path(__file__).with_name("node_cache_worker.py")
+TOLERANCE = 1e-5
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of an act wrote down."""
+
+    ranks: list[dict[str, Any]]
+    path: Path
+
+    def of(self, run: str, key: str) -> Any:
+        return self.ranks[0][run][key]
+
+    def events(self, run: str, what: str) -> list[dict[str, Any]]:
+        return [event for event in self.of(run, "events") if event.get("what") == what]
+
+    def batches(self, run: str) -> list[list[list[int]]]:
+        """The samples of each step, by pipeline: only first stages draw."""
+        steps = sorted(map(int, self.of(run, "drawn")))
+        return [
+            [rank[run]["drawn"][str(step)] for rank in self.ranks if str(step) in rank[run]["drawn"]] for step in steps
+        ]
+
+    def epochs(self, run: str, first: int = 0) -> list[list[int]]:
+        """The samples of each epoch, the first of which goes on with batch number `first`."""
+        batches = [[sample for part in parts for sample in part] for parts in self.batches(run)]
+        ends = range(STEPS_PER_EPOCH - first, len(batches) + 1, STEPS_PER_EPOCH)
+        starts = [0, *ends]
+        return [sum(batches[start:end], []) for start, end in zip(starts, ends, strict=False)]
+
+    def weights(self, run: str) -> dict[str, torch.Tensor]:
+        return load_file(f"{self.path}.{run}.safetensors")
+
+
+def outcome_of(folder: Path, act: str, num_ranks: int = 2) -> Outcome:
+    ranks = [json.loads((folder / f"{act}.rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    return Outcome(ranks, folder / act)
+
+
+def assert_equal_runs(outcome: Outcome) -> None:
+    """With stored activations and without: the same trajectory, over the same samples."""
+    assert outcome.batches("with") == outcome.batches("without")
+    for key in ("losses", "eval_losses"):
+        found, expected = outcome.of("with", key), outcome.of("without", key)
+        assert [
+            pair for pair in zip(found, expected, strict=True) if not relative_difference(*pair) <= TOLERANCE
+        ] == []
+    found, expected = outcome.weights("with"), outcome.weights("without")
+    compared = [name for name in expected if not has_zero_gradient("bert_sequence", name)]
+    far = [name for name in compared if not tensor_difference(found[name], expected[name]) <= TOLERANCE]
+    assert compared and far == []
+
+
+def assert_each_sample_once(epochs: list[list[int]]) -> None:
+    assert all(sorted(epoch) == list(range(NUM_SAMPLES)) for epoch in epochs)
+
+
+def test_rows_are_on_the_node_that_needs_them(tmp_path: Path) -> None:
+    launch(WORKER, [tmp_path, "1", "frozen_from_the_start"], 2, timeout=100)
+    outcome = outcome_of(tmp_path, "frozen_from_the_start")
+    # As on one node: what the first epoch computes and stores is read from then on.
+    assert outcome.of("with", "hit_rates") == [0, *[1] * (EPOCHS - 1)]
+    epochs = [(event["hits"], event["misses"], event["written"]) for event in outcome.events("with", "epoch")]
+    assert epochs == [(0, NUM_SAMPLES, NUM_SAMPLES), *[(NUM_SAMPLES, 0, 0)] * (EPOCHS - 1)]
+    # Law 6, and each node's samples are its own, of which it draws another order each time.
+    assert_each_sample_once(outcome.epochs("with"))
+    parts = [list(rank["with"]["drawn"].values()) for rank in outcome.ranks]
+    in_epoch = [
+        [sum(part[at : at + STEPS_PER_EPOCH], []) for at in range(0, len(part), STEPS_PER_EPOCH)] for part in parts
+    ]
+    assert [{frozenset(epoch) for epoch in own} for own in in_epoch] == [{frozenset(own[0])} for own in in_epoch]
+    assert all(own[0] != own[1] != own[2] for own in in_epoch)
+    assert_equal_runs(outcome)
+    # Each on a disk of its own, which is clean at the end; the evaluation set too is read once.
+    for rank in outcome.ranks:
+        assert all(rank["with"]["files"]) and rank["with"]["left"] == []
+        first, *later = rank["with"]["evaluations_read"]
+        unseen = rank["without"]["evaluations_read"][-1] - 6
+        assert first > unseen and set(later) == {unseen}
+    (noted,), (off,) = outcome.events("with", "nodes"), outcome.events("without", "off")
+    assert (noted["devices"], noted["samples"]) == ([1, 1], [19, 18])
+    assert [event["nodes"] for event in outcome.of("with", "events") if event["event"] == "run"] == [[1, 1]]
+    assert off["reason"] == "on the node of rank 1: planted: no disk"
+    # A run that may store nothing draws Trainer's order.
+    assert_each_sample_once(outcome.epochs("off"))
+    assert outcome.batches("off") != outcome.batches("with")[:STEPS_PER_EPOCH]
+    assert outcome.events("off", "nodes") == []
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_bit_and_on_other_nodes(tmp_path: Path) -> None:
+    launch(WORKER, [tmp_path, "1", "resumed"], 2, timeout=100)
+    resumed = outcome_of(tmp_path, "resumed")
+    whole = resumed.batches("whole")
+    assert resumed.batches("rest") == whole[SAVED_AT:]
+    assert resumed.of("rest", "losses") == resumed.of("whole", "losses")
+    found, expected = resumed.weights("rest"), resumed.weights("whole")
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    # On one node: the epoch ends as it was begun, and the next one is Trainer's.
+    launch(WORKER, [tmp_path, "2", "resumed_elsewhere"], 2, timeout=100)
+    elsewhere = outcome_of(tmp_path, "resumed_elsewhere")
+    second = SAVED_AT - STEPS_PER_EPOCH
+    assert elsewhere.batches("rest")[: STEPS_PER_EPOCH - second] == whole[SAVED_AT : 2 * STEPS_PER_EPOCH]
+    assert elsewhere.epochs("rest", second)[1] == elsewhere.epochs("whole")[2] != resumed.epochs("whole")[2]
+    # And back.
+    launch(WORKER, [tmp_path, "1", "resumed_back"], 2, timeout=100)
+    back = outcome_of(tmp_path, "resumed_back")
+    assert back.epochs("rest", second)[0] == elsewhere.epochs("whole")[1][second * GLOBAL_BATCH :]
+    assert back.epochs("rest", second)[1] == resumed.epochs("whole")[2]
+
+
+@pytest.mark.slow
+def test_a_store_that_one_node_lost_is_given_up_on_all(tmp_path: Path) -> None:
+    launch(WORKER, [tmp_path, "1", "a_node_loses_its_rows"], 2, timeout=100)
+    outcome = outcome_of(tmp_path, "a_node_loses_its_rows")
+    assert_equal_runs(outcome)
+    assert_each_sample_once(outcome.epochs("with"))
+    *_, before, lost, after = outcome.events("with", "epoch")
+    assert before["hits"] == NUM_SAMPLES
+    # Until the end of the epoch the other node reads on.
+    assert 0 < lost["hits"] < NUM_SAMPLES and lost["hits"] >= NUM_SAMPLES // 2 > after["hits"] == 0
+    there, here = (
+        [text for text in rank["with"]["warnings"] if "cache is off" in text] for rank in outcome.ranks[::-1]
+    )
+    assert len(there) == len(here) == 1
+    assert "on the node of rank 1: " in here[0] and "on the node" not in there[0]
+    assert LOST_AT < EPOCHS * STEPS_PER_EPOCH
+
+
+@pytest.mark.slow
+def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -> None:
+    launch(WORKER, [tmp_path, "2", "shorter_pipelines"], 4, timeout=150)
+    outcome = outcome_of(tmp_path, "shorter_pipelines", 4)
+    lengths = outcome.of("with", "lengths")
+    assert lengths[0] == 2 and lengths[-1] == 1
+    assert_equal_runs(outcome)
+    assert outcome.of("with", "hit_rates")[1:] == [1] * EPOCHS
