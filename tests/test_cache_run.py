@@ -146,6 +146,25 @@ def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
     stores.close()
 
 
+class Wasteful(torch.utils.data.Dataset[Any]):
+    """Draws a number for a sample that is the same each time."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        torch.rand(1)
+        return make_dataset("bert_sequence", 12)[index]
+
+
+def test_what_one_process_reads_for_all_is_not_stored_and_the_reason_is_told(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=Wasteful(), max_steps=3)
+    trainer.train()
+    assert trainer.layout.num_frozen_layers == 2 and trainer.layout.cache_level == 0
+    (event,) = cache_events(trainer, "off")
+    assert "draw random numbers, so that one process reads for all" in event["reason"]
+
+
 class Noisy(torch.utils.data.Dataset[Any]):
     """Gives another sample each time."""
 

@@ -273,6 +273,28 @@ def test_a_layout_whose_activations_cannot_be_stored_stores_none(tmp_path: Path)
         assert change is None or (change.layout.cache_level, change.layout.num_frozen_layers) == (0, 1)
 
 
+def test_a_store_that_rank_0_finds_lost_while_it_decides_is_lost_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rank 0 alone would ask for a layout without it, and the others not listen."""
+    told: list[Any] = []
+    layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=1)
+    for rank in range(2):
+        stage, cache = Stage(rank, layout, {name: torch.ones(3) for name in NAMES}), Cache("auto")
+
+        def look(_policy: Any, signal: FreezeSignal) -> float:
+            cache.mode = "off"  # noqa: B023
+            return signal.num_frozen
+
+        monkeypatch.setattr(Watching, "num_wanted", look if rank == 0 else forbidden)
+        watcher = controller_of(tmp_path, stage, told, cache)
+        tried = watcher.change_before(4, stage)
+        assert tried is not None and not tried.moves
+        change = watcher.change_without_cache(4, stage)
+        assert change is not None and change.layout.cache_level == 0
+    assert not told
+
+
 def test_a_cache_that_is_switched_on_begins_with_the_resumed_run(tmp_path: Path) -> None:
     layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1)
     stage = Stage(0, layout, {name: torch.ones(3) for name in NAMES})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 
 from hf_pipetransformer.autodp import topology
@@ -48,7 +50,9 @@ def test_without_a_word_of_the_launcher_a_pipeline_over_two_nodes_is_refused(
     monkeypatch.setattr(OfTwoNodes, "hosts", hosts)
     monkeypatch.setattr(topology, "host_name", lambda: "a")
     found = OfTwoNodes(timeout=1, local_world_size=None)
-    assert found.num_ranks_here == 2
+    assert found.num_ranks_here == 2 and found.spans_nodes and found.is_first_here
+    assert found.ranks_here == [rank for rank, host in enumerate(hosts) if host == "a"]
+    assert [hosts[node.start : node.stop] for node in found.nodes] == ["".join(run) for _, run in groupby(hosts)]
     with pytest.raises(ValueError, match=text):
         found.check_pipeline_size(refused)
     found.check_pipeline_size(found.local_world_size)

@@ -114,11 +114,11 @@ class Topology:
         hosts = self.gather([host_name(), local_world_size])
         names = [host for host, _ in hosts]
         self.local_world_size = ranks_in_a_row(names, [size for _, size in hosts])
-        self.rows = rows_of(names)
-        """The ranks in rows: neighbours on one machine, which share its disk."""
+        self.nodes = nodes_of(names)
+        """The ranks by node: neighbours on one machine."""
         self.ranks_here = [rank for rank, name in enumerate(names) if name == names[self.rank]]
         """Those on this machine."""
-        self._are_scattered = len(self.rows) > len(set(names))
+        self._are_scattered = len(self.nodes) > len(set(names))
         self.num_ranks_here = local_world_size or len(self.ranks_here)
 
     @property
@@ -422,16 +422,16 @@ def ranks_in_a_row(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> i
         hosts: name of each rank's machine.
         local_sizes: ranks on each rank's node as the launcher said; None where it did not.
     """
-    return math.gcd(*map(len, rows_of(hosts)), *(size for size in local_sizes if size))
+    return math.gcd(*map(len, nodes_of(hosts)), *(size for size in local_sizes if size))
 
 
-def rows_of(hosts: Sequence[str]) -> list[range]:
-    """The ranks cut where a machine ends.
+def nodes_of(hosts: Sequence[str]) -> list[range]:
+    """The ranks, cut where a machine ends.
 
     Args:
         hosts: name of each rank's machine.
     """
-    ends = list(accumulate(len(list(row)) for _, row in groupby(hosts)))
+    ends = list(accumulate(len(list(node)) for _, node in groupby(hosts)))
     return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 

@@ -82,7 +82,7 @@ class Beginning:
         freezes = self.policy.freezes or self.replay is not None
         samples = self.trainer.args.per_device_train_batch_size
         fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
-        fields["nodes"] = list(map(len, self.topology.rows))
+        fields["nodes"] = list(map(len, self.topology.nodes))
         step, epoch = 0, 0.0
         if saved is not None:
             step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder

@@ -110,8 +110,8 @@ class CacheInputs:
         topology = self.topology
         for rank, told in enumerate(topology.gather(reason)):
             if told is not None:
-                row = next(row for row in topology.rows if rank in row)
-                return str(told) if 0 in row else f"on the node of rank {row[0]}: {told}"
+                node = next(node for node in topology.nodes if rank in node)
+                return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
         return None
 
     def _refused_base(self) -> str | None:

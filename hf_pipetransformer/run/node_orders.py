@@ -37,7 +37,7 @@ def keep_on_nodes(
     if not topology.spans_nodes:
         return
     seed = args.data_seed if args.data_seed is not None else args.seed
-    nodes = NodeOrder(seed, tuple(map(len, topology.rows)), loader.total_batch_size)
+    nodes = NodeOrder(seed, tuple(map(len, topology.nodes)), loader.total_batch_size)
     loader.keep_on(nodes)
     counts = nodes.counts(len(loader.dataset))
     journal.write("cache", what="nodes", samples=counts, **nodes.as_json())
@@ -53,7 +53,7 @@ def samples_here(topology: Topology, loader: PipelineLoader) -> torch.Tensor:
     nodes, num_samples = loader.nodes, len(loader.dataset)
     if nodes is None:
         return torch.arange(num_samples)
-    here = [index for index, row in enumerate(topology.rows) if row[0] in topology.ranks_here]
+    here = [number for number, node in enumerate(topology.nodes) if node[0] in topology.ranks_here]
     return torch.isin(nodes.owners(num_samples), torch.tensor(here)).nonzero().squeeze(1)
 
 

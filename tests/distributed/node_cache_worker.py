@@ -208,7 +208,19 @@ def a_node_loses_its_rows(act: Act) -> None:
     without_a_store(lambda: act.run("without", **longer))
 
 
-# ---- on four processes
+def a_link_on_one_node(act: Act) -> None:
+    """Where its store would lie; the cache was asked for."""
+    home = act.disk.with_name("home")
+    if act.node == 1:
+        home.mkdir()
+        (act.disk / f"hf_pipetransformer_{os.geteuid()}").symlink_to(home)
+    try:
+        act.run("with")
+    except ValueError as error:
+        act.runs["with"] = str(error)
+
+
+# ---- on three and four processes
 
 
 def shorter_pipelines(act: Act) -> None:
@@ -221,8 +233,15 @@ def shorter_pipelines(act: Act) -> None:
     without_a_store(lambda: act.run("without", **moving))
 
 
-TOGETHER = (frozen_from_the_start, resumed, resumed_elsewhere, resumed_back, a_node_loses_its_rows, shorter_pipelines)
-ACTS = {act.__name__: act for act in TOGETHER}
+def unequal_nodes(act: Act) -> None:
+    act.run("with")
+
+
+ALL = (
+    *(frozen_from_the_start, resumed, resumed_elsewhere, resumed_back, a_node_loses_its_rows, a_link_on_one_node),
+    *(shorter_pipelines, unequal_nodes),
+)
+ACTS = {act.__name__: act for act in ALL}
 
 
 def main() -> None:

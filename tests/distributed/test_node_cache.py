@@ -133,7 +133,7 @@ def test_a_run_goes_on_to_the_bit_and_on_other_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_one_node_lost_is_given_up_on_all(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path, "1", "a_node_loses_its_rows"], 2, timeout=100)
+    launch(WORKER, [tmp_path, "1", "a_node_loses_its_rows", "a_link_on_one_node"], 2, timeout=100)
     outcome = outcome_of(tmp_path, "a_node_loses_its_rows")
     assert_equal_runs(outcome)
     assert_each_sample_once(outcome.epochs("with"))
@@ -147,6 +147,9 @@ def test_a_store_that_one_node_lost_is_given_up_on_all(tmp_path: Path) -> None:
     assert len(there) == len(here) == 1
     assert "on the node of rank 1: " in here[0] and "on the node" not in there[0]
     assert LOST_AT < EPOCHS * STEPS_PER_EPOCH
+    # What one node refuses before the start is refused on all.
+    (text,) = {rank["with"] for rank in outcome_of(tmp_path, "a_link_on_one_node").ranks}
+    assert text.startswith("on the node of rank 1: ")
 
 
 @pytest.mark.slow
@@ -157,3 +160,15 @@ def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -
     assert lengths[0] == 2 and lengths[-1] == 1
     assert_equal_runs(outcome)
     assert outcome.of("with", "hit_rates")[1:] == [1] * EPOCHS
+
+
+@pytest.mark.slow
+def test_a_node_stores_as_much_as_it_has_devices(tmp_path: Path) -> None:
+    launch(WORKER, [tmp_path, "2", "unequal_nodes"], 3, timeout=150)
+    outcome = outcome_of(tmp_path, "unequal_nodes", 3)
+    assert outcome.of("with", "hit_rates") == [0, 1, 1]
+    (noted,) = outcome.events("with", "nodes")
+    assert (noted["devices"], noted["samples"]) == ([2, 1], [25, 12])
+    batches = outcome.batches("with")
+    epochs = [sum((sum(parts, []) for parts in batches[at : at + 7]), []) for at in range(0, 21, 7)]
+    assert_each_sample_once(epochs)
