@@ -182,7 +182,8 @@ def arguments(
         "per_device_train_batch_size": settings.batch, "num_train_epochs": contender.num_epochs,
         "learning_rate": settings.rates[contender.kind], "lr_scheduler_type": "linear", "warmup_steps": 0.1,
         "weight_decay": 0.01, "logging_steps": LOGGED_STEPS, "save_strategy": "no", "use_cpu": True,
-        "disable_tqdm": True, "dataloader_pin_memory": False, "report_to": "none", **of_task, **contender.options, **changes,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "report_to": "none",
+        **of_task, **contender.options, **changes,
     }  # fmt: skip
     return PipeTransformerArguments(**options)
 
