@@ -64,6 +64,7 @@ READERS: dict[str, Reader] = {
     "freeze_percentile": number("a percentile from 0 to 100", lambda percentile: 0 <= percentile <= 100),
     "freeze_tolerance": number("between 0 and 1, both excluded", lambda share: 0 < share < 1),
     "freeze_patience": whole_number("a number of decisions, 1 or more", least=1),
+    "freeze_thaw": truth,
     "freeze_at": optional(freeze_table),
     "elastic": truth,
     "pipeline_compression": choice(COMPRESSIONS),
@@ -114,6 +115,7 @@ class PipeTransformerArguments(TrainingArguments):
         freeze_percentile (`float`, *optional*, defaults to 50): bound of the policy `"gradient_change"`.
         freeze_tolerance (`float`, *optional*, defaults to 0.2): bound of the policy `"plasticity"`.
         freeze_patience (`int`, *optional*, defaults to 2): decisions that a layer stays below that bound.
+        freeze_thaw (`bool`, *optional*, defaults to `False`): `"plasticity"` thaws layers at a low learning rate.
         freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
 
     Parameters that control the elastic pipeline (sections 3.2 and 3.3):
@@ -261,11 +263,18 @@ class PipeTransformerArguments(TrainingArguments):
         default=2,
         metadata={"help": "For freeze_policy='plasticity': the decisions in a row at which it must."},
     )
+    freeze_thaw: bool = field(
+        default=False,
+        metadata={
+            "help": "For freeze_policy='plasticity': thaw what it froze once the learning rate is a tenth or less of "
+            "what it was at the first freeze."
+        },
+    )
     freeze_at: str | None = field(
         default=None,
         metadata={
             "help": "For freeze_policy='fixed': 'step:layers,...', before optimizer step number step (0 is the first) "
-            "the first layers layers are frozen."
+            "the first layers layers are frozen; a smaller number later on thaws the others, 0 all of them."
         },
     )
     elastic: bool = field(

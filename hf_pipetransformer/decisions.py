@@ -1,4 +1,4 @@
-"""What rank 0 decides for all ranks: how many layers freeze, which layout follows, where activations are stored.
+"""What rank 0 decides for all ranks: how many layers freeze or thaw, which layout follows, what is stored where.
 
 Called through `Topology.decide`, so on rank 0 alone; nothing here knows of other ranks or waits for them.
 """
@@ -53,7 +53,8 @@ class Decisions:
         world_size: ranks.
         units_of_parameter: name of each parameter that the user trains to the units that use it.
         write: writes an event.
-        cache: says at each freeze how far up activations are stored; None without a cache.
+        cache: says at each freeze and thaw how far up activations are stored; None without a cache.
+        num_frozen_by_user: layers that the script froze, which are never thawed.
     """
 
     policy: FreezePolicy
@@ -65,6 +66,7 @@ class Decisions:
     units_of_parameter: Mapping[str, tuple[int, ...]]
     write: Write
     cache: CachePlanner | None
+    num_frozen_by_user: int = 0
 
     def __post_init__(self, num_frozen: int) -> None:
         self._num_wanted = float(num_frozen)
@@ -74,8 +76,11 @@ class Decisions:
     def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
         """What may freeze and when, in words."""
         num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
-        coming = outlook(self.policy, clock, num_layers, num_frozen, self.args.freeze_min_active_layers)
-        return in_words(coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch, self.policy.num_watched)
+        policy, kept = self.policy, self.args.freeze_min_active_layers
+        coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
+        return in_words(
+            coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch, policy.num_watched, policy.may_thaw
+        )
 
     def next_step(self, step: int) -> int:
         """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
@@ -110,12 +115,19 @@ class Decisions:
             self._calibrate(layout, reports)
             found[PREDICTED_SECONDS] = self._predicted_seconds(layout, step, known_microbatches)
         signal = FreezeSignal(
-            step, self.clock.max_steps, num_layers, num_frozen, self._num_wanted, **found, learning_rate=learning_rate
+            step,
+            self.clock.max_steps,
+            num_layers,
+            num_frozen,
+            self._num_wanted,
+            **found,
+            learning_rate=learning_rate,
+            num_frozen_by_user=self.num_frozen_by_user,
         )
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
         self._num_wanted = decision.num_wanted
         change = None
-        if decision.freezes:
+        if decision.freezes or decision.thaws:
             self._calibrate(layout, reports)
             plan = self._plan(decision.num_frozen, layout, step, known_microbatches)
             totals = [report["total"] for report in reports if report]
@@ -192,7 +204,8 @@ class Decisions:
         if self.cache is None:
             return 0
         prefix = self._prefix_seconds(num_frozen)
-        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, self.clock.max_steps)
+        until = self.policy.frozen_until(step, self.clock.max_steps)
+        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, until)
         return decision.level if decision.use else 0
 
     def _prefix_seconds(self, num_frozen: int) -> list[float]:
@@ -215,7 +228,7 @@ class Decisions:
             logger.warning(
                 f"Frozen with the first layers although layers above use them too: {', '.join(frozen_in_use)}."
             )
-        if decision.freezes:
+        if decision.freezes or decision.thaws:
             self._num_fruitless = 0
             return
         self._num_fruitless += 1

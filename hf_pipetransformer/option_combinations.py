@@ -16,6 +16,7 @@ POLICY_OF_OPTION = {
     "freeze_percentile": "gradient_change",
     "freeze_tolerance": "plasticity",
     "freeze_patience": "plasticity",
+    "freeze_thaw": "plasticity",
 }
 """The one policy that each of these options is for."""
 

@@ -188,6 +188,14 @@ class ActivationCache:
         """Layers that each row holds the output of; 0 if not of the weights that are loaded now."""
         return np.array([self._level_of_id.get(found, 0) for found in ids.tolist()], dtype=np.int64)
 
+    def stored_share(self, samples: Indices) -> float:
+        """Share of some samples with a row of the weights that are loaded now.
+
+        Raises:
+            StoreDamagedError: the index cannot be read.
+        """
+        return float((self._levels_of(self.store.weights_ids(samples)) > 0).mean())
+
     def prefetch(self, samples: list[int]) -> None:
         """Begin to read the rows of the next batch, if it will need nothing else: a guess that may come to nothing."""
         self._ahead = None

@@ -11,6 +11,7 @@ from timeit import repeat, timeit
 import numpy as np
 import torch
 
+from hf_pipetransformer.autocache.cache import ActivationCache
 from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
 from hf_pipetransformer.autocache.folder import StoreFolder
 from hf_pipetransformer.autocache.passes import Pass, passes_ahead
@@ -60,15 +61,15 @@ class CachePlanner:
         self.fits_share = fits_share
         self.steps_per_epoch = steps_per_epoch
         self.write = write
-        self._store: ActivationStore | None = None
+        self._cache: ActivationCache | None = None
         self._samples = np.arange(0)
         self._measure = measure
         self._speed: StorageSpeed | None = None
         self._costs: CacheCosts | None = None
 
-    def follow(self, store: ActivationStore, samples: Array) -> None:
-        """From now on decisions are about this store, of those samples that are stored on this node."""
-        self._store, self._samples = store, samples
+    def follow(self, cache: ActivationCache, samples: Array) -> None:
+        """From now on decisions are about this cache, of those samples that are stored on this node."""
+        self._cache, self._samples = cache, samples
 
     def decide(
         self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
@@ -80,7 +81,7 @@ class CachePlanner:
             num_frozen: F from now on.
             stored_level: layers that stored rows cover now; 0: nothing is stored.
             step: optimizer steps done.
-            max_steps: of the run.
+            max_steps: of the run, or before which layers are thawed.
         """
         costs, share = self._measured(prefix_seconds, stored_level)
         self._costs = costs
@@ -130,13 +131,13 @@ class CachePlanner:
 
     def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
         """Times, and the share of the samples that has rows; the cache is off from now on where that fails."""
-        store, share = self._store, 0.0
-        if store is not None and store.dropped is not None:
+        cache, share = self._cache, 0.0
+        if cache is not None and cache.store.dropped is not None:
             self.mode = "off"
         try:
             self._speed = self._speed or self._measure()
-            if store is not None and stored_level and self.mode != "off":
-                share = float((store.weights_ids(self._samples) > 0).mean())
+            if cache is not None and stored_level and self.mode != "off":
+                share = cache.stored_share(self._samples)
         except (OSError, ValueError, StoreDamagedError) as error:
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")

@@ -49,6 +49,7 @@ class PlanRules:
         known_microbatches: the M that trials found best, by K and V.
         unfit: lengths K that ran out of memory.
         initial_largest_size: `largest_rank_size` of the layout of the start.
+        initial_size: K of that layout, which thawing may bring back; 0 keeps pipelines from growing.
         num_chunks: V that pipelines of several ranks shall have.
         token_slices: how sequences are cut, if the user says so.
         weights: which versions of the weights passes see where the schedule is asynchronous, a `pipeline_weights`.
@@ -65,6 +66,7 @@ class PlanRules:
     known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
     initial_largest_size: float = 0.0
+    initial_size: int = 0
     num_chunks: int = 1
     token_slices: Plans | None = None
     weights: str = "pipeoptim"
@@ -255,9 +257,10 @@ def plan_transition(
 ) -> Plan:
     """The layout to move to when `num_frozen_layers` are frozen. Deterministic: equal inputs give an equal plan.
 
-    Every divisor of the current K is considered, each with its most even cuts, frozen units at the cost of their
-    forward. Stages may hold frozen units only, but there are no more stages than active units: ranks have fewer stages
-    then, or the pipeline is not considered. If no layout fits without them, the current cuts stay if they do.
+    Every divisor of the current K is considered, of the initial K where layers are thawed, each with its most even
+    cuts, frozen units at the cost of their forward. Stages may hold frozen units only, but there are no more stages
+    than active units: ranks have fewer stages then, or the pipeline is not considered. If no layout fits without them,
+    the current cuts stay if they do.
 
     Args:
         current: the layout that runs now.
@@ -326,9 +329,13 @@ def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
 def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[int, int]:
     """The K to consider, from short to long, and their V: what runs now is not unfit, and the last resort."""
     most = min(current.num_units - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
-    divisors = [k for k in range(1, current.pipeline_size + 1) if current.pipeline_size % k == 0]
+    is_thawing = num_frozen_layers < current.num_frozen_layers
+    longest = max(current.pipeline_size, rules.initial_size if is_thawing else 0)
+    divisors = [k for k in range(1, longest + 1) if longest % k == 0]
     chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in divisors}
-    possible = {k: v for k, v in chunks.items() if v and (k == current.pipeline_size or k not in rules.unfit)}
+    possible = {
+        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
+    }
     return possible or {current.pipeline_size: current.num_chunks}
 
 

@@ -1,4 +1,4 @@
-"""What may freeze in a run, said before it begins."""
+"""What may freeze and thaw in a run, said before it begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ NUM_SHOWN = 4
 
 
 def outlook(
-    policy: FreezePolicy, clock: DecisionClock, num_layers: int, num_frozen: int, min_active_layers: int
+    policy: FreezePolicy,
+    clock: DecisionClock,
+    num_layers: int,
+    num_frozen: int,
+    min_active_layers: int,
+    num_frozen_by_user: int = 0,
 ) -> list[tuple[int, int]]:
     """When a run may freeze, and how far at most: optimizer step and layers frozen from then on, for each decision.
 
@@ -19,14 +24,18 @@ def outlook(
         num_layers: L.
         num_frozen: layers that are frozen at the start.
         min_active_layers: see the option.
+        num_frozen_by_user: layers that the script froze.
     """
     found: list[tuple[int, int]] = []
     wanted = float(num_frozen)
     for step in range(clock.max_steps):
         if policy.is_due(step, clock):
-            signal = FreezeSignal(step, clock.max_steps, num_layers, num_frozen, wanted)
+            signal = FreezeSignal(
+                step, clock.max_steps, num_layers, num_frozen, wanted, num_frozen_by_user=num_frozen_by_user
+            )
             if len(found) >= policy.num_watched:
-                wanted = max(wanted, float(policy.most_wanted(signal)))
+                most = float(policy.most_wanted(signal))
+                wanted = most if policy.may_thaw else max(wanted, most)
             num_frozen = held(policy, wanted, signal, min_active_layers)
             found.append((step, num_frozen))
     return found
@@ -39,6 +48,7 @@ def in_words(
     max_steps: int,
     steps_per_epoch: int,
     num_watched: int = 0,
+    may_thaw: bool = False,
 ) -> str:
     """An outlook in a sentence, and one more where stored activations can never be read.
 
@@ -49,16 +59,25 @@ def in_words(
         max_steps: optimizer steps of the run.
         steps_per_epoch: optimizer steps of an epoch.
         num_watched: decisions at which the policy only looks.
+        may_thaw: whether the policy may thaw what it froze, at steps that are not known.
     """
-    freezing = next((step for step, frozen in coming if frozen > num_frozen), None)
-    if freezing is None:
+    if all(frozen <= num_frozen for _, frozen in coming):
         why = f"no decision falls into its {max_steps} steps" if not coming else "all others must stay active"
         if 0 < len(coming) <= num_watched:
             why = f"the policy needs {num_watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
         return f"No layer freezes in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
-    shown = ", ".join(f"{frozen} from step {step} on" for step, frozen in coming[:NUM_SHOWN])
+    before = [num_frozen, *(frozen for _, frozen in coming)]
+    thawing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
+    shown = ", ".join(
+        f"{frozen} from step {step} on{' (thawed)' if step in thawing else ''}" for step, frozen in coming[:NUM_SHOWN]
+    )
     rest = f", {coming[-1][1]} in the end" if len(coming) > NUM_SHOWN else ""
     text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
-    if freezing + steps_per_epoch >= max_steps:
+    if may_thaw and not thawing:
+        text += " They may be thawed again."
+    # From a freeze on rows are stored, and read until what gave them is thawed.
+    ends = [*thawing, max_steps]
+    freezes = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen > earlier]
+    if all(min(end for end in ends if end > step) - step <= steps_per_epoch for step in freezes):
         text += " No later epoch reads what would be stored then: the activation cache gains nothing."
     return text

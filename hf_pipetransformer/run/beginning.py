@@ -125,6 +125,7 @@ class Beginning:
             },
             write=self.journal.write,
             cache=None if cache is None else cache.planner,
+            num_frozen_by_user=pipeline.start_up.plans.num_frozen_by_user,
         )
         if self.topology.rank == 0 and self.replay is None and self.policy.freezes:
             announce(decisions.outlook(stage.layout, steps_per_epoch))
@@ -141,7 +142,7 @@ class Beginning:
             self.replay,
             learning_rate=partial(host.learning_rate, self.trainer),
         )
-        optimizer = self._optimizer(cache)
+        optimizer = self._optimizer(cache, began_under)
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         noted = Noted(self.trainer, self.topology)
         windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
@@ -206,7 +207,7 @@ class Beginning:
         )
         return {(k, v): m for k, v, m in known}
 
-    def _optimizer(self, cache: TrainingCache | None) -> OptimizerState:
+    def _optimizer(self, cache: TrainingCache | None, began_under: Layout) -> OptimizerState:
         """This stage's part of the optimizer, and what its moves take."""
         layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
         optimizer = host.torch_optimizer(self.trainer)
@@ -214,14 +215,19 @@ class Beginning:
         # A cache for layers that are frozen from the start changes the cuts too, and the loss of one that was resumed.
         adapts = elastic and (self.policy.freezes or cache is not None or layout.cache_level > 0)
         # A user's optimizer is put together again at the end.
-        may_move = self.replay is not None or (layout.pipeline_size > 1 and (adapts or self.keeps_optimizer))
+        # Thawing may bring back the first length.
+        longest = began_under.pipeline_size if self.policy.may_thaw else layout.pipeline_size
+        may_move = self.replay is not None or (longest > 1 and (adapts or self.keeps_optimizer))
         if adapts:
             # What may follow gets its groups now: making them takes longer than a transition should.
             most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
             wanted = self.trainer.args.num_chunks
-            for size, num_chunks in reachable_shapes(layout.schedule, wanted, layout.pipeline_size, most):
+            for size, num_chunks in reachable_shapes(layout.schedule, wanted, longest, most):
                 self.topology.groups(Placement(size, num_chunks, layout.placement))
-        return OptimizerState(optimizer, stage.store.held(), self.topology, may_move, groups)
+        state = OptimizerState(optimizer, stage.store.held(), self.topology, may_move, groups)
+        if not stage.store.trains_all:
+            state.hold(stage.trained_here(), {})  # It was made for what may be thawed too.
+        return state
 
 
 def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:

@@ -88,7 +88,7 @@ class TrainingCache:
             if self._opened is None:
                 self.planner.mode = "off"
             else:
-                self.planner.follow(self._opened.store, samples_here(self.topology, self.loader).numpy())
+                self.planner.follow(self._opened, samples_here(self.topology, self.loader).numpy())
         if self._opened is None:
             return
         self._say_who_is_in_evaluation_mode()

@@ -47,6 +47,7 @@ from hf_pipetransformer.run.replay import read_plan
 from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
+from hf_pipetransformer.run.thawing import check_thawing
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.run.windows import check_stages
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
@@ -99,6 +100,7 @@ class Run:
             args.freeze_percentile,
             args.freeze_tolerance,
             args.freeze_patience,
+            args.freeze_thaw,
         )
         self._policys_start = deepcopy(dict(self.policy.state()))
         self.in_force: Pipeline | None = None
@@ -246,6 +248,8 @@ class Run:
         trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
         users = start_up.probe.structure.units_of_parameter
         check_stages(layout, {name: users[name] for name in trained}, args)
+        first = (resumption and resumption.first_layout) or layout
+        check_thawing(args, self.policy, replay, max(layout.pipeline_size, first.pipeline_size))
         pipeline = self.start(found, layout)
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
@@ -260,6 +264,10 @@ class Run:
         else:
             self.training_loader = self.loader(request)
         return self.training_loader
+
+    def making_optimizer(self) -> AbstractContextManager[None]:
+        """Trainer makes the optimizer inside: also for what is frozen now and may be thawed."""
+        return self.pipeline.stage.store.all_active()
 
     def prepare_training(self, loader: Any, max_steps: int) -> None:
         """Trainer has made the optimizer: the training begins. A collective call."""

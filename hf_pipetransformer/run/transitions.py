@@ -106,6 +106,8 @@ class Transitions:
                 f"({measured / predicted:.2f}x)"
             )
         frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
+        if new.num_frozen_layers < old.num_frozen_layers:
+            frozen = f"{old.num_frozen_layers - new.num_frozen_layers} layers thawed, {frozen}"
         announce(
             f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}. "
             f"K={old.pipeline_size} x R={old.num_replicas} -> K={new.pipeline_size} x R={new.num_replicas}, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +65,16 @@ class ParameterStore:
             parameter.requires_grad_(self.is_active(name))
             if not parameter.requires_grad:
                 parameter.grad = None
+
+    @contextmanager
+    def all_active(self) -> Iterator[None]:
+        """All that the user trains counts as trained inside: an optimizer that is made there has a group for it."""
+        frozen = self.frozen
+        self.freeze(frozenset())
+        try:
+            yield
+        finally:
+            self.freeze(frozen)
 
     def release(self, keep: set[str]) -> None:
         """Free all parameters whose names are not in `keep`."""

@@ -121,6 +121,7 @@ class RunPlanner:
             known_microbatches=known_microbatches,
             unfit=frozenset(range(1, self.unfit + 1)),
             initial_largest_size=largest_rank_size(units.parameters, layout),
+            initial_size=layout.pipeline_size,
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,

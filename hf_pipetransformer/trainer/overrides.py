@@ -51,7 +51,8 @@ class Overrides(_Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         loader = self.pipeline_run.training_loader
-        prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
+        with self.pipeline_run.making_optimizer():
+            prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self.pipeline_run.prepare_training(loader, max_steps)
         return prepared
 

@@ -256,7 +256,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "fixed_without_table": {"options": {"freeze_policy": "fixed"}},
     "table_without_fixed": {"options": {"freeze_at": "2:1"}},
     "malformed_table": {"options": {"freeze_policy": "fixed", "freeze_at": "2=1"}},
-    "thawing_table": {"options": {"freeze_policy": "fixed", "freeze_at": "2:3,4:1"}},
     "missing_plan": {"options": {"layout_plan": "no/such/events.jsonl"}},
     "foreign_plan": {"options": {"layout_plan": plan('{"loss": 0.5}')}},
     "plan_without_json": {"options": {"layout_plan": plan("step loss")}},

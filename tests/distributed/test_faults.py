@@ -269,7 +269,6 @@ NAMED = {
     "fixed_without_table": "freeze_at",
     "table_without_fixed": "freeze_at.*freeze_policy",
     "malformed_table": "freeze_at.*2=1",
-    "thawing_table": "freeze_at.*thaws",
     "missing_plan": "layout_plan.*no/such/events",
     "foreign_plan": "plan-.*not the events file",
     "plan_without_json": "plan-.*not the events file",

@@ -85,15 +85,17 @@ def test_buffers_that_training_changes_travel_with_their_layer(moved: Outcome):
 
 
 @pytest.mark.parametrize("case", selectable())
-def test_frozen_parameters_never_change_again_on_any_rank(moved: Outcome, case: TransitionCase):
+def test_frozen_parameters_never_change_on_any_rank_until_they_are_thawed(moved: Outcome, case: TransitionCase):
     digests = defaultdict(set)
     for rank in moved.ranks:
+        num_thaws, before = 0, 0
         for entry in rank["steps"]:
+            num_thaws, before = num_thaws + (entry["num_frozen"] < before), entry["num_frozen"]
             for name, digest in entry["frozen"].items():
-                digests[name].add(digest)
+                digests[name, num_thaws].add(digest)
     assert {name: found for name, found in digests.items() if len(found) != 1} == {}
-    last = moved.ranks[0]["steps"][-1]["num_frozen"]
-    assert set(digests) == frozen_names(build_model(case.model), last)
+    most = max(entry["num_frozen"] for entry in moved.ranks[0]["steps"])
+    assert {name for name, _ in digests} == frozen_names(build_model(case.model), most)
 
 
 @pytest.mark.parametrize("case", selectable())
@@ -379,6 +381,15 @@ def test_every_transition_is_an_event_with_its_reasons(moved: Outcome, case: Tra
         assert all(event["from"]["boundaries"] == event["to"]["boundaries"] for event in events)
     elif case.name != "schedule":
         assert events[-1]["to"]["num_stages"] < events[0]["from"]["num_stages"]
+
+
+@pytest.mark.parametrize("case", selectable("thawing"))
+def test_a_pipeline_that_shrank_grows_back_when_layers_thaw(moved: Outcome):
+    sizes = [
+        (event["step"], event["to"]["num_stages"], event["to"]["num_replicas"]) for event in moved.events("transition")
+    ]
+    assert sizes == [(2, 1, 4), (5, 4, 1), (8, 4, 1)]
+    assert [event["thaws"] for event in moved.events("freeze")] == [False, True, False]
 
 
 @pytest.mark.parametrize("case", selectable("custom-policy"))

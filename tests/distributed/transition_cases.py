@@ -236,6 +236,8 @@ WORKERS = {"dataloader_num_workers": 2}
 STREAMED = {"max_steps": 35, "dataloader_num_workers": 1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 NOT_ELASTIC = {**BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"}
+# All stages but one go at step 2, and come back.
+THAWING = {**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "2:3,5:0,8:1"}
 OWN_PLANS = {**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
 
 # Followed through every step: bits around transitions, what freezes, traffic, samples.
@@ -329,6 +331,8 @@ CASES = [
         },
     ),
 ]
+
+CASES.append(TransitionCase("thawing", "bert_masked", freeze_at="2:3,5:0,8:1", epochs=2, pipeline_options=THAWING))
 
 # The same with stored activations; most share their references with a case above.
 CACHED_CASES = [

@@ -150,27 +150,33 @@ def add_buffers(model: nn.Module) -> None:
 
 
 class FreezeByHand(TrainerCallback):
-    """What freezing means, written down without the library: for plain Trainer."""
+    """What freezing and thawing mean, written down without the library: for plain Trainer."""
 
     def __init__(self, table: dict[int, int]) -> None:
         self.table = table
+        self.frozen: list[nn.Module] = []
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step not in self.table:
             return
         embeddings, layers = encoder_parts(model)
-        frozen = set()
-        for module in [embeddings, *layers[: self.table[state.global_step]]]:
+        num_frozen, inner = self.table[state.global_step], getattr(optimizer, "optimizer", optimizer)
+        blocks = [embeddings, *layers[:num_frozen]] if num_frozen else []
+        for module in self.frozen:
+            if module not in blocks:
+                del module.train
+                module.train()
+                # Its state went when it froze.
+                module.requires_grad_(True)
+        self.frozen = blocks
+        for module in blocks:
             module.eval()
             module.train = lambda mode=True, module=module: module  # Trainer puts all in training mode every step.
-            frozen.update(module.parameters())
-        inner = getattr(optimizer, "optimizer", optimizer)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-            parameter.grad = None
-            inner.state.pop(parameter, None)
-        for group in inner.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in frozen]
+            for parameter in module.parameters():
+                # The optimizer passes over what has no gradient.
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                inner.state.pop(parameter, None)
 
 
 class NormTrainer(Trainer):

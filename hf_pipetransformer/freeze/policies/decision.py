@@ -1,4 +1,4 @@
-"""A policy's answer, and the layers that freeze by it."""
+"""A policy's answer, and the layers that freeze or thaw by it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ class Decision:
         return self.num_frozen > self.signal.num_frozen
 
     @property
+    def thaws(self) -> bool:
+        """Whether anything that was frozen is trained from now on."""
+        return self.num_frozen < self.signal.num_frozen
+
+    @property
     def is_held_back(self) -> bool:
         """Whether the policy wanted more layers than may freeze."""
         return rounded_up(self.num_wanted) > self.num_frozen
@@ -40,6 +45,7 @@ class Decision:
         return {
             "num_frozen_before": self.signal.num_frozen,
             "num_frozen": self.num_frozen,
+            "thaws": self.thaws,
             "num_wanted_before": self.signal.num_wanted,
             "num_wanted": self.num_wanted,
             "learning_rate": self.signal.learning_rate,
@@ -48,7 +54,7 @@ class Decision:
 
 
 def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -> Decision:
-    """Ask the policy and hold its answer between what is frozen now and what must stay active.
+    """Ask the policy and hold its answer between what must stay frozen and what must stay active.
 
     Raises:
         ValueError: the policy answered no finite number.
@@ -57,14 +63,16 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
     if not math.isfinite(answer):
         raise ValueError(f"{type(policy).__name__}.num_wanted returned {answer}: expected a number of layers.")
     num_frozen = held(policy, answer, signal, min_active_layers)
-    return Decision(signal, max(answer, signal.num_wanted), num_frozen)
+    wanted = answer if policy.may_thaw else max(answer, signal.num_wanted)
+    return Decision(signal, wanted, num_frozen)
 
 
 def held(policy: FreezePolicy, answer: float, signal: FreezeSignal, min_active_layers: int) -> int:
-    """A policy's answer as layers, between what is frozen and what must stay active."""
+    """A policy's answer as layers, between what must stay frozen and what must stay active."""
     kept = min_active_layers if policy.keeps_minimum else 0
     most = max(signal.num_layers - kept, signal.num_frozen)
-    return min(max(rounded_up(answer), signal.num_frozen), most)
+    least = signal.num_frozen_by_user if policy.may_thaw else signal.num_frozen
+    return min(max(rounded_up(answer), least), most)
 
 
 def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_active_layers: int) -> list[str]:

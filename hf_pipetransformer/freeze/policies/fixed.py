@@ -1,4 +1,4 @@
-"""Layers freeze by a table."""
+"""Layers freeze and thaw by a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_pipetransformer.freeze.policies.signal import FreezeSignal
 
 
 class Fixed(FreezePolicy):
-    """Freezes what the user wrote down.
+    """Freezes and thaws what the user wrote down.
 
     Args:
         table: optimizer step to number of layers frozen before that step.
@@ -21,13 +21,23 @@ class Fixed(FreezePolicy):
     keeps_minimum = False
 
     def __init__(self, table: Mapping[int, int]) -> None:
-        self.table = dict(table)
+        self.table = dict(sorted(table.items()))
+        counts = list(self.table.values())
+        self.may_thaw = counts != sorted(counts)
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
         return self.table.get(signal.step, signal.num_frozen)
+
+    def frozen_until(self, step: int, max_steps: int) -> int:
+        before = 0
+        for later, layers in self.table.items():
+            if later > step and layers < before:
+                return min(later, max_steps)
+            before = layers
+        return max_steps
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
         most = max(self.table.values())
@@ -36,7 +46,7 @@ class Fixed(FreezePolicy):
         late = [step for step in self.table if step >= max_steps]
         if not late:
             return []
-        return [f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes anything."]
+        return [f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes or thaws anything."]
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         return step in self.table

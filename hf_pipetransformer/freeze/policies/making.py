@@ -21,6 +21,7 @@ def make_policy(
     percentile: float = 50.0,
     tolerance: float = 0.2,
     patience: int = 2,
+    thaws: bool = False,
 ) -> FreezePolicy:
     """The policy that the options name.
 
@@ -34,7 +35,7 @@ def make_policy(
     if name == "gradient_change":
         return GradientChange(percentile)
     if name == "plasticity":
-        return Plasticity(tolerance, patience)
+        return Plasticity(tolerance, patience, thaws)
     if name == "saliency":
         return Saliency()
     if name == "fixed":

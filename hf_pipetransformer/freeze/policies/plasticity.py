@@ -12,6 +12,9 @@ from hf_pipetransformer.freeze.policies.signal import ACTIVATION_SIMILARITY, Fre
 WINDOW = 3
 """Decisions that a moving average runs over."""
 
+THAWING_RATE = 0.1
+"""Share of the learning rate of the first freeze, at which layers are thawed."""
+
 
 class Plasticity(FreezePolicy):
     """Watches how much of what each layer gives is new since the last decision.
@@ -25,29 +28,38 @@ class Plasticity(FreezePolicy):
     Egeria compares with a reference that is an older copy of the model, quantised, by a loss that preserves the
     similarities of samples to each other, and freezes where the slope of the smoothed curve is small. Here the
     reference is the model itself at the last decision, in the precision of training; the measure is CKA; the bound is
-    on the smoothed value, and its slope may only hold a layer back. Nothing is thawed.
+    on the smoothed value, and its slope may only hold a layer back.
+
+    With `thaws` all that it froze is thawed, as in Egeria, at the first decision at which the learning rate is a tenth
+    or less of what it was when the first layer froze. Then it begins anew: layers may freeze again.
 
     Args:
         tolerance: in (0, 1), of a layer's largest plasticity.
         patience: decisions in a row, 1 or more.
+        thaws: whether a low learning rate thaws layers.
     """
 
     name = "plasticity"
     needs = frozenset({ACTIVATION_SIMILARITY})
 
-    def __init__(self, tolerance: float = 0.2, patience: int = 2) -> None:
+    def __init__(self, tolerance: float = 0.2, patience: int = 2, thaws: bool = False) -> None:
         self.tolerance = tolerance
         self.patience = patience
+        self.may_thaw = thaws
         # The first decision is the first to compare with.
         self.num_watched = patience
         self._step = 0
         self._recent: list[list[float]] = []
         self._largest: list[float] = []
         self._num_calm: list[int] = []
+        self._rate_of_freeze: float | None = None
         self._why = ""
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         steps, self._step = signal.step - self._step, signal.step
+        if self._is_to_thaw(signal):
+            self._begin_anew()
+            return signal.num_frozen_by_user
         if not is_usable(signal.activation_similarity) or steps <= 0:
             self._why = "nothing to compare with"
             return signal.num_frozen
@@ -64,7 +76,21 @@ class Plasticity(FreezePolicy):
             share = self._averages()[wanted] / self._largest[wanted] if self._largest[wanted] else 0.0
             calm = f"calm at {self._num_calm[wanted]} of {self.patience} decisions"
             self._why = f"layer {wanted + 1} of {signal.num_layers} changes at {share:.0%} of its largest rate, {calm}"
+        if wanted > signal.num_frozen and self._rate_of_freeze is None:
+            self._rate_of_freeze = signal.learning_rate
         return wanted
+
+    def _is_to_thaw(self, signal: FreezeSignal) -> bool:
+        if signal.num_frozen <= signal.num_frozen_by_user:
+            self._rate_of_freeze = None  # What it wanted to freeze had to stay active.
+        rate = self._rate_of_freeze
+        if not self.may_thaw or not rate or signal.learning_rate > THAWING_RATE * rate:
+            return False
+        self._why = f"the learning rate, {signal.learning_rate:.3g}, was {rate:.3g} at the first freeze"
+        return True
+
+    def _begin_anew(self) -> None:
+        self._recent, self._largest, self._num_calm, self._rate_of_freeze = [], [], [], None
 
     def _take(self, values: list[float]) -> None:
         """The plasticities of one more decision."""
@@ -89,15 +115,18 @@ class Plasticity(FreezePolicy):
             "recent": [list(values) for values in self._recent],
             "largest": list(self._largest),
             "num_calm": list(self._num_calm),
+            "rate_of_freeze": self._rate_of_freeze,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._step = int(state["step"])
         self._recent = [list(values) for values in state["recent"]]
         self._largest, self._num_calm = list(state["largest"]), list(state["num_calm"])
+        self._rate_of_freeze = state.get("rate_of_freeze")
 
     def describe(self) -> str:
-        return f"{self.name}, tolerance {self.tolerance:.3g}, patience {self.patience}"
+        thawing = ", thaws" if self.may_thaw else ""
+        return f"{self.name}, tolerance {self.tolerance:.3g}, patience {self.patience}{thawing}"
 
     def explain(self, signal: FreezeSignal) -> str:
         return f"{self.name}: {self._why}"

@@ -48,10 +48,15 @@ class FreezePolicy(ABC):
     """Decisions, from the beginning of a run, at which it only looks: nothing can freeze before the next one."""
     freezes = True
     """False: it never will, so that nothing is prepared for it."""
+    may_thaw: bool = False
+    """Whether fewer layers than are frozen means that the others are trained again; never what the script froze."""
 
     @abstractmethod
     def num_wanted(self, signal: FreezeSignal) -> float:
-        """How many layers shall be frozen now; fractions are rounded up, less than now means no change."""
+        """How many layers shall be frozen now; fractions are rounded up.
+
+        Less than now means no change, or with `may_thaw` that those above are thawed.
+        """
 
     def most_wanted(self, signal: FreezeSignal) -> float:
         """The largest answer that `num_wanted` may give, whatever is measured: to say at the start what may come."""
@@ -60,6 +65,13 @@ class FreezePolicy(ABC):
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
         return clock.is_due(step)
+
+    def frozen_until(self, step: int, max_steps: int) -> int:
+        """The step before which layers that are frozen at `step` are thawed, as far as that is known.
+
+        What is stored of them is read until then; `max_steps` if they may stay frozen to the end.
+        """
+        return max_steps
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
         """What the user should hear before a run begins.

@@ -37,6 +37,7 @@ class FreezeSignal:
             frozen from now on, with the layout and the activation cache that would follow: the first pass over the
             data computes what later ones read. 0 for fewer layers than are frozen, and for more than may be.
         learning_rate: of the first group of the optimizer, for the step that comes; 0 where the optimizer has none.
+        num_frozen_by_user: layers that the script froze, which nothing thaws.
     """
 
     step: int
@@ -49,6 +50,7 @@ class FreezeSignal:
     activation_similarity: tuple[float, ...] = ()
     predicted_seconds: tuple[float, ...] = ()
     learning_rate: float = 0.0
+    num_frozen_by_user: int = 0
 
 
 def is_usable(values: Sequence[float]) -> bool:
