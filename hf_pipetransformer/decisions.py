@@ -204,7 +204,7 @@ class Decisions:
         if self.cache is None:
             return 0
         prefix = self._prefix_seconds(num_frozen)
-        until = self.policy.frozen_until(step, self.clock.max_steps)
+        until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
         decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, until)
         return decision.level if decision.use else 0
 

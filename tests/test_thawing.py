@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hf_pipetransformer.freeze.policies import (
     make_policy,
 )
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.run.thawing import check_thawing
 from tests.models import build_model, collate, make_dataset
 from tests.test_planning import layout_of, plan, rules_for
 
@@ -66,6 +68,7 @@ def test_a_table_may_thaw_only_if_it_has_fewer_layers_later() -> None:
     assert falling.may_thaw
     assert [falling.frozen_until(step, 100) for step in (0, 5, 9, 20)] == [9, 9, 100, 100]
     assert growing.frozen_until(5, 100) == 100
+    assert falling.frozen_until(5, 100, num_frozen_by_user=3) == 100
 
 
 def test_the_outlook_says_what_thaws_and_whether_rows_are_read_until_then() -> None:
@@ -119,6 +122,19 @@ def test_a_pipeline_grows_back_when_layers_thaw_and_no_further() -> None:
     assert sorted(plan(short, 3, rules_for(L, initial_size=4)).alternatives) == [1]
 
 
+def test_thawing_is_refused_where_it_has_not_been_verified() -> None:
+    options: dict[str, Any] = {"output_dir": "", "report_to": "none", "pipeline_schedule": "async_1f1b"}
+    args, falling = PipeTransformerArguments(**options), Fixed({2: 3, 5: 0})
+    layouts = {step: replace(layout_of(L, 2, 2), num_frozen_layers=frozen) for step, frozen in falling.table.items()}
+    with pytest.raises(ValueError, match="'async_1f1b' while the freeze policy 'fixed' may thaw layers"):
+        check_thawing(args, falling, None, 2)
+    with pytest.raises(ValueError, match="'async_1f1b' while layout_plan may thaw layers"):
+        check_thawing(args, Fixed({2: 3}), layouts, 2)
+    check_thawing(args, Fixed({2: 3}), None, 2)
+    check_thawing(args, falling, None, 1)
+    check_thawing(args, falling, {2: layouts[2]}, 2)
+
+
 # ---- runs of one process
 
 
@@ -138,7 +154,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     return [model.bert.embeddings, *model.bert.encoder.layer]
 
 
-def trainer_of(folder: Path, table: str, max_steps: int, **changes: Any) -> PipeTransformerTrainer:
+def trainer_of(folder: Path, table: str | None, max_steps: int, **changes: Any) -> PipeTransformerTrainer:
     options: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": BATCH_SIZE, "max_steps": max_steps,
         "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
@@ -147,15 +163,15 @@ def trainer_of(folder: Path, table: str, max_steps: int, **changes: Any) -> Pipe
         "activation_cache_dir": str(folder / "cache"),
     }  # fmt: skip
     model = changes.pop("model", None) or build_model("bert_sequence")
-    data = {"train_dataset": make_dataset("bert_sequence", NUM_SAMPLES), "data_collator": collate}
-    callbacks = changes.pop("callbacks", [])
+    rows, callbacks = make_dataset("bert_sequence", NUM_SAMPLES), changes.pop("callbacks", [])
+    data = {"train_dataset": rows, "eval_dataset": rows.select(range(5)), "data_collator": collate}
     return PipeTransformerTrainer(
         model, PipeTransformerArguments(**(options | changes)), **data, callbacks=callbacks
     )  # fmt: skip
 
 
-def losses_of(trainer: PipeTransformerTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def logged(trainer: PipeTransformerTrainer, key: str = "loss") -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -206,7 +222,7 @@ def test_thawed_layers_train_as_in_a_plain_loop(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, "1:3,4:1,6:0", max_steps, callbacks=[watch])
     trainer.train()
     model, losses = by_hand(table, max_steps)
-    assert losses_of(trainer) == pytest.approx(losses, rel=1e-7)
+    assert logged(trainer) == pytest.approx(losses, rel=1e-7)
     assert_equal(trainer.model, model)
     num_frozen = [0, 3, 3, 3, 1, 1, 0, 0, 0]
     assert watch.training == [[not frozen or block > frozen for block in range(L + 1)] for frozen in num_frozen]
@@ -227,7 +243,7 @@ def test_what_the_script_froze_is_not_thawed(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.layout.num_frozen_layers == 1
     expected, losses = by_hand({1: 3, 3: 1}, 5, model())
-    assert losses_of(trainer) == pytest.approx(losses, rel=1e-7)
+    assert logged(trainer) == pytest.approx(losses, rel=1e-7)
     assert_equal(trainer.model, expected)
 
 
@@ -235,7 +251,8 @@ def test_rows_of_before_a_thaw_are_never_served(tmp_path: Path) -> None:
     """Layers freeze, thaw and freeze again, each for two passes over the data or more."""
     found = {}
     for mode in ("on", "off"):
-        trainer = trainer_of(tmp_path / mode, "0:2,6:0,9:2,15:1", 21, activation_cache=mode, logging_steps=3)
+        options = {"activation_cache": mode, "logging_steps": 3, "eval_strategy": "epoch"}
+        trainer = trainer_of(tmp_path / mode, "0:2,6:0,9:2,15:1", 21, **options)
         trainer.train()
         found[mode] = trainer
     passes = [event for event in events_of(tmp_path / "on", "cache") if event["what"] == "epoch"]
@@ -244,9 +261,23 @@ def test_rows_of_before_a_thaw_are_never_served(tmp_path: Path) -> None:
     assert counts == [(0, 12), (12, 0), (0, 12), (0, 12), (12, 0), (0, 12), (12, 0)]
     decided = [event for event in events_of(tmp_path / "on", "cache") if event["what"] == "decision"]
     assert [(event["level"], event["epochs_left"]) for event in decided] == [(2, 2), (0, 3), (2, 2), (1, 2)]
-    assert losses_of(found["on"]) == pytest.approx(losses_of(found["off"]), rel=1e-5)
+    for key in ("loss", "eval_loss"):
+        assert logged(found["on"], key) == pytest.approx(logged(found["off"], key), rel=1e-5)
     assert_equal(found["on"].model, found["off"].model)
     moves = events_of(tmp_path / "on", "transition")
     assert [(event["to"]["num_frozen_layers"], event["to"]["cache_level"]) for event in moves] == [
         *((2, 2), (0, 0), (2, 2), (1, 1)),
     ]
+
+
+def test_plasticity_thaws_in_a_run_and_its_layers_train_on(tmp_path: Path) -> None:
+    options = {"freeze_interval": "1", "freeze_warmup": 0, "freeze_min_active_layers": 1, "freeze_patience": 1}
+    options |= {"freeze_tolerance": 0.9, "freeze_thaw": True, "lr_scheduler_type": "cosine"}
+    watch = Watch()
+    trainer = trainer_of(tmp_path, None, 12, freeze_policy="plasticity", callbacks=[watch], **options)
+    trainer.train()
+    decided = [event for event in events_of(tmp_path, "freeze") if event["num_frozen"] != event["num_frozen_before"]]
+    assert [event["thaws"] for event in decided] == [False] * (len(decided) - 1) + [True]
+    assert decided[-1]["learning_rate"] <= 0.1 * decided[0]["learning_rate"]
+    assert decided[-1]["num_frozen"] == 0
+    assert all(watch.training[decided[-1]["step"]])

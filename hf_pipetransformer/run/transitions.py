@@ -107,7 +107,8 @@ class Transitions:
             )
         frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
         if new.num_frozen_layers < old.num_frozen_layers:
-            frozen = f"{old.num_frozen_layers - new.num_frozen_layers} layers thawed, {frozen}"
+            count = old.num_frozen_layers - new.num_frozen_layers
+            frozen = f"{count} layer{'s' if count > 1 else ''} thawed, {frozen}"
         announce(
             f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}. "
             f"K={old.pipeline_size} x R={old.num_replicas} -> K={new.pipeline_size} x R={new.num_replicas}, "

@@ -159,6 +159,16 @@ PRODUCT: dict[tuple[int, int], dict[str, Case]] = {
     }
 }
 
+_FALLING: dict[str, Any] = {"freeze_policy": "fixed", "freeze_at": "2:3,6:0,9:1", "pipeline_compression": "memory"}
+# Resumed while three layers are frozen, right before the step that begins with their thaw, and after it.
+THAWING: dict[tuple[int, int], dict[str, Case]] = {
+    (1, 1): {"1x1-thawing": Case((1, 1), "bert_sequence", (4, 6, 8), ADAMW | COSINE | _FALLING)},
+    (2, 1): {
+        "2x1-thawing": Case((2, 1), "bert_masked", (4, 6, 8), ADAMW | COSINE | _FALLING),
+        "2-1-2-thawing": Case((2, 1), "vit", (4, 6, 8), ADAMW, plan={0: (2, 0), 2: (1, 3), 6: (2, 0), 9: (2, 1)}),
+    },
+}
+
 
 def layout_of(num_stages: int, num_frozen: int, num_microbatches: int = 2) -> Layout:
     units = 2 * NUM_LAYERS + 2
@@ -312,7 +322,8 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
 
 
 def equal(folder: Path, names: list[str]) -> None:
-    cases = {**CASES, **{name: case for product in PRODUCT.values() for name, case in product.items()}}
+    products = [*PRODUCT.values(), *THAWING.values()]
+    cases = {**CASES, **{name: case for product in products for name, case in product.items()}}
     for name in names:
         run_case(cases[name], folder, name)
 

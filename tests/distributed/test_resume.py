@@ -29,6 +29,7 @@ from tests.distributed.resume_worker import (
     PLAIN,
     PRODUCT,
     SAVED,
+    THAWING,
     Case,
 )
 from tests.distributed.test_equality import tensor_difference
@@ -157,6 +158,20 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one_to_the_bit(outcomes: Outcom
 )
 def test_all_options_together(product: Outcomes, name: str, step: int):
     assert_resumed_to_the_bit(product[name], step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", THAWING)
+def test_a_run_that_thaws_is_resumed_to_the_bit(tmp_path: Path, layout: tuple[int, int]):
+    """What was frozen then has its parameter group, and a pipeline that had shrunk grows back."""
+    cases = THAWING[layout]
+    _run(tmp_path, cases, layout[0] * layout[1])
+    for name, ranks in _read(tmp_path, cases, layout[0] * layout[1]).items():
+        for step in cases[name].resume_at:
+            assert_resumed_to_the_bit(ranks, step)
+        transitions = [event["to"] for event in _decisions(ranks[0]["whole"], 0) if "to" in event]
+        assert [found["num_frozen_layers"] for found in transitions] == [3, 0, 1]
+        assert [found["num_stages"] for found in transitions] == [1, layout[0], layout[0]]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -388,7 +388,7 @@ def test_a_pipeline_that_shrank_grows_back_when_layers_thaw(moved: Outcome):
     sizes = [
         (event["step"], event["to"]["num_stages"], event["to"]["num_replicas"]) for event in moved.events("transition")
     ]
-    assert sizes == [(2, 1, 4), (5, 4, 1), (8, 4, 1)]
+    assert sizes == [(2, 2, 2), (5, 4, 1), (8, 4, 1)]
     assert [event["thaws"] for event in moved.events("freeze")] == [False, True, False]
 
 

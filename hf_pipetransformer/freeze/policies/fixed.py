@@ -31,12 +31,13 @@ class Fixed(FreezePolicy):
     def most_wanted(self, signal: FreezeSignal) -> float:
         return self.table.get(signal.step, signal.num_frozen)
 
-    def frozen_until(self, step: int, max_steps: int) -> int:
-        before = 0
+    def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
+        before = num_frozen_by_user
         for later, layers in self.table.items():
-            if later > step and layers < before:
+            after = max(layers, num_frozen_by_user)
+            if later > step and after < before:
                 return min(later, max_steps)
-            before = layers
+            before = after
         return max_steps
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:

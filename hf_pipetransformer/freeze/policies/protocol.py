@@ -66,10 +66,11 @@ class FreezePolicy(ABC):
         """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
         return clock.is_due(step)
 
-    def frozen_until(self, step: int, max_steps: int) -> int:
+    def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
         """The step before which layers that are frozen at `step` are thawed, as far as that is known.
 
-        What is stored of them is read until then; `max_steps` if they may stay frozen to the end.
+        What is stored of them is read until then; `max_steps` if they may stay frozen to the end. The first
+        `num_frozen_by_user` layers are frozen by the script, and never thawed.
         """
         return max_steps
 
