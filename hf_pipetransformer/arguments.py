@@ -34,6 +34,7 @@ RECOMPUTE_MODES = ("always", "except_last", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
+FREEZE_BUDGETS = ("epochs", "time")
 CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
@@ -66,6 +67,7 @@ READERS: dict[str, Reader] = {
     "freeze_patience": whole_number("a number of decisions, 1 or more", least=1),
     "freeze_thaw": truth,
     "freeze_at": optional(freeze_table),
+    "freeze_budget": choice(FREEZE_BUDGETS),
     "elastic": truth,
     "pipeline_compression": choice(COMPRESSIONS),
     "layout_plan": optional(path),
@@ -117,6 +119,7 @@ class PipeTransformerArguments(TrainingArguments):
         freeze_patience (`int`, *optional*, defaults to 2): decisions that a layer stays below that bound.
         freeze_thaw (`bool`, *optional*, defaults to `False`): `"plasticity"` thaws layers at a low learning rate.
         freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
+        freeze_budget (`str`, *optional*, defaults to `"epochs"`): what `num_train_epochs` bounds, epochs or time.
 
     Parameters that control the elastic pipeline (sections 3.2 and 3.3):
         elastic (`bool`, *optional*, defaults to `True`): let the pipeline shrink and multiply as layers freeze.
@@ -275,6 +278,15 @@ class PipeTransformerArguments(TrainingArguments):
         metadata={
             "help": "For freeze_policy='fixed': 'step:layers,...', before optimizer step number step (0 is the first) "
             "the first layers layers are frozen; a smaller number later on thaws the others, 0 all of them."
+        },
+    )
+    freeze_budget: str = field(
+        default="epochs",
+        metadata={
+            "help": "What freezing saves: time ('epochs'), or with 'time' as many more epochs as fit the time that "
+            "num_train_epochs are predicted to take with nothing frozen or stored. The learning rate falls over the "
+            "longer run. For freeze_policy='fixed' and 'schedule', which are known before the run.",
+            "choices": FREEZE_BUDGETS,
         },
     )
     elastic: bool = field(

@@ -28,6 +28,7 @@ def check_combinations(args: Options) -> None:
         ValueError: two of them exclude each other, or one needs another.
     """
     _check_freezing(args)
+    _check_budget(args)
     _check_chunks(args)
     _check_token_slices(args)
     _check_asynchronous(args)
@@ -112,4 +113,19 @@ def _check_freezing(args: Options) -> None:
     if args.layout_plan is not None and not os.path.isfile(args.layout_plan):
         raise ValueError(
             f"layout_plan={args.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
+        )
+
+
+def _check_budget(args: Options) -> None:
+    if args.freeze_budget != "time":
+        return
+    if args.max_steps > 0:
+        raise ValueError(
+            f"freeze_budget='time' with max_steps={args.max_steps}: the number of steps follows from the time of "
+            "num_train_epochs. Leave max_steps out, or use freeze_budget='epochs'."
+        )
+    if args.full_determinism and args.layout_plan is None:
+        raise ValueError(
+            "freeze_budget='time' with full_determinism=True: how many steps fit is decided by measured times, which "
+            "differ from run to run. Use freeze_budget='epochs', or replay an earlier run with layout_plan."
         )

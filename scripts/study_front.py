@@ -59,9 +59,11 @@ LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 
 NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
 PREFIXES = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
+TIME_BUDGET = {"freeze_budget": "time"}
 POLICIES: dict[str, dict[str, Any]] = {
     "gradient_norm": {},
     "schedule": {},
+    "schedule, time budget": {"freeze_policy": "schedule", **TIME_BUDGET},
     "schedule, as in the paper": {"freeze_policy": "schedule", "freeze_warmup": 0.0, "freeze_min_active_layers": 0},
     "gradient_change": {},
     "plasticity": {},
@@ -98,6 +100,7 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
         options = {"freeze_policy": "fixed", "freeze_at": f"0:{num_frozen}", "activation_cache": "on"}
         table[f"first {name} frozen"] = Contender("full", longest, options)
         table[f"first {name} frozen, twice the epochs"] = Contender("full", 2 * longest, options)
+        table[f"first {name} frozen, time budget"] = Contender("full", longest, {**options, **TIME_BUDGET})
     table["top 1/3 only, no cache"] = Contender("top", longest, num_top_layers=round(num_layers / 3))
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
@@ -119,6 +122,7 @@ def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
     policy = contender.options["freeze_policy"]
     if policy not in ("none", "fixed"):
         of_others = {name for name, owner in POLICY_OF_OPTION.items() if owner != policy}
+        of_others |= TIME_BUDGET.keys()  # Younger than the first runs, and among the options of those that have it.
         options = [option for option in fields(PipeTransformerArguments) if option.name.startswith("freeze_")]
         settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in {*of_others, *contender.options}}
     return json.loads(json.dumps({**settings, **asdict(contender)}))

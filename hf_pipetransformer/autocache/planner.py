@@ -106,6 +106,10 @@ class CachePlanner:
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
 
+    def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
+        """Measured times, before anything is stored; for the argument see `decide`."""
+        return self._measured(prefix_seconds, 0)[0]
+
     def foresee(
         self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
     ) -> tuple[int, tuple[Pass, ...]]:

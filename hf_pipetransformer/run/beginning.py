@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
 from hf_pipetransformer.run import host
+from hf_pipetransformer.run.budget import EVENT, Budget, in_words, measure, plan_budget, planned_before, saved_budget
 from hf_pipetransformer.run.cache import TrainingCache, begin_cache
 from hf_pipetransformer.run.cache_inputs import remove_old_stores
 from hf_pipetransformer.run.description import RunDescription
@@ -60,6 +62,7 @@ class Beginning:
         description: what the run says of itself.
         resumption: what it goes on from; None for a new one.
         keeps_optimizer: the optimizer is the user's, who gets it back whole.
+        input_seconds: that reading a sample takes, on rank 0 and where it matters.
     """
 
     trainer: Trainer
@@ -74,6 +77,8 @@ class Beginning:
     description: RunDescription
     resumption: Resumption | None
     keeps_optimizer: bool
+    input_seconds: float = 0.0
+    _planned: list[tuple[Budget, TrainingCache | None]] = field(default_factory=list, init=False)
 
     def announce(self) -> None:
         """Say what begins, in the events and on the screen."""
@@ -90,6 +95,41 @@ class Beginning:
         if self.topology.rank == 0:
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
 
+    def plan_budget(self, values: tuple[Any, ...], loader: Any, began: float) -> Budget | None:
+        """The length of a run that is to take as long as if nothing froze; None without one. A collective call.
+
+        Args:
+            values: what `Trainer.set_initial_training_values` gives.
+            loader: maybe the user's own.
+            began: when `train` was called, by `time.perf_counter`.
+
+        Raises:
+            ValueError: an earlier run whose length it should have had none that was planned.
+        """
+        args, saved, pipeline = self.trainer.args, self.resumption, self.pipeline
+        if args.freeze_budget != "time":
+            return None
+        updates, num_steps = values[1], values[-1]
+        cache, num_layers = self._cache(loader, updates), pipeline.layout.num_layers
+
+        def decide() -> dict[str, Any]:
+            if saved is not None:
+                return {"budget": asdict(saved_budget(saved.state.get("budget"), saved.folder)), "because": None}
+            if args.layout_plan is not None:
+                return {"budget": asdict(planned_before(args.layout_plan)), "because": None}
+            looking = time.perf_counter() - began
+            measured = measure(self.trainer, pipeline, cache, self.input_seconds, looking)
+            budget, because = plan_budget(measured, args, pipeline, self.policy, cache, updates, num_steps)
+            announce(in_words(budget, because, num_layers))
+            return {"budget": asdict(budget), "because": because}
+
+        found = self.topology.decide(decide)
+        step, epoch = (0, 0.0) if saved is None else (saved.step, saved.state["epoch"])
+        self.journal.log.write("profile", step, epoch, what=EVENT, **found)
+        budget = Budget(**found["budget"])
+        self._planned.append((budget, cache))
+        return budget
+
     def training(self, given: Any, max_steps: int) -> Training:
         """The training, now that Trainer has made the optimizer. A collective call.
 
@@ -105,7 +145,7 @@ class Beginning:
             length = len(given) if has_length(given) else None
             check_agreement(self.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
-        cache = self._cache(given, steps_per_epoch)
+        budget, cache = self._planned[-1] if self._planned else (None, self._cache(given, steps_per_epoch))
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
         # A resumed run began earlier.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
@@ -168,7 +208,9 @@ class Beginning:
                 controller,
                 self.description,
                 began_under,
+                budget,
             ),
+            budget=budget,
         )
 
     def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:

@@ -120,8 +120,14 @@ class Resumption:
             return None
         return {(k, v): m for k, v, m in self.state["decisions"]["known_microbatches"]}
 
-    def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
-        """What `Trainer.set_initial_training_values` gives, for a run that goes on with batches of another size."""
+    def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float) -> tuple[Any, ...]:
+        """What `Trainer.set_initial_training_values` gives, for a run that goes on with batches of another size.
+
+        Args:
+            values: that it gave.
+            loader: of the run.
+            num_train_epochs: of the whole run, unless `max_steps` says how long it is.
+        """
         args, place = self.args, self.place
         if place is None or not isinstance(loader, PipelineLoader):
             return values
@@ -141,7 +147,7 @@ class Resumption:
         if rest is not None and args.max_steps > 0:
             num_epochs = rest.num_epochs(self.step, max_steps, updates)
         elif rest is not None:
-            max_steps = rest.last_step(self.step, args.num_train_epochs, updates)
+            max_steps = rest.last_step(self.step, num_train_epochs, updates)
         return num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps
 
     def _check_same_batches(self, before: int, loader: PipelineLoader) -> None:

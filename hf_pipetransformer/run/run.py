@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 from transformers import Trainer
@@ -22,6 +24,7 @@ from hf_pipetransformer.refusals import comparable
 from hf_pipetransformer.report.events import EventLog, announce
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
+from hf_pipetransformer.run.budget import Budget, check_budget
 from hf_pipetransformer.run.callbacks import (
     check_callbacks,
     give_handler_back,
@@ -102,10 +105,12 @@ class Run:
             args.freeze_patience,
             args.freeze_thaw,
         )
+        check_budget(args, self.policy)
         self._policys_start = deepcopy(dict(self.policy.state()))
         self.in_force: Pipeline | None = None
         self.in_training: Training | None = None
         self.resumption: Resumption | None = None
+        self._began = 0.0
         self._beginning: Beginning
         self._evaluation: Evaluation | UsersEvaluation | None = None
         self._needs_pipeline = needs_pipeline
@@ -185,7 +190,7 @@ class Run:
             ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
             PipelineError: an earlier training has left the model on several stages.
         """
-        where, trainer = resume_from_checkpoint or None, self.trainer
+        where, trainer, self._began = resume_from_checkpoint or None, self.trainer, time.perf_counter()
         self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, trainer.args.output_dir)
         if self.is_left_to_trainer:
             yield where
@@ -253,7 +258,9 @@ class Run:
         pipeline = self.start(found, layout)
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
-        beginning = Beginning(*own, replay, names, description, resumption, self._has_users_optimizer)
+        beginning = Beginning(
+            *own, replay, names, description, resumption, self._has_users_optimizer, found.input_seconds
+        )
         beginning.announce()
         pipeline.shared_draws = share_draws(topology)
         self.seeds.begin(pipeline.stage)
@@ -269,6 +276,17 @@ class Run:
         """Trainer makes the optimizer inside: also for what is frozen now and may be thawed."""
         return self.pipeline.stage.store.all_active()
 
+    def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
+        """What `Trainer.set_initial_training_values` gives, for the run as it will be. A collective call."""
+        if self.is_left_to_trainer:
+            return values
+        budget = self._beginning.plan_budget(values, loader, self._began)
+        values = values if budget is None else budget.counts(values)
+        if self.resumption is None:
+            return values
+        num_epochs = self.trainer.args.num_train_epochs if budget is None else budget.num_epochs
+        return self.resumption.counts(values, loader, num_epochs)
+
     def prepare_training(self, loader: Any, max_steps: int) -> None:
         """Trainer has made the optimizer: the training begins. A collective call."""
         if not self._has_users_optimizer:
@@ -276,19 +294,33 @@ class Run:
         self.in_training = self._beginning.training(loader, max_steps)
         self.in_training.begin(self.resumption)
 
-    def finish_training(self) -> None:
-        """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
+    def finish_training(self) -> dict[str, Any]:
+        """The last step is done: the model is whole and as its user gave it, on every rank. A collective call.
+
+        Returns:
+            For the events, what the steps took where a time was asked for.
+        """
         pipeline, training, self.in_training = self.pipeline, self.training, None
         pipeline.steps = None
         training.steps.noted.note("train")  # Trainer logs once more.
         training.end()
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
+        time_spent = {} if training.budget is None else self._time_spent(training, training.budget)
         self._give_back(pipeline, training)
         shared, pipeline.shared_draws = pipeline.shared_draws, None
         if shared is not None:
             # Rank 0 reads what draws at random, and has drawn more than the others.
             set_states(states_of_first_rank(self.topology, shared.states))
+        return time_spent
+
+    def _time_spent(self, training: Training, budget: Budget) -> dict[str, Any]:
+        """What the steps of a training took, beside what was planned for all of them."""
+        num_steps, seconds = training.summary.num_steps, training.summary.seconds
+        if self.topology.rank == 0:
+            planned = f"{budget.num_steps} steps were planned to take {budget.planned_s:.3g} s"
+            announce(f"Budget: {planned}; {num_steps} took {seconds:.3g} s.")
+        return {"budget": asdict(budget), "num_steps": num_steps, "steps_s": seconds}
 
     def _leave(self) -> None:
         """Also after an error: a later training of the same model, or of the user's optimizer, is none of ours.

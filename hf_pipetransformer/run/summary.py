@@ -66,6 +66,16 @@ class Summary:
             self.stretches.append(last)
         last.seconds.append(seconds)
 
+    @property
+    def num_steps(self) -> int:
+        """That were noted."""
+        return sum(len(stretch.seconds) for stretch in self.stretches)
+
+    @property
+    def seconds(self) -> float:
+        """Of all of them."""
+        return sum(sum(stretch.seconds) for stretch in self.stretches)
+
     def saved_seconds(self) -> float | None:
         """Seconds that later steps took less than those of the start; None if nothing was frozen after it."""
         if len(self.stretches) < 2:
@@ -77,9 +87,7 @@ class Summary:
         """A line for each layout, and what freezing has saved."""
         if not self.stretches:
             return ""
-        total = sum(sum(stretch.seconds) for stretch in self.stretches)
-        num_steps = sum(len(stretch.seconds) for stretch in self.stretches)
-        lines = [f"{num_steps} steps in {total:.1f} s:"]
+        lines = [f"{self.num_steps} steps in {self.seconds:.1f} s:"]
         for stretch in self.stretches:
             layout = stretch.layout
             stored = f", {layout.cache_level} of them stored" if layout.cache_level else ""

@@ -59,13 +59,11 @@ class Overrides(_Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size.
 
-        What is to be read is known now, so the pipeline starts here.
+        Or if a time is asked for. What is to be read is known now, so the pipeline starts here.
         """
         dataloader = self.pipeline_run.begin_training(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return (
-            values if self.pipeline_run.resumption is None else self.pipeline_run.resumption.counts(values, dataloader)
-        )
+        return self.pipeline_run.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
@@ -135,9 +133,9 @@ class Overrides(_Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.pipeline_run.finish_training()
+        time_spent = self.pipeline_run.finish_training()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.pipeline_run.journal.write("end", train_loss=output.training_loss)
+        self.pipeline_run.journal.write("end", train_loss=output.training_loss, **time_spent)
         return output
 
     # ---- data and evaluation ----

@@ -18,6 +18,7 @@ class Fixed(FreezePolicy):
 
     name = "fixed"
     needs = frozenset()
+    is_certain = True
     keeps_minimum = False
 
     def __init__(self, table: Mapping[int, int]) -> None:

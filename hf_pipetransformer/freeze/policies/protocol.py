@@ -46,6 +46,8 @@ class FreezePolicy(ABC):
     """Whether `freeze_min_active_layers` limits it."""
     num_watched = 0
     """Decisions, from the beginning of a run, at which it only looks: nothing can freeze before the next one."""
+    is_certain = False
+    """Whether `most_wanted` is always its answer: what freezes, and when, is then known before a run begins."""
     freezes = True
     """False: it never will, so that nothing is prepared for it."""
     may_thaw: bool = False

@@ -16,6 +16,7 @@ class Schedule(FreezePolicy):
 
     name = "schedule"
     needs = frozenset()
+    is_certain = True
 
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha

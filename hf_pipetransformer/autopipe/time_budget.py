@@ -1,0 +1,167 @@
+"""How many optimizer steps take as long as a run that freezes nothing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hf_pipetransformer.autocache.decision import CacheCosts, decide_cache
+from hf_pipetransformer.autocache.passes import Pass, passes_ahead
+from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, trained_elements
+from hf_pipetransformer.autopipe.rest_of_run import seconds_left
+from hf_pipetransformer.layout import Layout
+
+
+MOST_TIMES = 10
+"""A run becomes at most so many times as long as it was asked for: no learning rate is meant for more."""
+
+MOVED_BYTES = 12
+"""Of a trained parameter that goes to another rank: the weight and two moments of Adam."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Optimizer steps in a row with as many layers frozen."""
+
+    num_steps: int
+    num_frozen: int
+
+
+@dataclass(frozen=True)
+class Storing:
+    """What storing activations takes, and when it is done.
+
+    Args:
+        costs: measured times, `prefix` for all layers.
+        mode: `auto`, `on` or `off`.
+        fits_share: share of the samples whose rows fit.
+    """
+
+    costs: CacheCosts
+    mode: str
+    fits_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicts how long runs from one start take that differ in their length.
+
+    Args:
+        layout: of the start.
+        costs: of the model's units.
+        overheads: of this machine.
+        samples_per_device: samples of a batch, by device.
+        accumulation: batches per optimizer step.
+        steps_per_epoch: optimizer steps.
+        plan: the layout that follows one, for a number of frozen layers and a number of stored ones.
+        storing: None where nothing is stored.
+    """
+
+    layout: Layout
+    costs: UnitCosts
+    overheads: Overheads
+    samples_per_device: int
+    accumulation: int
+    steps_per_epoch: int
+    plan: Callable[[Layout, int, int], Layout]
+    storing: Storing | None = None
+
+    def full_seconds(self, num_steps: int) -> float:
+        """Of a run that goes on as it starts: nothing more is frozen, nothing is stored."""
+        samples = self.samples_per_device * self.layout.pipeline_size
+        return num_steps * predict_step(self.layout, self.costs, self.overheads, samples, self.accumulation).seconds
+
+    def seconds(self, spans: Sequence[Span]) -> float:
+        """Of a run that freezes so, transitions counted.
+
+        Args:
+            spans: one after the other, with more and more layers frozen.
+        """
+        layout, share, total = self.layout, 0.0, 0.0
+        steps_left = sum(span.num_steps for span in spans)
+        for span in spans:
+            stored_level = layout.cache_level if share else 0
+            freezes = span.num_frozen > layout.num_frozen_layers
+            passes: tuple[Pass, ...] = (Pass(steps_left),)
+            if freezes or (span is spans[0] and span.num_frozen):
+                level = self._level(span.num_frozen, stored_level, share, steps_left)
+                moved = self.plan(layout, span.num_frozen, level)
+                total += self._seconds_of_move(layout, moved)
+                layout = moved
+            if self.storing is not None:
+                own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
+                passes = passes_ahead(*own, steps_left, self.steps_per_epoch)
+                written = self.storing.fits_share * min(1.0, span.num_steps / self.steps_per_epoch)
+                kept = share if layout.cache_level == stored_level else 0.0
+                share = max(kept, written) if layout.cache_level else 0.0
+            own_passes = _first(passes, span.num_steps)
+            own_parts = (self.costs, self.overheads, self.samples_per_device, self.accumulation)
+            total += seconds_left(layout, own_passes, *own_parts)
+            steps_left -= span.num_steps
+        return total
+
+    def _level(self, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
+        """Layers whose output is stored from now on."""
+        if self.storing is None:
+            return 0
+        epochs_left = steps_left / self.steps_per_epoch
+        known = (self.storing.costs, num_frozen, stored_level, share, epochs_left)
+        decision = decide_cache(*known, self.storing.mode, self.storing.fits_share)
+        return decision.level if decision.use else 0
+
+    def _seconds_of_move(self, old: Layout, new: Layout) -> float:
+        """What weights and optimizer state take on their way; nothing while no rank gets other units."""
+        if (old.places, old.boundaries) == (new.places, new.boundaries):
+            return 0.0
+        return MOVED_BYTES * self.overheads.reduction_per_byte * sum(trained_elements(new, self.costs))
+
+
+def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:
+    """A run of `num_steps` in parts, from optimizer steps and the layers that are frozen from then on.
+
+    Args:
+        coming: in order of steps.
+        num_frozen: layers frozen at the start.
+        num_steps: of the run.
+    """
+    starts = [(0, num_frozen)]
+    for step, frozen in coming:
+        if step < num_steps and frozen > starts[-1][1]:
+            starts.append((step, frozen))
+    ends = [*(step for step, _ in starts[1:]), num_steps]
+    found = [Span(end - step, frozen) for (step, frozen), end in zip(starts, ends, strict=True)]
+    return [span for span in found if span.num_steps]
+
+
+def most_steps(seconds_of: Callable[[int], float], budget: float, fewest: int, most: int) -> int:
+    """A number of steps, from `fewest` to `most`, that takes no longer than `budget`; one more would, or is too many.
+
+    `fewest` if they take longer. Longer runs may take less time, as the steps before a decision by shares of the run
+    do not: then there may be other such numbers.
+
+    Args:
+        seconds_of: a run of so many steps takes.
+        budget: seconds.
+        fewest: steps.
+        most: steps.
+    """
+    if fewest >= most or seconds_of(fewest) > budget:
+        return fewest
+    if seconds_of(most) <= budget:
+        return most
+    fitting, too_many = fewest, most
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if seconds_of(middle) <= budget else (fitting, middle)
+    return fitting
+
+
+def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
+    """Those of the first `num_steps` steps."""
+    found, left = [], float(num_steps)
+    for each in passes:
+        steps = min(each.steps, left)
+        if steps > 0:
+            found.append(replace(each, steps=steps))
+            left -= steps
+    return found

@@ -1,0 +1,71 @@
+"""What a step costs beside the computation of its samples, measured before the first one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import Trainer
+
+from hf_pipetransformer.run import host
+
+
+MOST_ELEMENTS = 2**25
+"""Parameters that are stepped at most: more tell no more, and each takes 16 bytes."""
+NUM_REPEATS = 5
+
+
+def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> float:
+    """Seconds that clipping and an optimizer step take for one trained parameter: copies of some are stepped.
+
+    Args:
+        trainer: of the optimizer.
+        parameters: that it trains here.
+    """
+    copies, left = [], MOST_ELEMENTS
+    for parameter in parameters:
+        if left and parameter.numel():
+            rows = parameter.detach()
+            per_row = max(1, parameter.numel() // len(rows)) if rows.dim() else 1
+            rows = rows[: max(1, left // per_row)] if rows.dim() else rows
+            copies.append(nn.Parameter(rows.clone()))
+            left = max(0, left - rows.numel())
+    if not copies:
+        return 0.0
+    optimizer, times = _alike(trainer, copies), []
+    for _ in range(NUM_REPEATS + 1):
+        for copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        start = _now(copies[0].device)
+        if trainer.args.max_grad_norm:
+            clip_grad_norm_(copies, trainer.args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(_now(copies[0].device) - start)
+    # The first step makes the optimizer's state.
+    return statistics.median(times[1:]) / sum(copy.numel() for copy in copies)
+
+
+def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the run's kind; AdamW for a kind that cannot be made so."""
+    try:
+        if trainer.optimizer is None:
+            kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        else:
+            own = host.torch_optimizer(trainer)
+            kind, options = type(own), own.defaults
+        made: Any = kind(parameters, **options)
+        return made if isinstance(made, torch.optim.Optimizer) else torch.optim.AdamW(parameters)
+    except (TypeError, ValueError, RuntimeError, ImportError):
+        return torch.optim.AdamW(parameters)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
