@@ -146,10 +146,17 @@ def test_prefixes_are_shares_of_the_layers() -> None:
     assert table["top 1/3 only, no cache"].num_top_layers == 4
 
 
+def test_a_time_budget_changes_the_settings_of_those_alone_that_have_it() -> None:
+    table = {name: settings_of(SETTINGS["sst2"], each) for name, each in contenders(SETTINGS["sst2"]).items()}
+    having = {name for name, settings in table.items() if "freeze_budget" in json.dumps(settings)}
+    of_prefixes = {f"first {share} frozen, time budget" for share in study_front.PREFIXES}
+    assert having == {*of_prefixes, "schedule, time budget"}
+
+
 def test_policies_that_this_version_lacks_are_left_out() -> None:
     known = ("gradient_norm", "schedule", "saliency")
     table = contenders(SETTINGS["sst2"], known)
-    assert {"gradient_norm", "schedule, as in the paper", "saliency"} <= set(table)
+    assert {"gradient_norm", "schedule, as in the paper", "schedule, time budget", "saliency"} <= set(table)
     assert {"plasticity", "gradient_change"}.isdisjoint(table)
     assert unknown_policies(known) == ["gradient_change", "plasticity"]
     assert set(contenders(SETTINGS["sst2"])) | set(unknown_policies(FREEZE_POLICIES)) >= set(study_front.POLICIES)

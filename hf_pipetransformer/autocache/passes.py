@@ -45,18 +45,20 @@ def passes_ahead(
         steps_per_epoch: optimizer steps.
     """
     share = stored_share if stored_level else 0.0
-    now = _reading(costs, share)
+    now = reading_seconds(costs, share)
     if not level:
         return (Pass(steps_left, row_seconds=costs.input - now),)
     fits = max(fits_share, share)
     written = fits - share if stored_level == level else fits
     first = min(steps_left, steps_per_epoch)
-    found = [Pass(first, stored_level if share else 0, share, _reading(costs, share) + written * costs.write - now)]
+    found = [
+        Pass(first, stored_level if share else 0, share, reading_seconds(costs, share) + written * costs.write - now)
+    ]
     if steps_left > first:
-        found.append(Pass(steps_left - first, level, fits, _reading(costs, fits) - now))
+        found.append(Pass(steps_left - first, level, fits, reading_seconds(costs, fits) - now))
     return tuple(found)
 
 
-def _reading(costs: CacheCosts, share: float) -> float:
-    """Seconds per sample where a share of them has rows."""
+def reading_seconds(costs: CacheCosts, share: float) -> float:
+    """Seconds per sample that reading takes where a share of them has rows."""
     return share * costs.read + (1 - share) * costs.input

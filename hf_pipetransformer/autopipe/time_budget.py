@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_pipetransformer.autocache.decision import CacheCosts, decide_cache
-from hf_pipetransformer.autocache.passes import Pass, passes_ahead
+from hf_pipetransformer.autocache.passes import Pass, passes_ahead, reading_seconds
 from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, trained_elements
 from hf_pipetransformer.autopipe.rest_of_run import seconds_left
 from hf_pipetransformer.layout import Layout
@@ -90,7 +90,10 @@ class Forecast:
                 layout = moved
             if self.storing is not None:
                 own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
-                passes = passes_ahead(*own, steps_left, self.steps_per_epoch)
+                # Overheads are those of the start, where all samples are read.
+                saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
+                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch)
+                passes = tuple(replace(each, row_seconds=each.row_seconds - saved) for each in ahead)
                 written = self.storing.fits_share * min(1.0, span.num_steps / self.steps_per_epoch)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0

@@ -82,15 +82,22 @@ class Measured:
 
 
 def check_budget(args: PipeTransformerArguments, policy: FreezePolicy) -> None:
-    """Refuse a policy of which nobody knows before the run when it freezes how much.
+    """Refuse a policy of which nobody knows before the run when it freezes how much, and one that thaws.
 
     Raises:
         ValueError: names it.
     """
-    if args.freeze_budget == "time" and args.layout_plan is None and not policy.is_certain:
+    if args.freeze_budget != "time" or args.layout_plan is not None:
+        return
+    if not policy.is_certain:
         raise ValueError(
             "freeze_budget='time' plans the length of a run before it begins, so it must be known then what freezes "
             f"and when: expected freeze_policy='fixed' or 'schedule', found {policy.describe()!r}."
+        )
+    if policy.may_thaw:
+        raise ValueError(
+            "freeze_budget='time' with a policy that thaws layers is not supported: let freeze_at take no fewer "
+            f"layers later on, or use freeze_budget='epochs'. Found {policy.describe()!r}."
         )
 
 

@@ -26,6 +26,7 @@ from hf_pipetransformer.splitters.profile import (
 )
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import Subject
+from hf_pipetransformer.startup.whole_steps import correct_by_steps
 
 
 ReadBatch = Callable[[int], dict[str, Any]]
@@ -62,7 +63,9 @@ def measure_costs(
 
     def measure() -> dict[str, Any]:
         with trained_as_given(subject.model, structure):
-            found, num_samples = _measure_units(subject, structure, samples_per_microbatch(args), topology, read)
+            found, num_samples = _measure_units(
+                subject, structure, samples_per_microbatch(args), topology, read, _runs_whole_steps(args)
+            )
         return {
             "forward": found.forward,
             "backward": found.backward,
@@ -101,8 +104,18 @@ def measure_costs(
     )
 
 
+def _runs_whole_steps(args: PipeTransformerArguments) -> bool:
+    """Whether the length of the run hangs on what steps take, and each rank runs the whole model anyway."""
+    return args.freeze_budget == "time" and (args.world_size == 1 or args.pipeline_size == 1)
+
+
 def _measure_units(
-    subject: Subject, structure: Structure, wanted: int, topology: Topology, read: ReadBatch | None
+    subject: Subject,
+    structure: Structure,
+    wanted: int,
+    topology: Topology,
+    read: ReadBatch | None,
+    in_whole_steps: bool,
 ) -> tuple[UnitProfile, int]:
     """What the units cost, and with how many samples that was measured.
 
@@ -119,7 +132,8 @@ def _measure_units(
         num_units_run = len(units_run_alone(structure, middle_layer(subject.model, structure)))
         wanted = max(size, affordable_samples(wanted, pilot, num_units_run, free))
     batch = {key: moved(value, device) for key, value in read(wanted).items()}
-    return measure(batch, batch_size(batch)), batch_size(batch)
+    found = measure(batch, batch_size(batch))
+    return correct_by_steps(found, subject, structure, batch) if in_whole_steps else found, batch_size(batch)
 
 
 def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topology) -> int:

@@ -17,6 +17,7 @@ class GradientNorm(Schedule):
 
     name = "gradient_norm"
     needs = frozenset({GRADIENT_NORMS})
+    is_certain = False
 
     def __init__(self, alpha: float, rule: str) -> None:
         super().__init__(alpha)
