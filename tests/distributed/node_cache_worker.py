@@ -235,6 +235,7 @@ def shorter_pipelines(act: Act) -> None:
 
 def unequal_nodes(act: Act) -> None:
     act.run("with")
+    act.run("grouped", train_sampling_strategy="group_by_length")
 
 
 ALL = (

@@ -166,9 +166,9 @@ def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -
 def test_a_node_stores_as_much_as_it_has_devices(tmp_path: Path) -> None:
     launch(WORKER, [tmp_path, "2", "unequal_nodes"], 3, timeout=150)
     outcome = outcome_of(tmp_path, "unequal_nodes", 3)
-    assert outcome.of("with", "hit_rates") == [0, 1, 1]
-    (noted,) = outcome.events("with", "nodes")
-    assert (noted["devices"], noted["samples"]) == ([2, 1], [25, 12])
-    batches = outcome.batches("with")
-    epochs = [sum((sum(parts, []) for parts in batches[at : at + 7]), []) for at in range(0, 21, 7)]
-    assert_each_sample_once(epochs)
+    for run in ("with", "grouped"):
+        assert outcome.of(run, "hit_rates") == [0, 1, 1]
+        (noted,) = outcome.events(run, "nodes")
+        assert (noted["devices"], noted["samples"]) == ([2, 1], [25, 12])
+        batches = outcome.batches(run)
+        assert_each_sample_once([sum((sum(parts, []) for parts in batches[at : at + 7]), []) for at in (0, 7, 14)])
