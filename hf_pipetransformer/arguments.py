@@ -31,7 +31,7 @@ from hf_pipetransformer.token_slices import Plans
 logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
-FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency", "fixed", "none")
+FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency", "timely", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 FREEZE_BUDGETS = ("epochs", "time")
@@ -66,6 +66,7 @@ READERS: dict[str, Reader] = {
     "freeze_tolerance": number("between 0 and 1, both excluded", lambda share: 0 < share < 1),
     "freeze_patience": whole_number("a number of decisions, 1 or more", least=1),
     "freeze_thaw": truth,
+    "freeze_max_ratio": number("between 0 and 1, both excluded", lambda share: 0 < share < 1),
     "freeze_at": optional(freeze_table),
     "freeze_budget": choice(FREEZE_BUDGETS),
     "elastic": truth,
@@ -118,6 +119,7 @@ class PipeTransformerArguments(TrainingArguments):
         freeze_tolerance (`float`, *optional*, defaults to 0.2): bound of the policy `"plasticity"`.
         freeze_patience (`int`, *optional*, defaults to 2): decisions that a layer stays below that bound.
         freeze_thaw (`bool`, *optional*, defaults to `False`): `"plasticity"` thaws layers at a low learning rate.
+        freeze_max_ratio (`float`, *optional*, defaults to 0.5): bound of the policy `"timely"`.
         freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
         freeze_budget (`str`, *optional*, defaults to `"epochs"`): what `num_train_epochs` bounds, epochs or time.
 
@@ -219,7 +221,8 @@ class PipeTransformerArguments(TrainingArguments):
             "help": "How layers are frozen, from the bottom, while training: by 'gradient_norm' (PipeTransformer, "
             "Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients ('gradient_change') or "
             "outputs of layers ('plasticity') still change, by what the loss gains from layers for their time "
-            "('saliency'), 'fixed' by freeze_at, or 'none'.",
+            "('saliency'), 'fixed' by freeze_at, or 'none'. 'timely' freezes nothing for good: each step skips the "
+            "weight gradients of some layers, where that makes it shorter.",
             "choices": FREEZE_POLICIES,
         },
     )
@@ -271,6 +274,13 @@ class PipeTransformerArguments(TrainingArguments):
         metadata={
             "help": "For freeze_policy='plasticity': thaw what it froze once the learning rate is a tenth or less of "
             "what it was at the first freeze."
+        },
+    )
+    freeze_max_ratio: float = field(
+        default=0.5,
+        metadata={
+            "help": "For freeze_policy='timely': the largest share of a stage's weight gradients, in (0, 1), that a "
+            "step skips on average."
         },
     )
     freeze_at: str | None = field(

@@ -17,8 +17,12 @@ POLICY_OF_OPTION = {
     "freeze_tolerance": "plasticity",
     "freeze_patience": "plasticity",
     "freeze_thaw": "plasticity",
+    "freeze_max_ratio": "timely",
 }
 """The one policy that each of these options is for."""
+
+SKIPPING_SCHEDULES = ("1f1b", "gpipe", "zb_h1")
+"""Under which weight gradients may be skipped."""
 
 
 def check_combinations(args: Options) -> None:
@@ -105,11 +109,14 @@ def _check_freezing(args: Options) -> None:
         found = getattr(args, name)
         if found != defaults[name] and args.freeze_policy != policy:
             raise ValueError(f"{name}={found!r} needs freeze_policy={policy!r}, found {args.freeze_policy!r}.")
-    if args.freeze_policy == "saliency" and args.full_determinism and args.layout_plan is None:
+    by_clock = args.freeze_policy in ("saliency", "timely")
+    if by_clock and args.full_determinism and args.layout_plan is None:
         raise ValueError(
-            "freeze_policy='saliency' with full_determinism=True: it decides by measured times, which differ from "
-            "run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
+            f"freeze_policy={args.freeze_policy!r} with full_determinism=True: it decides by measured times, which "
+            "differ from run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
         )
+    if args.freeze_policy == "timely":
+        check_skipping(args, "freeze_policy='timely'")
     if args.layout_plan is not None and not os.path.isfile(args.layout_plan):
         raise ValueError(
             f"layout_plan={args.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
@@ -128,4 +135,27 @@ def _check_budget(args: Options) -> None:
         raise ValueError(
             "freeze_budget='time' with full_determinism=True: how many steps fit is decided by measured times, which "
             "differ from run to run. Use freeze_budget='epochs', or replay an earlier run with layout_plan."
+        )
+
+
+def check_skipping(args: Options, what: str) -> None:
+    """Refuse options that do not go with skipped weight gradients; `what` skips them.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if args.pipeline_schedule not in SKIPPING_SCHEDULES:
+        raise ValueError(
+            f"{what} with pipeline_schedule={args.pipeline_schedule!r}: expected one of {SKIPPING_SCHEDULES}, whose "
+            "ranks hold one stage each, whole sequences, and come to one end of a step."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            f"{what} with torch_compile=True: each step skips other weight gradients, and its layers would be "
+            "compiled anew. Leave torch_compile out, or use another policy."
+        )
+    if args.activation_cache == "on":
+        raise ValueError(
+            f"{what} with activation_cache='on': no layer freezes, so there is nothing to store. Leave "
+            "activation_cache out, or use another policy."
         )

@@ -313,7 +313,7 @@ TOLD_ARGUMENTS = (
     *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
     *("pipeline_chunks", "pipeline_token_slices", "pipeline_weights", "pipeline_clip", "pipeline_drain_interval"),
     *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),
-    *("freeze_percentile", "freeze_tolerance", "freeze_patience", "freeze_thaw", "freeze_budget"),
+    *("freeze_percentile", "freeze_tolerance", "freeze_patience", "freeze_thaw", "freeze_max_ratio", "freeze_budget"),
     *("freeze_min_active_layers", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),

@@ -132,7 +132,8 @@ class GradientReducer:
 
     @staticmethod
     def _is_full(bucket: _Bucket) -> bool:
-        return bucket.num_ready == len(bucket.parameters)
+        # Those that skip their gradients in this step do so on all replicas.
+        return bucket.num_ready == sum(parameter.requires_grad for parameter in bucket.parameters)
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]

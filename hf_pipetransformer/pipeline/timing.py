@@ -45,6 +45,7 @@ class StepMeter:
     _ends: tuple[Any, Any] | None = None
     _num_begun: int = 0
     _is_running: bool = False
+    _was_measured: bool = False
     _num_samples: int = 0
     _skip: int = WARMUP_STEPS
 
@@ -73,7 +74,7 @@ class StepMeter:
         self.samples.clear()
         self._steps.clear()
         self._events.clear()
-        self._open, self._num_begun, self._is_running = None, 0, False
+        self._open, self._num_begun, self._is_running, self._was_measured = None, 0, False, False
 
     def begin_step(self) -> None:
         """An optimizer step begins, its batches not fetched yet."""
@@ -96,7 +97,7 @@ class StepMeter:
         """The optimizer step is done. False if none was running: Trainer also comes by at the end of an epoch."""
         if not self._is_running:
             return False
-        self._is_running = False
+        self._is_running, self._was_measured = False, self._open is not None
         self._last_seconds = time.perf_counter() - self._start
         if self._ends is not None:
             self._ends[1].record()
@@ -135,12 +136,20 @@ class StepMeter:
 
     def medians(self) -> dict[str, float]:
         """Median seconds of each part, and median `samples`; empty before the first measured step."""
+        self._read_events()
+        if not self._steps:
+            return {}
+        parts = {name: statistics.median(step[name] for step in self._steps) for name in PARTS}
+        return {**parts, "samples": statistics.median(self.samples)}
+
+    def last_parts(self) -> dict[str, float]:
+        """Seconds of each part of the last step; empty if it was not measured."""
+        self._read_events()
+        return dict(self._steps[-1]) if self._was_measured else {}
+
+    def _read_events(self) -> None:
         for step, name, start, end in self._events:
             if step < len(self._steps):
                 end.synchronize()
                 self._steps[step][name] += start.elapsed_time(end) / 1000
         self._events.clear()
-        if not self._steps:
-            return {}
-        parts = {name: statistics.median(step[name] for step in self._steps) for name in PARTS}
-        return {**parts, "samples": statistics.median(self.samples)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -20,11 +20,11 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.planner import reachable_shapes
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.decisions import Decisions
-from hf_pipetransformer.freeze.policies import FreezePolicy, check_policy, make_clock
+from hf_pipetransformer.freeze.policies import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.layer_probe import LayerProbe
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
+from hf_pipetransformer.report.events import SkipPhase, announce, logger, read_known_microbatches
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.budget import EVENT, Budget, in_words, measure, plan_budget, planned_before, saved_budget
 from hf_pipetransformer.run.cache import TrainingCache, begin_cache
@@ -38,6 +38,7 @@ from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.resumption import Resumption
 from hf_pipetransformer.run.saving import Checkpoints
 from hf_pipetransformer.run.seeds import Seeds
+from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.run.transitions import Transitions
@@ -58,6 +59,7 @@ class Beginning:
         policy: decides what freezes.
         pipeline: that the model lies on.
         replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
+        replayed_skips: what the steps of that run skipped.
         names: identity of each parameter of the whole model to its name.
         description: what the run says of itself.
         resumption: what it goes on from; None for a new one.
@@ -73,6 +75,7 @@ class Beginning:
     policy: FreezePolicy
     pipeline: Pipeline
     replay: Mapping[int, Layout] | None
+    replayed_skips: Sequence[SkipPhase]
     names: Mapping[int, str]
     description: RunDescription
     resumption: Resumption | None
@@ -149,9 +152,10 @@ class Beginning:
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
         # A resumed run began earlier.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
+        clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
         decisions = Decisions(
             policy=self.policy,
-            clock=make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps),
+            clock=clock,
             args=args,
             inputs=pipeline.start_up.plans.inputs(
                 began_under, args.per_device_train_batch_size, self._known_microbatches()
@@ -186,7 +190,8 @@ class Beginning:
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         noted = Noted(self.trainer, self.topology)
         windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
-        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows)
+        skips = self._skips(controller, clock)
+        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows, skips)
         pipeline.steps = steps
         return Training(
             pipeline=pipeline,
@@ -196,7 +201,7 @@ class Beginning:
             hooks=StepHooks(optimizer.optimizer, pipeline, windows),
             steps=steps,
             controller=controller,
-            transitions=Transitions(*parts, controller, optimizer, cache, loader),
+            transitions=Transitions(*parts, controller, optimizer, cache, loader, skips),
             cache=cache,
             checkpoints=Checkpoints(
                 self.trainer,
@@ -208,6 +213,7 @@ class Beginning:
                 controller,
                 self.description,
                 began_under,
+                skips,
                 budget,
             ),
             budget=budget,
@@ -234,7 +240,23 @@ class Beginning:
             remove_old_stores(self.trainer.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             return None
+        if self._may_skip:
+            return None
         return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
+
+    @property
+    def _may_skip(self) -> bool:
+        """Whether weight gradients are skipped at any time."""
+        return len(self.replayed_skips) > 1 if self.replay is not None else self.policy.most_skipped > 0
+
+    def _skips(self, controller: LayoutController, clock: DecisionClock) -> Skips:
+        most, replayed = self.policy.most_skipped, None if self.replay is None else self.replayed_skips
+        skips = Skips(
+            *(self.trainer, self.topology, self.pipeline, self.journal, controller, most, clock.warmup_steps, replayed)
+        )
+        if self.topology.rank == 0 and most and replayed is None:
+            announce(skips.outlook(clock.max_steps))
+        return skips
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """The M that trials found best, by K and V: those of the run that was saved, or what the events tell."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.report.events import read_layouts
+from hf_pipetransformer.option_combinations import check_skipping
+from hf_pipetransformer.report.events import SkipPhase, read_layouts, read_skips
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup import check_agreement
 
@@ -39,3 +40,23 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
     if min(layouts) != 0:
         raise ValueError(f"layout_plan={path!r} begins at step {min(layouts)}: expected a plan from step 0 on.")
     return layouts
+
+
+def read_replayed_skips(args: PipeTransformerArguments, topology: Topology) -> list[SkipPhase]:
+    """What the steps of an earlier run skipped, for one that replays it. A collective call.
+
+    Raises:
+        ValueError: they skipped something that the options exclude.
+    """
+    path = args.layout_plan
+    if path is None:
+        return []
+    phases = [
+        SkipPhase(step, is_trial, tuple(shares))
+        for step, is_trial, shares in topology.decide(
+            lambda: [[phase.step, phase.is_trial, list(phase.shares)] for phase in read_skips(path)]
+        )
+    ]
+    if len(phases) > 1:
+        check_skipping(args, f"layout_plan={path!r}, which skips weight gradients,")
+    return phases

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_pipetransformer.adapters import has_adapters
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -19,6 +20,7 @@ from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.option_combinations import check_skipping
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.refusals import comparable
 from hf_pipetransformer.report.events import EventLog, announce
@@ -46,7 +48,7 @@ from hf_pipetransformer.run.loaders import (
 from hf_pipetransformer.run.need import Need, does_without_layers, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
-from hf_pipetransformer.run.replay import read_plan
+from hf_pipetransformer.run.replay import read_plan, read_replayed_skips
 from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
@@ -104,8 +106,11 @@ class Run:
             args.freeze_tolerance,
             args.freeze_patience,
             args.freeze_thaw,
+            args.freeze_max_ratio,
         )
         check_budget(args, self.policy)
+        if self.policy.most_skipped:
+            check_skipping(args, f"freeze_policy={self.policy.name!r}")
         self._policys_start = deepcopy(dict(self.policy.state()))
         self.in_force: Pipeline | None = None
         self.in_training: Training | None = None
@@ -229,6 +234,11 @@ class Run:
             ValueError: a loader of the user's own, and more than one stage.
         """
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
+        if self.policy.most_skipped and has_adapters(trainer.model):
+            raise ValueError(
+                f"freeze_policy={self.policy.name!r} with a PEFT model: adapters are small, so that their weight "
+                "gradients take no time worth skipping. Use another policy."
+            )
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
@@ -244,6 +254,7 @@ class Run:
             return loader
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args, start_up.probe.structure, topology)
+        skips = read_replayed_skips(args, topology)
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size)
         else:
@@ -259,7 +270,7 @@ class Run:
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
         beginning = Beginning(
-            *own, replay, names, description, resumption, self._has_users_optimizer, found.input_seconds
+            *own, replay, skips, names, description, resumption, self._has_users_optimizer, found.input_seconds
         )
         beginning.announce()
         pipeline.shared_draws = share_draws(topology)

@@ -26,6 +26,7 @@ from hf_pipetransformer.run.description import RunDescription
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.seeds import Seeds
+from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.transition import check_replicas_agree
 
 
@@ -62,6 +63,7 @@ class Checkpoints:
     controller: LayoutController
     description: RunDescription
     first_layout: Layout
+    skips: Skips
     budget: Budget | None = None
     epoch: int = 0
     _written: dict[str, Entry] = field(default_factory=dict, init=False)
@@ -159,6 +161,7 @@ class Checkpoints:
             "num_starts": self.seeds.num_starts,
             "num_transitions": self.seeds.num_transitions,
             "decisions": self.controller.state(),
+            "skipping": self.skips.state(),
             **self._schedules(),
             **self.kinds(),
             **self.description.fields,

@@ -78,6 +78,10 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
         scaler.load_state_dict(state["scaler"])
     recall = partial(_read_last_decision, resumption, into)
     into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
+    if "skipping" in state and resumption.has_same_policy and not resumption.is_elsewhere:
+        into.skips.load_state(state["skipping"])
+    else:
+        into.skips.restart()
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers

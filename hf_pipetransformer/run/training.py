@@ -153,6 +153,7 @@ class Training:
             self.first_epoch.correct_epoch()
         self.windows.end_step(is_counted=logs)
         self.controller.end_step()
+        self.steps.skips.end_step()
         self.summary.end_step(self.pipeline.layout)
         if logs:
             self._note_errors()

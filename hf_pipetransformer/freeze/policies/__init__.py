@@ -22,6 +22,7 @@ from hf_pipetransformer.freeze.policies.signal import (
     WEIGHT_CHANGES,
     FreezeSignal,
 )
+from hf_pipetransformer.freeze.policies.timely import Timely
 
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Plasticity",
     "Saliency",
     "Schedule",
+    "Timely",
     "check_policy",
     "decide",
     "held",

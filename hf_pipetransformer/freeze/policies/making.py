@@ -10,6 +10,7 @@ from hf_pipetransformer.freeze.policies.plasticity import Plasticity
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
 from hf_pipetransformer.freeze.policies.saliency import Saliency
 from hf_pipetransformer.freeze.policies.schedule import Schedule
+from hf_pipetransformer.freeze.policies.timely import Timely
 from hf_pipetransformer.option_values import parse_freeze_at
 
 
@@ -22,11 +23,12 @@ def make_policy(
     tolerance: float = 0.2,
     patience: int = 2,
     thaws: bool = False,
+    max_ratio: float = 0.5,
 ) -> FreezePolicy:
     """The policy that the options name.
 
     Raises:
-        ValueError: unknown name, or `freeze_at` missing or of the wrong form.
+        ValueError: unknown name, `freeze_at` missing or of the wrong form, or a package missing.
     """
     if name == "gradient_norm":
         return GradientNorm(alpha, rule)
@@ -38,6 +40,8 @@ def make_policy(
         return Plasticity(tolerance, patience, thaws)
     if name == "saliency":
         return Saliency()
+    if name == "timely":
+        return Timely(max_ratio)
     if name == "fixed":
         return Fixed(parse_freeze_at(freeze_at or ""))
     if name == "none":
