@@ -79,7 +79,7 @@ def choose_shares(graph: SkipGraph, most: float) -> tuple[float, ...]:
     end = programme.solve(programme.end_only())[programme.end]
     # Ends are counted in units of the whole batch: a slack is a share of it.
     found = programme.solve(programme.shares_only(), longest=end * (1 + SLACK))
-    return tuple(round(min(max(found[at], 0.0), most), PLACES) + 0.0 for at in programme.shares)
+    return tuple(min(max(round(found[at], PLACES), 0.0), most) for at in programme.shares)
 
 
 class _Programme:
