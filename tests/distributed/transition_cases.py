@@ -99,6 +99,20 @@ CHUNKED_CHAIN: list[Phase] = [
     (28, 3, [0, 10], 1),
     (32, 4, [0, 10], 2),
 ]
+# Two passes and more over what is stored at F=3, one without, and again at F=2, with other weights; part of it thaws.
+THAWED: list[Phase] = [
+    (0, 0, [0, 2, 4, 6, 10], 4),
+    (2, 3, [0, 10], 2),
+    (16, 0, [0, 3, 5, 7, 10], 4),
+    (21, 2, [0, 5, 10], 3),
+    (30, 1, [0, 4, 10], 3),
+]
+THAWED_IN_A_V: list[Phase] = [
+    (0, 0, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
+    (2, 3, [0, 10], 2),
+    (4, 0, [0, 3, 5, 8, 10], 4),
+    (6, 1, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
+]
 # Freezing of wholes of the model at once, the head left.
 AT_ONCE: list[Phase] = [(0, 0, [0, 3, 10], 2), (4, 4, [0, 10], 2)]
 
@@ -360,6 +374,16 @@ CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [
+    planned("thawed-cached", "bert_sequence", THAWED, cached=True),
+    planned("thawed-users-optimizer", "bert_masked", THAWED, changes=["optimizer"]),
+    planned("thawed-in-a-v", "vit", THAWED_IN_A_V, epochs=2, schedule="zb_v", num_chunks=2),
+    TransitionCase(
+        "thawing-not-elastic",
+        freeze_at="2:3,5:0,8:1",
+        epochs=2,
+        pipeline_options={**THAWING, "elastic": False},
+    ),
+    TransitionCase("thawing-replayed", "bert_masked", freeze_at="2:3,5:0,8:1", epochs=2, follows="thawing"),
     planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
     planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
     planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),
