@@ -27,7 +27,7 @@ INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front pipe-suites clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -44,6 +44,7 @@ help:
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
 	@echo "make study-front  accuracy against time on five tasks, all contenders, a day or more of one core"
+	@echo "make study-views  stored views of augmented images beside fresh augmentation, three hours of one core"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -158,6 +159,11 @@ study: $(INSTALLED)
 study-front: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/study_front.py --data $(SHARED)/data --models $(SHARED)/models \
 		--folder benchmarks/front --output benchmarks/front.json --picture docs/front.svg
+
+# Three hours of one core; it goes on where it stopped.
+study-views: $(INSTALLED)
+	$(SAME_MALLOC) $(BIN)/python scripts/study_views.py --data $(SHARED)/data --models $(SHARED)/models \
+		--folder benchmarks/views --output benchmarks/views.json
 
 clean:
 	rm -rf build dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -77,6 +77,7 @@ READERS: dict[str, Reader] = {
     "activation_cache_max_gb": optional(number("a positive number of gigabytes", lambda size: size > 0)),
     "activation_cache_dtype": choice(CACHE_DTYPES),
     "activation_cache_keep": truth,
+    "activation_cache_views": whole_number("a number of views, 0 or more", least=0),
 }
 """How each option of the pipeline is read, whatever a script, a YAML file or a sweep gave."""
 
@@ -134,6 +135,7 @@ class PipeTransformerArguments(TrainingArguments):
         activation_cache_max_gb (`float`, *optional*): bound on its size; by default half of the free space.
         activation_cache_dtype (`str`, *optional*, defaults to `"auto"`): precision of what is stored.
         activation_cache_keep (`bool`, *optional*, defaults to `False`): leave it for a later run.
+        activation_cache_views (`int`, *optional*, defaults to 0): views that it stores of each random sample.
 
     Raises:
         ValueError: an option that cannot be read or is outside its range, found and expected values in the text.
@@ -356,6 +358,14 @@ class PipeTransformerArguments(TrainingArguments):
         metadata={
             "help": "Leave the activation cache on the disk: a later run over the same data with the same frozen "
             "weights reads it."
+        },
+    )
+    activation_cache_views: int = field(
+        default=0,
+        metadata={
+            "help": "Samples that a transform or the collator draws at random (crops, flips, masked tokens): store so "
+            "many views of each, as they are drawn, and take them in turn; a part of them is drawn anew in each "
+            "epoch. 0 keeps the activation cache off where samples are random."
         },
     )
 

@@ -233,7 +233,7 @@ class LayoutController:
         """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
         # A step that brings stored activations to a new level tells little of the steps that read them.
         cache, inputs = self.decisions.cache, self.decisions.inputs
-        self.meter.reset(skip=cache.steps_per_epoch if cache and layout.cache_level else 0)
+        self.meter.reset(skip=cache.writing_steps if cache and layout.cache_level else 0)
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
         if asks and layout.shape not in self._known_microbatches:
@@ -306,7 +306,7 @@ class LayoutController:
 
     def _replayed(self, new: Layout, layout: Layout) -> Change | None:
         if not self._has_cache:
-            new = replace(new, cache_level=0)
+            new = replace(new, cache_level=0, fresh_share=0.0)
         if new == layout:
             return None
         moves = replace(new, num_microbatches=layout.num_microbatches) != layout

@@ -14,6 +14,7 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autocache.passes import Pass
 from hf_pipetransformer.autocache.planner import CachePlanner
 from hf_pipetransformer.autopipe.calibration import Report, calibrate
+from hf_pipetransformer.autopipe.costs import unit_backwards, unit_forwards
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import Plan, plan_transition
 from hf_pipetransformer.autopipe.rest_of_run import seconds_left
@@ -74,13 +75,12 @@ class Decisions:
         self._calibrated = (self.inputs.units, self.inputs.overheads)
 
     def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
-        """What may freeze and when, in words."""
+        """What may freeze and when, in words, and whether stored activations can be read."""
         num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
         policy, kept = self.policy, self.args.freeze_min_active_layers
         coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
-        return in_words(
-            coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch, policy.num_watched, policy.may_thaw
-        )
+        writing = steps_per_epoch if self.cache is None else self.cache.writing_steps
+        return in_words(coming, num_layers, num_frozen, clock.max_steps, writing, policy.num_watched, policy.may_thaw)
 
     def next_step(self, step: int) -> int:
         """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
@@ -175,13 +175,15 @@ class Decisions:
             return 0, (Pass(last - step),)
         prefix = self._prefix_seconds(num_frozen)
         if num_frozen == layout.num_frozen_layers:
-            return now, self.cache.going_on(prefix, now, step, last)
-        return self.cache.foresee(prefix, num_frozen, now, step, last)
+            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share)
+        return self.cache.foresee(prefix, num_frozen, now, step, last, self._active_seconds(num_frozen))
 
     def _plan(
         self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
     ) -> Plan:
-        return self._plan_with(num_frozen, layout, self._cache_level(num_frozen, layout, step), known_microbatches)
+        level, share = self._cached(num_frozen, layout, step)
+        plan = self._plan_with(num_frozen, layout, level, known_microbatches)
+        return replace(plan, layout=replace(plan.layout, fresh_share=share))
 
     def _plan_with(
         self, num_frozen: int, layout: Layout, cache_level: int, known_microbatches: Mapping[tuple[int, int], int]
@@ -199,14 +201,19 @@ class Decisions:
             cache_level,
         )
 
-    def _cache_level(self, num_frozen: int, layout: Layout, step: int) -> int:
-        """Layers whose output is stored from now on."""
+    def _cached(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, float]:
+        """Layers whose output is stored from now on, and the share of the samples that a pass draws anew."""
         if self.cache is None:
-            return 0
-        prefix = self._prefix_seconds(num_frozen)
+            return 0, 0.0
+        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
-        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, until)
-        return decision.level if decision.use else 0
+        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, until, active)
+        return decision.level if decision.use else 0, decision.fresh_share
+
+    def _active_seconds(self, num_frozen: int) -> float:
+        """Seconds per sample of forward and backward above `num_frozen` layers."""
+        costs, _ = self._calibrated
+        return sum(unit_forwards(costs, num_frozen)) + sum(unit_backwards(costs, num_frozen))
 
     def _prefix_seconds(self, num_frozen: int) -> list[float]:
         """By number of layers, up to `num_frozen`: seconds per sample of the forward of embeddings and layers."""

@@ -31,6 +31,8 @@ class Layout:
         num_chunks: V, stages of a rank; 1 if the pipeline is one rank.
         placement: which rank holds which stage, one of `placement.PLACEMENTS`.
         token_slices: how sequences are cut, see `token_slices.Plans`; nothing where they stay whole.
+        fresh_share: share of the samples that each pass draws anew in place of stored views of them, see
+            `autodp.views`; 0 where samples are not random.
 
     Raises:
         ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, the ranks would not
@@ -48,6 +50,7 @@ class Layout:
     num_chunks: int = 1
     placement: str = "loop"
     token_slices: Plans = ()
+    fresh_share: float = 0.0
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_units)
@@ -78,6 +81,8 @@ class Layout:
                 f"cache_level must be from 0 to the number of frozen layers, {self.num_frozen_layers}, "
                 f"found {self.cache_level}."
             )
+        if not 0 <= self.fresh_share <= 1:
+            raise ValueError(f"fresh_share must be from 0 to 1, found {self.fresh_share}.")
 
     @property
     def pipeline_size(self) -> int:

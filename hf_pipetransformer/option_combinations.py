@@ -36,6 +36,7 @@ def check_combinations(args: Options) -> None:
     _check_chunks(args)
     _check_token_slices(args)
     _check_asynchronous(args)
+    _check_views(args)
 
 
 def _check_chunks(args: Options) -> None:
@@ -96,6 +97,22 @@ def _check_asynchronous(args: Options) -> None:
         raise ValueError(
             "activation_cache='on' with pipeline_schedule='async_1f1b': nothing is stored there. Leave "
             "activation_cache out, or use pipeline_schedule='1f1b'."
+        )
+
+
+def _check_views(args: Options) -> None:
+    asked = f"activation_cache_views={args.activation_cache_views}"
+    if args.activation_cache_views and args.activation_cache == "off":
+        raise ValueError(f"{asked} with activation_cache='off': leave one of them out.")
+    if args.activation_cache_views and (args.cuts_tokens or args.is_asynchronous):
+        raise ValueError(
+            f"{asked} with pipeline_schedule={args.pipeline_schedule!r}: nothing is stored there. Leave "
+            "activation_cache_views out, or use pipeline_schedule='1f1b'."
+        )
+    if args.activation_cache_views and args.freeze_budget == "time":
+        raise ValueError(
+            f"{asked} with freeze_budget='time', which counts on one epoch that fills the cache: use "
+            "freeze_budget='epochs', or leave activation_cache_views out."
         )
 
 

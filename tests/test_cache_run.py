@@ -134,7 +134,7 @@ class Inputs:
 
 def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
     stores = CacheStores(Inputs(tmp_path))
-    loader, source = SimpleNamespace(dataset=range(2000)), SimpleNamespace(is_text=True)
+    loader, source = SimpleNamespace(dataset=range(2000)), SimpleNamespace(is_text=True, num_views=1)
     training = stores.open(loader, source)
     assert training is not None and fill(training.store, np.arange(100)) == 100
     evaluation = stores.open(loader, source, is_training=False)

@@ -189,13 +189,13 @@ class Watching(FreezePolicy):
 class Cache:
     """A planner of the activation cache that stores whatever is frozen."""
 
-    steps_per_epoch = 5
+    writing_steps = 5
 
     def __init__(self, mode: str = "on") -> None:
         self.mode = mode
 
     def decide(self, _prefix: Any, num_frozen: int, *_args: Any) -> Any:
-        return SimpleNamespace(use=self.mode != "off", level=num_frozen)
+        return SimpleNamespace(use=self.mode != "off", level=num_frozen, fresh_share=0.0)
 
 
 class Stage:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_pipetransformer.autocache.parts import LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
+from hf_pipetransformer.autocache.parts import DRAW_FIELD, LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
 from hf_pipetransformer.autocache.rows import Rows, field_column
 from hf_pipetransformer.autocache.samples import real_lengths
 from hf_pipetransformer.autocache.store import ActivationStore
@@ -110,7 +110,8 @@ class ActivationCache:
 
     def select(self, samples: list[int]) -> list[int]:
         """Those of `samples` that must be read from the data set."""
-        levels = self._levels_of(self._entries(np.asarray(samples, dtype=np.int64))["weights_id"])
+        index = np.asarray(samples, dtype=np.int64)
+        levels = self._levels_of(index, self._entries(index))
         return [sample for sample, level in zip(samples, levels, strict=True) if not level]
 
     def complete(
@@ -141,7 +142,7 @@ class ActivationCache:
     ) -> dict[str, Any]:
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
-        hit = self._levels_of(entries["weights_id"]) > 0
+        hit = self._levels_of(index, entries) > 0
         parts = Parts(self.source)
         # What was read although it is stored by now is taken from the store; what was counted on and is gone is read.
         is_read = positions_of(read, samples)
@@ -157,7 +158,7 @@ class ActivationCache:
         rows = self._read_rows(index[hit], length) if hit.any() else None
         if rows is not None:
             lost = np.zeros_like(hit)
-            lost[hit] = self._levels_of(rows.weights_ids) == 0
+            lost[hit] = self._levels_in(index[hit], rows) == 0
             if lost.any():
                 # Another process was writing it.
                 rows = rows.take(~lost[hit])
@@ -167,7 +168,7 @@ class ActivationCache:
         self.counts.misses += len(samples) - int(hit.sum())
         levels = np.zeros(len(index), dtype=np.int64)
         if rows is not None:
-            levels[hit] = self._levels_of(rows.weights_ids)
+            levels[hit] = self._levels_in(index[hit], rows)
         return parts.joined(index, levels, rows, self.stamp, length)
 
     def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
@@ -178,37 +179,55 @@ class ActivationCache:
 
     def _entries(self, index: Indices) -> Any:
         """What the index says of samples; zeros once the cache is off."""
+        places = self.source.rows_of(index)
         try:
-            return self.store.entries(index)
+            return self.store.entries(places)
         except StoreDamagedError as error:
             self.switch_off(str(error))
-            return self.store.entries(index)
+            return self.store.entries(places)
 
-    def _levels_of(self, ids: Indices) -> Indices:
-        """Layers that each row holds the output of; 0 if not of the weights that are loaded now."""
+    def _levels_of(self, index: Indices, entries: Any) -> Indices:
+        """Layers that each sample's row holds the output of, by its entry; 0 if of other weights or another draw."""
+        views = self.source.views
+        return self._levels(index, entries["weights_id"], None if views is None else entries[field_column(DRAW_FIELD)])
+
+    def _levels_in(self, index: Indices, rows: Rows) -> Indices:
+        """The same of rows that were read."""
+        views = self.source.views
+        return self._levels(index, rows.weights_ids, None if views is None else rows.fields[DRAW_FIELD].numpy())
+
+    def _levels(self, index: Indices, ids: Indices, draws: Any) -> Indices:
+        levels, views = self._levels_of_ids(ids), self.source.views
+        if views is not None:
+            # The place may hold an older draw, or one of a run that went on from another point.
+            levels[draws != views.draws_of(index)] = 0
+        return levels
+
+    def _levels_of_ids(self, ids: Indices) -> Indices:
         return np.array([self._level_of_id.get(found, 0) for found in ids.tolist()], dtype=np.int64)
 
     def stored_share(self, samples: Indices) -> float:
-        """Share of some samples with a row of the weights that are loaded now.
+        """Share of the rows of some samples that are stored, of the weights that are loaded now.
 
         Raises:
             StoreDamagedError: the index cannot be read.
         """
-        return float((self._levels_of(self.store.weights_ids(samples)) > 0).mean())
+        ids = self.store.weights_ids(self.source.all_rows_of(samples))
+        return float((self._levels_of_ids(ids) > 0).mean())
 
     def prefetch(self, samples: list[int]) -> None:
         """Begin to read the rows of the next batch, if it will need nothing else: a guess that may come to nothing."""
         self._ahead = None
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
-        if not len(index) or not self._levels_of(entries["weights_id"]).all():
+        if not len(index) or not self._levels_of(index, entries).all():
             return
         longest = int(entries[field_column(LENGTH_FIELD)].max()) if self.source.is_text else 0
         length = self.source.padded_length(longest)
         self._ahead = index, length, self._reader.submit(self._read_and_pin, index, length)
 
     def _read_and_pin(self, index: Indices, length: int) -> Rows:
-        rows = self.store.read(index, length)
+        rows = self.store.read(self.source.rows_of(index), length)
         return replace(rows, activation=rows.activation.pin_memory()) if self._is_apart else rows
 
     def _read_rows(self, index: Indices, length: int) -> Rows:
@@ -218,7 +237,7 @@ class ActivationCache:
             ahead, self._ahead = self._ahead, None
             if ahead is not None and ahead[1] == length and np.array_equal(ahead[0], index):
                 return ahead[2].result()
-            return self.store.read(index, length)
+            return self.store.read(self.source.rows_of(index), length)
         finally:
             self.counts.read_seconds += time.perf_counter() - start
 
@@ -234,11 +253,12 @@ class ActivationCache:
         self._hits_unchecked -= CHECKED_HITS
         _, found = self.source.digests(self.source.read(index[:1].tolist()))
         self.counts.checked += 1
-        (entry,) = self.store.entries(index[:1])
+        (entry,) = self.store.entries(self.source.rows_of(index[:1]))
         if entry["weights_id"] and found[0] != entry["input_digest"]:
+            sample = self.source.sample_of(int(index[0]))
             raise StoreDamagedError(
-                f"sample {index[0]} of the data set is not what it was when its activation was stored. The data set "
-                "or its transform changes: set activation_cache='off', or make it give the same sample each time."
+                f"sample {sample} of the data set is not what it was when its activation was stored. The data set or "
+                "its transform changes: set activation_cache='off', or make it give the same sample each time."
             )
 
     # ---- writing: the engine's side ----
@@ -289,7 +309,8 @@ class ActivationCache:
         activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
         # A copy of its own where it is read later: the model may go on to change it in place.
         arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
-        index, weights_id = tags.samples[rows].numpy(), self._weights_id
+        samples, weights_id, views = tags.samples[rows].numpy(), self._weights_id, self.source.views
+        index = self.source.rows_of(samples)
         names = [*self.source.report.token_fields, *self.source.report.sample_fields]
         fields = {name: inputs[name].cpu() for name in names}
         lengths = np.full(len(index), activation.shape[1], dtype=np.int64)
@@ -297,6 +318,8 @@ class ActivationCache:
             real = real_lengths(fields, self.source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
+        if views is not None:
+            fields[DRAW_FIELD] = torch.from_numpy(views.draws_of(samples).astype(np.int32))
         # An earlier row knows the digest of an input that was not read.
         has_row, found = tags.num_layers[rows].numpy() > 0, tags.digests[rows].numpy().view(np.uint64)
 

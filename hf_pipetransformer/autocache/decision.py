@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -35,6 +36,7 @@ class CacheDecision:
         level: level that rows will have: `num_frozen` if they are written, else the level that they have now.
         costs: seconds per sample over the rest of the run of each possible choice: "compute", "keep", "write".
         reason: why, in a few words.
+        fresh_share: share of the samples that each pass draws and computes anew in place of their oldest view.
     """
 
     use: bool
@@ -42,6 +44,40 @@ class CacheDecision:
     level: int
     costs: dict[str, float]
     reason: str
+    fresh_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class ViewCosts:
+    """What views of random samples change, see `autodp.views`.
+
+    Args:
+        num_views: V, rows of a sample; 1 also where samples are not random.
+        fresh_share: share of the samples that a pass draws anew once the first V have filled the rows.
+    """
+
+    num_views: int = 1
+    fresh_share: float = 0.0
+
+
+ONE_ROW = ViewCosts()
+"""Samples that are not random have one row."""
+
+FRESH_BUDGET = 0.1
+"""New draws may cost this part of a pass that reads all rows and trains the layers above."""
+
+
+def fresh_share(costs: CacheCosts, num_frozen: int, active: float) -> float:
+    """Share of the samples that each pass may draw anew by `FRESH_BUDGET`, from 0 to 1, in steps of a thousandth.
+
+    Args:
+        costs: measured times.
+        num_frozen: F.
+        active: seconds per sample of what a pass computes above the frozen layers.
+    """
+    extra = costs.input + costs.prefix[num_frozen] + costs.write - costs.read
+    budget = FRESH_BUDGET * (costs.read + active)
+    return 1.0 if extra <= budget else math.floor(1000 * budget / extra) / 1000
 
 
 def decide_cache(
@@ -52,6 +88,7 @@ def decide_cache(
     epochs_left: float,
     mode: str,
     fits_share: float = 1.0,
+    views: ViewCosts = ONE_ROW,
 ) -> CacheDecision:
     """Choose the cheapest way to get the output of the frozen prefix for the rest of the run.
 
@@ -63,7 +100,13 @@ def decide_cache(
         write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
                   + p (E - 1) read + (1 - p) compute
 
-    where p is the share that fits (what is stored does). A row that is at level F already is not written again. Of
+    where p is the share that fits (what is stored does). With V views of each sample the first V passes write, and a
+    share n of the samples is drawn anew in the others:
+
+        write     V (s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write))
+                  + p (E - V) ((1 - n) read + n (input + prefix[F] + write)) + (1 - p) E (input + prefix[F])
+
+    A row that is at level F already is not written again. Of
     equal choices the one that stores less is taken. PipeTransformer section 3.4 compares the times of recomputing
     and of loading in a profiler; the sum over the epochs left adds what writing costs and how often it pays.
 
@@ -74,16 +117,18 @@ def decide_cache(
         epochs_left: E, how often a sample is still read on average, the current epoch included.
         mode: "auto" takes the cheapest; "on" caches wherever rows are read again; "off" never caches.
         fits_share: share of the samples whose rows fit into the store, from 0 to 1.
+        views: rows of a sample.
 
     Raises:
         ValueError: unknown mode, a share that is none, or no measured time for F layers.
     """
     _check(costs, num_frozen, stored_share, fits_share, mode)
     share = stored_share if 0 < stored_level <= num_frozen else 0.0
-    found = _costs(costs, num_frozen, stored_level if share else 0, share, max(epochs_left, 0.0), fits_share)
-    choice, reason = _choose(found, num_frozen, epochs_left, mode)
-    level = num_frozen if choice == "write" else stored_level
-    return CacheDecision(choice != "compute", choice == "write", level, found, reason)
+    found = _costs(costs, num_frozen, stored_level if share else 0, share, max(epochs_left, 0.0), fits_share, views)
+    choice, reason = _choose(found, num_frozen, epochs_left, mode, views)
+    writes = choice == "write"
+    level = num_frozen if writes else stored_level
+    return CacheDecision(choice != "compute", writes, level, found, reason, views.fresh_share if writes else 0.0)
 
 
 def _check(costs: CacheCosts, num_frozen: int, stored_share: float, fits_share: float, mode: str) -> None:
@@ -99,7 +144,13 @@ def _check(costs: CacheCosts, num_frozen: int, stored_share: float, fits_share: 
 
 
 def _costs(
-    costs: CacheCosts, num_frozen: int, stored_level: int, share: float, epochs: float, fits_share: float
+    costs: CacheCosts,
+    num_frozen: int,
+    stored_level: int,
+    share: float,
+    epochs: float,
+    fits_share: float,
+    views: ViewCosts,
 ) -> dict[str, float]:
     """Seconds per sample of each choice that is possible; the first ones store less."""
     computed = costs.input + costs.prefix[num_frozen]
@@ -110,25 +161,30 @@ def _costs(
     advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored_level], 0.0)
     if share > 0:
         found["keep"] = epochs * (share * advanced + (1 - share) * computed)
-    if epochs > 1:
+    passes, new = views.num_views, views.fresh_share
+    if epochs > passes:
         fits = max(fits_share, share)
         rewritten = 0.0 if stored_level == num_frozen else costs.write
         first = share * (advanced + rewritten) + (fits - share) * (computed + costs.write)
-        found["write"] = first + fits * (epochs - 1) * costs.read + (1 - fits) * epochs * computed
+        later = (1 - new) * costs.read + new * (computed + costs.write)
+        found["write"] = passes * first + fits * (epochs - passes) * later + (1 - fits) * epochs * computed
     return found
 
 
-def _choose(found: dict[str, float], num_frozen: int, epochs_left: float, mode: str) -> tuple[str, str]:
+def _choose(
+    found: dict[str, float], num_frozen: int, epochs_left: float, mode: str, views: ViewCosts
+) -> tuple[str, str]:
     if num_frozen == 0 or mode == "off":
         return "compute", "the cache is switched off" if num_frozen else "no layer is frozen"
     if mode == "on" and "write" in found:
         return "write", "the cache is switched on"
+    left = f"{epochs_left:.3g} epochs left" + (f" for {views.num_views} views" if views.num_views > 1 else "")
     if mode == "on":
         chosen = "keep" if "keep" in found else "compute"
-        return chosen, f"nothing is written with {epochs_left:.3g} epochs left: no row would be read again"
+        return chosen, f"nothing is written with {left}: no row would be read again"
     # min takes the first of equals.
     chosen = min(found, key=lambda name: found[name])
     if len(found) == 1:
-        return chosen, f"{epochs_left:.3g} epochs left: no row would be read again"
+        return chosen, f"{left}: no row would be read again"
     compared = ", ".join(f"{name} {1000 * cost:.3g} ms" for name, cost in found.items())
     return chosen, f"a sample over {epochs_left:.3g} epochs: {compared}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.autocache.padding_rule import PaddingRule, find_padding
-from hf_pipetransformer.autocache.probe import NUM_SAMPLES, Batch, Probe, UnfitError
+from hf_pipetransformer.autocache.probe import NUM_SAMPLES, Batch, Probe, RandomInputError, UnfitError
 from hf_pipetransformer.autocache.samples import MASK, field_digests, real_lengths
 from hf_pipetransformer.autodp.draws import generators_kept
 
@@ -23,13 +23,14 @@ class InputReport:
 
     Args:
         reason: why the cache must stay off (what was found, what to do); None if the input is fine. With a reason,
-            everything but the time is empty.
+            everything but the time and `is_random` is empty.
         padding: how the collator pads.
         token_fields: names and dtypes of the tensors `(batch, seq)`.
         sample_fields: names, dtypes and shapes per sample of the other tensors; without the main input if it is a
             placeholder.
         seconds_per_sample: measured, reading and collating one sample in this process; 0 if nothing was read.
         fill_values: what each token field is padded with; a field that was never seen padded is absent.
+        is_random: the reason is that samples are others each time they are read.
     """
 
     reason: str | None
@@ -38,6 +39,7 @@ class InputReport:
     sample_fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     seconds_per_sample: float = 0.0
     fill_values: dict[str, int | float] = field(default_factory=dict)
+    is_random: bool = False
 
 
 def examine_inputs(
@@ -70,7 +72,8 @@ def examine_inputs(
             f"that samples cannot be read and collated in small batches ({type(error).__name__}: {error})",
             f"let data set and collator take any 1 to {NUM_SAMPLES} samples",
         )
-    return InputReport(str(unfit), seconds_per_sample=probe.seconds_per_sample if probe else 0.0)
+    seconds, is_random = probe.seconds_per_sample if probe else 0.0, isinstance(unfit, RandomInputError)
+    return InputReport(str(unfit), seconds_per_sample=seconds, is_random=is_random)
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -217,11 +220,11 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
     if not is_own:
         raise _mixing(names)
     if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
-        raise UnfitError(
+        raise RandomInputError(
             f"random augmentation: {names} of the same samples change from one reading to the next",
             "transform the images always alike, or store augmented copies in the data set",
         )
-    raise UnfitError(
+    raise RandomInputError(
         f"random tokens or labels: {names} of the same samples change from one reading to the next (random masking in "
         "the collator?)",
         "mask once, in the data set",

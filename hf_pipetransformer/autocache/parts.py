@@ -15,6 +15,7 @@ from hf_pipetransformer.autocache.rows import Rows
 from hf_pipetransformer.autocache.samples import real_lengths, row_digests
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.padding import fill_value, pad_batch
+from hf_pipetransformer.autodp.views import ItemCode
 from hf_pipetransformer.batches import take_rows
 from hf_pipetransformer.cache_tags import CacheTags
 
@@ -24,13 +25,16 @@ Indices = npt.NDArray[np.int64]
 LENGTH_FIELD = "pipetransformer_length"
 """Side field of a row of text: how many tokens its sample has, padding not counted."""
 
+DRAW_FIELD = "pipetransformer_draw"
+"""Side field of a view: the number of its draw."""
+
 
 @dataclass(frozen=True)
 class SampleSource:
     """Where a sample comes from if its activation is not stored.
 
     Args:
-        read: indices in the data set to their collated batch.
+        read: indices in the data set, or items, to their collated batch.
         main_input: what the embeddings read.
         report: fields and padding of the batches.
         row_length: rows of a sample's activation where it has no tokens.
@@ -39,6 +43,7 @@ class SampleSource:
         main_dtype: its dtype.
         pad_token_id: fills the main input of text.
         keeps_padding: the loss sees padding, so that rows hold it too.
+        views: of random samples; items stand for the indices then, and rows hold V of each sample.
     """
 
     read: Callable[[list[int]], Mapping[str, Any]]
@@ -50,6 +55,7 @@ class SampleSource:
     main_dtype: torch.dtype
     pad_token_id: int
     keeps_padding: bool
+    views: ItemCode | None = None
 
     @property
     def is_text(self) -> bool:
@@ -61,6 +67,24 @@ class SampleSource:
         lengths = real_lengths(batch, self.main_input)
         return lengths, row_digests(batch, lengths, self.report.token_fields)
 
+    @property
+    def num_views(self) -> int:
+        """Rows of a sample."""
+        return 1 if self.views is None else self.views.num_views
+
+    def sample_of(self, item: int) -> int:
+        """Index in the data set."""
+        return item if self.views is None else int(self.views.samples_of(item))
+
+    def rows_of(self, samples: Indices) -> Indices:
+        """The row of the store that each sample, or item, belongs in."""
+        return samples if self.views is None else self.views.rows_of(samples)
+
+    def all_rows_of(self, samples: Indices) -> Indices:
+        """The rows of the store that samples of the data set have, one after the other."""
+        rows: Indices = (samples[:, None] * self.num_views + np.arange(self.num_views)).reshape(-1)
+        return rows
+
     def padded_length(self, longest: int) -> int:
         """Length of the activations of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
@@ -68,7 +92,7 @@ class SampleSource:
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
         """The inputs of stored samples from their side fields, padded as by the collator."""
-        inputs = {name: values for name, values in fields.items() if name != LENGTH_FIELD}
+        inputs = {name: values for name, values in fields.items() if name not in (LENGTH_FIELD, DRAW_FIELD)}
         if not self.is_text:
             placeholder = torch.zeros(1, dtype=self.main_dtype)
             inputs[self.main_input] = placeholder.expand(len(lengths), *self.main_shape)

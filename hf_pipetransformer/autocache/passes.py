@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_pipetransformer.autocache.decision import CacheCosts
+from hf_pipetransformer.autocache.decision import ONE_ROW, CacheCosts, ViewCosts
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ def passes_ahead(
     fits_share: float,
     steps_left: int,
     steps_per_epoch: int,
+    views: ViewCosts = ONE_ROW,
 ) -> tuple[Pass, ...]:
-    """One pass over the data that brings rows to `level`, and all later ones, which read them.
+    """One pass over the data for each view that brings rows to `level`, and all later ones, which read them.
 
     Args:
         costs: measured times.
@@ -43,6 +44,7 @@ def passes_ahead(
         fits_share: share of the samples whose rows fit; what is stored does.
         steps_left: optimizer steps.
         steps_per_epoch: optimizer steps.
+        views: rows of a sample.
     """
     share = stored_share if stored_level else 0.0
     now = reading_seconds(costs, share)
@@ -50,12 +52,13 @@ def passes_ahead(
         return (Pass(steps_left, row_seconds=costs.input - now),)
     fits = max(fits_share, share)
     written = fits - share if stored_level == level else fits
-    first = min(steps_left, steps_per_epoch)
+    first = min(steps_left, views.num_views * steps_per_epoch)
     found = [
         Pass(first, stored_level if share else 0, share, reading_seconds(costs, share) + written * costs.write - now)
     ]
     if steps_left > first:
-        found.append(Pass(steps_left - first, level, fits, reading_seconds(costs, fits) - now))
+        read, new = fits * (1 - views.fresh_share), fits * views.fresh_share
+        found.append(Pass(steps_left - first, level, read, reading_seconds(costs, read) + new * costs.write - now))
     return tuple(found)
 
 

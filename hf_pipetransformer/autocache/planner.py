@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from timeit import repeat, timeit
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.autocache.cache import ActivationCache
-from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, decide_cache
+from hf_pipetransformer.autocache.decision import CacheCosts, CacheDecision, ViewCosts, decide_cache, fresh_share
 from hf_pipetransformer.autocache.folder import StoreFolder
 from hf_pipetransformer.autocache.passes import Pass, passes_ahead
 from hf_pipetransformer.autocache.rows import RowFormat
@@ -45,6 +45,7 @@ class CachePlanner:
         fits_share: share of the samples that fit the bound on the store.
         steps_per_epoch: optimizer steps.
         write: writes an event.
+        num_views: rows of a sample, see `autodp.views`; 0 where samples are not random, which have one.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class CachePlanner:
         fits_share: float,
         steps_per_epoch: int,
         write: Callable[..., None],
+        num_views: int = 0,
     ) -> None:
         self.mode = mode
         self.input_seconds = input_seconds
         self.fits_share = fits_share
         self.steps_per_epoch = steps_per_epoch
         self.write = write
+        self.num_views = num_views
         self._cache: ActivationCache | None = None
         self._samples = np.arange(0)
         self._measure = measure
@@ -71,8 +74,19 @@ class CachePlanner:
         """From now on decisions are about this cache, of those samples that are stored on this node."""
         self._cache, self._samples = cache, samples
 
+    @property
+    def writing_steps(self) -> int:
+        """Optimizer steps of the passes that bring all rows to a new level."""
+        return max(1, self.num_views) * self.steps_per_epoch
+
     def decide(
-        self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
+        self,
+        prefix_seconds: Sequence[float],
+        num_frozen: int,
+        stored_level: int,
+        step: int,
+        max_steps: int,
+        active_seconds: float = 0.0,
     ) -> CacheDecision:
         """What pays from step `step` on.
 
@@ -82,11 +96,13 @@ class CachePlanner:
             stored_level: layers that stored rows cover now; 0: nothing is stored.
             step: optimizer steps done.
             max_steps: of the run, or before which layers are thawed.
+            active_seconds: seconds per sample of what steps compute above the frozen layers.
         """
         costs, share = self._measured(prefix_seconds, stored_level)
         self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
+        views = self._views(costs, num_frozen, active_seconds)
+        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
         self.write(
             "cache",
             what="decision",
@@ -101,8 +117,13 @@ class CachePlanner:
             epochs_left=epochs_left,
             stored_share=share,
             fits_share=self.fits_share,
+            num_views=self.num_views,
+            active_s=active_seconds,
+            fresh_share=decision.fresh_share,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
+        if decision.write and self.num_views:
+            does += f", {self._in_views()}; later ones draw {decision.fresh_share:.1%} of the samples anew"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
 
@@ -110,28 +131,46 @@ class CachePlanner:
         """Measured times, before anything is stored; for the argument see `decide`."""
         return self._measured(prefix_seconds, 0)[0]
 
+    def _in_views(self) -> str:
+        one = "one view of each sample, which the first epoch fills"
+        return one if self.num_views == 1 else f"{self.num_views} views of each sample, which as many epochs fill"
+
+    def _views(self, costs: CacheCosts, num_frozen: int, active_seconds: float) -> ViewCosts:
+        share = fresh_share(costs, num_frozen, active_seconds) if self.num_views else 0.0
+        return ViewCosts(max(1, self.num_views), share)
+
     def foresee(
-        self, prefix_seconds: Sequence[float], num_frozen: int, stored_level: int, step: int, max_steps: int
+        self,
+        prefix_seconds: Sequence[float],
+        num_frozen: int,
+        stored_level: int,
+        step: int,
+        max_steps: int,
+        active_seconds: float = 0.0,
     ) -> tuple[int, tuple[Pass, ...]]:
         """The level that `decide` would give for its arguments, and what would follow; nothing is decided."""
         costs, share = self._measured(prefix_seconds, stored_level)
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share)
+        views = self._views(costs, num_frozen, active_seconds)
+        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
         level = decision.level if decision.use else 0
-        return level, self._passes(costs, level, stored_level, share, max_steps - step)
+        views = replace(views, fresh_share=decision.fresh_share)
+        return level, self._passes(costs, level, stored_level, share, max_steps - step, views)
 
     def going_on(
-        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int
+        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, share_drawn: float = 0.0
     ) -> tuple[Pass, ...]:
-        """What follows without a decision: rows stay at their level."""
+        """What follows without a decision: rows stay at their level, and the share that is drawn anew as it is."""
         costs, share = self._measured(prefix_seconds, stored_level)
         level = 0 if self.mode == "off" else stored_level
-        return self._passes(costs, level, stored_level, share, max_steps - step)
+        views = ViewCosts(max(1, self.num_views), share_drawn)
+        return self._passes(costs, level, stored_level, share, max_steps - step, views)
 
     def _passes(
-        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int
+        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int, views: ViewCosts
     ) -> tuple[Pass, ...]:
-        return passes_ahead(costs, level, stored_level, share, self.fits_share, steps_left, self.steps_per_epoch)
+        steps = steps_left, self.steps_per_epoch
+        return passes_ahead(costs, level, stored_level, share, self.fits_share, *steps, views)
 
     def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
         """Times, and the share of the samples that has rows; the cache is off from now on where that fails."""

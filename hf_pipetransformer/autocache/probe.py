@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_pipetransformer.autodp.seeding import plain_row
+
 
 NUM_SAMPLES = 8
 
@@ -21,6 +23,10 @@ class UnfitError(Exception):
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"found {found}; to use the cache {remedy}.")
+
+
+class RandomInputError(UnfitError):
+    """A sample is another one each time it is read, all by itself."""
 
 
 class Probe:
@@ -40,6 +46,10 @@ class Probe:
         return float(np.median(self._times)) if self._times else 0.0
 
     def rows(self, indices: Sequence[int]) -> list[Any]:
+        """Samples as a collator is given them."""
+        return [plain_row(row) for row in self._fetched(indices)]
+
+    def _fetched(self, indices: Sequence[int]) -> list[Any]:
         """Samples as a DataLoader would fetch them."""
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(list(indices)))
@@ -53,7 +63,7 @@ class Probe:
         # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
         torch.default_generator.manual_seed(seed)
         start = time.perf_counter()
-        batch = self.collate(self.rows(indices))
+        batch = self.collate(self._fetched(indices))
         if len(indices) == len(self.indices):
             # As in training: collating one sample alone takes longer.
             self._times.append((time.perf_counter() - start) / len(indices))

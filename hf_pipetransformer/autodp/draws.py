@@ -108,16 +108,16 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
     """
     states = present_states()
     # Some make their generator when they first need it.
-    slots = [(of, name, value) for of in _objects_in(holders) for name, value in list(vars(of).items())]
-    held = [(value, _state_of(value)) for _, _, value in slots if _is_generator(value)]
+    slots = [(of, name, value) for of in objects_in(holders) for name, value in list(vars(of).items())]
+    held = [(value, state_of(value)) for _, _, value in slots if is_generator(value)]
     made = [(of, name, value) for of, name, value in slots if value is None]
 
     def has_drawn() -> bool:
-        own = [_comparable(_state_of(generator)) for generator, _ in held]
+        own = [_comparable(state_of(generator)) for generator, _ in held]
         return (
             _comparable(present_states()) != _comparable(states)
             or own != [_comparable(state) for _, state in held]
-            or any(_is_generator(vars(of).get(name)) for of, name, _ in made)
+            or any(is_generator(vars(of).get(name)) for of, name, _ in made)
         )
 
     try:
@@ -126,13 +126,13 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
     finally:
         set_states(states)
         for generator, state in held:
-            _set_state(generator, state)
+            set_state(generator, state)
         for of, name, value in made:
-            if _is_generator(vars(of).get(name)):
+            if is_generator(vars(of).get(name)):
                 vars(of)[name] = value
 
 
-def _objects_in(holders: Any, depth: int = _DEPTH) -> list[Any]:
+def objects_in(holders: Any, depth: int = _DEPTH) -> list[Any]:
     """The objects with attributes that are reached from `holders`, each once."""
     found: dict[int, Any] = {}
     level = list(holders)
@@ -154,11 +154,13 @@ def _objects_in(holders: Any, depth: int = _DEPTH) -> list[Any]:
     return list(found.values())
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers: torch's, numpy's or Python's."""
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """What `set_state` takes."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -166,7 +168,8 @@ def _state_of(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Let a generator draw on from a state of its kind."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

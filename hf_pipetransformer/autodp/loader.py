@@ -17,6 +17,7 @@ from hf_pipetransformer.autodp.draws import SharedDraws, States
 from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
 from hf_pipetransformer.autodp.shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.autodp.topology import PipelineGroups
+from hf_pipetransformer.autodp.views import Views
 from hf_pipetransformer.autodp.wire import Outbox, take
 from hf_pipetransformer.cache_tags import detach_tags, without_hidden
 from hf_pipetransformer.errors import guarded
@@ -141,14 +142,28 @@ class PipelineLoader(DataLoaderStateMixin):
         return self.loader.collate_fn
 
     @property
+    def samples(self) -> Any:
+        """What batches are collated from, by samples or items."""
+        return self.loader.dataset
+
+    @property
     def dataset(self) -> Any:
         """The data set, as its user gave it."""
-        samples: Any = self.loader.dataset
-        return samples.dataset
+        return self.samples.dataset
 
     @property
     def batch_sampler(self) -> Any:
         return self.loader.batch_sampler
+
+    @property
+    def views(self) -> Views | None:
+        """Of samples that are random, where their activations shall be stored."""
+        views: Views | None = getattr(self.batch_sampler, "views", None)
+        return views
+
+    def read(self, samples: list[int]) -> Any:
+        """The batch of these samples, or items, as this loader reads it."""
+        return self.collate(self.samples.__getitems__(samples))
 
     @property
     def num_samples(self) -> int:

@@ -15,6 +15,7 @@ from transformers.trainer_utils import seed_worker
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import SharedDraws
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
+from hf_pipetransformer.autodp.seeding import SeededReading
 from hf_pipetransformer.autodp.topology import PipelineGroups
 
 
@@ -27,6 +28,7 @@ def indexed_reader(
     groups: PipelineGroups,
     is_training: bool,
     shared: SharedDraws | None,
+    seeded: SeededReading | None = None,
 ) -> DataLoader[Any]:
     """Torch's loader over one replica's part of each global batch.
 
@@ -39,15 +41,17 @@ def indexed_reader(
         groups: this rank's pipeline.
         is_training: whether a replica may be left without samples, and workers are seeded.
         shared: see `PipelineLoader`.
+        seeded: how random samples are read of which views are stored; None for all others.
     """
     order = order_of_run(dataset, sampler, args, shared)
     global_batches = BatchSampler(order, batch_size, args.dataloader_drop_last)
     own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
     worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    own_batches.views = None if seeded is None else seeded.views
     return DataLoader(
-        Samples(dataset),
+        Samples(dataset) if seeded is None else seeded.samples,
         batch_sampler=own_batches,
-        collate_fn=SkipEmpty(collate),
+        collate_fn=SkipEmpty(collate if seeded is None else seeded.collate),
         **_worker_options(args),
         worker_init_fn=worker_init if is_training else None,
     )

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from hf_pipetransformer.autodp.shares import Arrangement, NodeOrder, replica_slice
+from hf_pipetransformer.autodp.views import Views
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """Which samples of a batch must be read from the data set; None: all."""
         self.nodes: NodeOrder | None = None
         """Which node reads which samples; None where that is all the same."""
+        self.views: Views | None = None
+        """Where samples are random: from here on items stand for them, see `autodp.views`."""
         self._batches: list[list[int]] | None = None
         self._num_done = 0
         self._drawn_from: torch.Tensor | None = None
@@ -194,7 +197,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         indices = batches[self._position]
         self._position += 1
         self.num_drawn += 1
-        own = self._part(indices)
+        own = self._items(self._part(indices))
         # A sample that comes twice, or on several replicas, is read each time: a row has one writer at a time.
         is_single = self.draws_once and not self._repeats(indices)
         read = self.select(own) if self.select is not None and is_single else own
@@ -207,7 +210,10 @@ class ReplicaBatchSampler(Sampler[list[int]]):
             return self.drawn[0].samples
         if self._batches is None or self._position >= len(self._batches) or not self.draws_once:
             return []
-        return self._part(self._batches[self._position])
+        return self._items(self._part(self._batches[self._position]))
+
+    def _items(self, samples: list[int]) -> list[int]:
+        return samples if self.views is None else self.views.items(samples)
 
     def _repeats(self, indices: list[int]) -> bool:
         return self.repeat_small and len(indices) < self.num_replicas
@@ -225,5 +231,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Reseed the order for `epoch`, where the underlying sampler knows epochs."""
+        if self.views is not None:
+            self.views.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)

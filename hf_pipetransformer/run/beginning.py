@@ -242,6 +242,9 @@ class Beginning:
             return None
         if self._may_skip:
             return None
+        saved = self.resumption
+        if saved is not None and isinstance(loader, PipelineLoader) and loader.views is not None:
+            loader.views.load_state(saved.state.get("views"), (saved.place or {"epoch": 0})["epoch"])
         return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
 
     @property

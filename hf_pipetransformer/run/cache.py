@@ -62,9 +62,10 @@ class TrainingCache:
             # Workers read while the others compute.
             input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
-            fits_share=self._fitting_share(loader),
+            fits_share=self._fitting_share(loader, source.num_views),
             steps_per_epoch=steps_per_epoch,
             write=self.journal.write,
+            num_views=0 if loader.views is None else source.num_views,
         )
         self._opened: ActivationCache | None = None
         self._weights: FrozenWeights | None = None
@@ -72,10 +73,13 @@ class TrainingCache:
         self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
         self._said_evaluation_mode = False
 
-    def _fitting_share(self, loader: PipelineLoader) -> float:
+    def _fitting_share(self, loader: PipelineLoader, num_views: int = 1) -> float:
         """Of a loader's samples, rows as long as those of training: what fits into what the stores may still have."""
         row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
-        num_samples, num_rows = len(loader.dataset), num_rows_here(self.topology, loader.dataset)
+        num_samples, num_rows = (
+            len(loader.dataset) * num_views,
+            num_rows_here(self.topology, loader.dataset) * num_views,
+        )
         return fitting_share(self.stores.max_bytes(), num_samples, row_format, row_length, num_rows)
 
     # ---- following the layout ----
@@ -91,6 +95,8 @@ class TrainingCache:
                 self.planner.follow(self._opened, samples_here(self.topology, self.loader).numpy())
         if self._opened is None:
             return
+        if self.loader.views is not None:
+            self.loader.views.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
         self._say_who_is_in_evaluation_mode()
         self._name_weights(self._opened)
         self.loader.take_from(self._opened)

@@ -12,7 +12,7 @@ import torch
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autocache.folder import check_base, default_base, delete_leftovers, open_root
 from hf_pipetransformer.autocache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
+from hf_pipetransformer.autocache.parts import DRAW_FIELD, LENGTH_FIELD, SampleSource
 from hf_pipetransformer.autocache.rows import RowFormat
 from hf_pipetransformer.autodp.dealt import DealtLoader
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -42,11 +42,13 @@ class CacheInputs:
         """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
         report = self._examined(loader)
         if report.reason is not None:
-            self.say_off(report.reason, is_training)
+            others = " Or set activation_cache_views to the number of draws of each sample that it may store."
+            is_helped = is_training and report.is_random and not self.args.activation_cache_views
+            self.say_off(report.reason + (others if is_helped else ""), is_training)
             return None
         probe, start_up = self.start_up.probe, self.start_up
         return SampleSource(
-            read=lambda samples: loader.collate([loader.dataset[i] for i in samples]),
+            read=loader.read,
             main_input=probe.activation.main_input,
             report=report,
             row_length=probe.activation.hidden_shape[0],
@@ -55,6 +57,7 @@ class CacheInputs:
             main_dtype=start_up.main_dtype,
             pad_token_id=start_up.pad_token_id,
             keeps_padding=start_up.sees_padding,
+            views=None if loader.views is None else loader.views.code,
         )
 
     def row_format(self, source: SampleSource) -> RowFormat:
@@ -62,6 +65,8 @@ class CacheInputs:
         sample_fields = dict(source.report.sample_fields)
         if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
+        if source.views is not None:
+            sample_fields[DRAW_FIELD] = (torch.int32, ())
         return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
     def say_off(self, reason: str, is_training: bool) -> None:
@@ -92,7 +97,8 @@ class CacheInputs:
         if reason is not None:
             return InputReport(reason)
         probe = self.start_up.probe
-        report = examine_inputs(loader.dataset, loader.collate, probe.activation.main_input, probe.placeholders)
+        dataset = loader.dataset if loader.views is None else loader.samples
+        report = examine_inputs(dataset, loader.collate, probe.activation.main_input, probe.placeholders)
         try:
             RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
@@ -103,7 +109,7 @@ class CacheInputs:
                 "samples it has. Give such that draw none, although what they give is the same each time."
             )
         reason = self.first_told(report.reason)
-        return report if reason is None else InputReport(reason)
+        return report if reason is None else InputReport(reason, is_random=report.is_random)
 
     def first_told(self, reason: str | None) -> str | None:
         """What one rank noticed holds for all: the first rank's reason that has one. A collective call."""

@@ -90,7 +90,7 @@ class CacheStores:
         folder, store = take_store(
             self.inputs.base,
             key or f"unnamed-{uuid.uuid4().hex}",
-            len(loader.dataset),
+            len(loader.dataset) * source.num_views,
             self.inputs.row_format(source),
             int(self.max_bytes()),
             self.topology.world_size,
@@ -116,5 +116,7 @@ class CacheStores:
         _, digests = source.digests(source.read(spread))
         # A kept store of rows of another kind stays beside this one. Any text may be a fingerprint.
         row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}".encode())
+        # Draws are the seed's.
+        drawn = "" if loader.views is None else f"\0{source.num_views}\0{loader.views.seed}"
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

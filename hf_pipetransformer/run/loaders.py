@@ -17,6 +17,7 @@ from hf_pipetransformer.autodp.stream import StreamLoader, is_stream
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.view_inputs import seeded_reading
 from hf_pipetransformer.staging import is_apart
 
 
@@ -112,7 +113,9 @@ def drawing_alike(loader: Any, shared: SharedDraws | None) -> Any:
     return loader if shared is None else UsersLoader(loader, shared)
 
 
-def make_loader(trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request) -> PipelineLoader:
+def make_loader(
+    trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request, may_store: bool = False
+) -> PipelineLoader:
     """A loader of a data set for this rank's place in a pipeline.
 
     Args:
@@ -120,6 +123,7 @@ def make_loader(trainer: Trainer, topology: Topology, pipeline: Pipeline, reques
         topology: the ranks.
         pipeline: that the batches are for.
         request: what Trainer was asked for.
+        may_store: layers may be frozen, and what they give for these samples stored.
     """
     args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_draws
     dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
@@ -132,9 +136,15 @@ def make_loader(trainer: Trainer, topology: Topology, pipeline: Pipeline, reques
     else:
         with nullcontext() if shared is None else shared.drawing():
             sampler = request.sampler(dataset)
-        reader = indexed_reader(dataset, collate, sampler, batch_size, args, groups, request.is_training, shared)
+        stores_views = may_store and args.activation_cache_views and args.activation_cache != "off"
+        seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_views else None
+        reader = indexed_reader(
+            dataset, collate, sampler, batch_size, args, groups, request.is_training, shared, seeded
+        )
         # Workers draw from generators of their own, and read for all replicas at the same time.
-        if not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
+        if seeded is not None:
+            loader = PipelineLoader(reader, *place, start_up.common_length)
+        elif not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
             loader = DealtLoader(reader, *place)
         else:
             loader = PipelineLoader(reader, *place, start_up.common_length)

@@ -81,7 +81,8 @@ class Resumption:
         self.is_elsewhere = not self._is_still_asked_for(layout, start_up.plans, world_size)
         planned = layout if plan is None else plan[max(start for start in plan if start < self.step)]
         # A run may replay a plan without the plan's cache.
-        is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
+        with_cache = replace(planned, cache_level=layout.cache_level, fresh_share=layout.fresh_share)
+        is_as_planned = with_cache == layout
         if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
             raise ValueError(
                 f"layout_plan={self.args.layout_plan!r} has before step {self.step}: {planned}; boundaries "

@@ -411,7 +411,9 @@ class Run:
         persists = request.key is not None and trainer.args.dataloader_persistent_workers
         if persists and request.key in pipeline.persistent_loaders:
             return pipeline.persistent_loaders[request.key]
-        loader = make_loader(trainer, self.topology, pipeline, request)
+        freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or trainer.args.layout_plan is not None
+        may_store = bool(request.is_training and freezes)
+        loader = make_loader(trainer, self.topology, pipeline, request, may_store)
         cache = None if self.in_training is None else self.in_training.cache
         if cache is not None and not request.is_training and not isinstance(loader, StreamLoader):
             cache.serve(loader, request.dataset)

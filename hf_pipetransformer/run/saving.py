@@ -162,6 +162,7 @@ class Checkpoints:
             "num_transitions": self.seeds.num_transitions,
             "decisions": self.controller.state(),
             "skipping": self.skips.state(),
+            "views": None if self.loader is None or self.loader.views is None else self.loader.views.state(),
             **self._schedules(),
             **self.kinds(),
             **self.description.fields,
