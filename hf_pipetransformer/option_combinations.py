@@ -176,3 +176,8 @@ def check_skipping(args: Options, what: str) -> None:
             f"{what} with activation_cache='on': no layer freezes, so there is nothing to store. Leave "
             "activation_cache out, or use another policy."
         )
+    if args.activation_cache_views:
+        raise ValueError(
+            f"{what} with activation_cache_views={args.activation_cache_views}: no layer freezes, so there is nothing "
+            "to store. Leave activation_cache_views out, or use another policy."
+        )

@@ -23,7 +23,7 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.option_combinations import check_skipping
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.refusals import comparable
-from hf_pipetransformer.report.events import EventLog, announce
+from hf_pipetransformer.report.events import EventLog, announce, logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
 from hf_pipetransformer.run.budget import Budget, check_budget
@@ -413,6 +413,8 @@ class Run:
             return pipeline.persistent_loaders[request.key]
         freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or trainer.args.layout_plan is not None
         may_store = bool(request.is_training and freezes)
+        if request.is_training and trainer.args.activation_cache_views and not freezes and self.topology.rank == 0:
+            logger.warning("activation_cache_views has no use: no layer is or will be frozen, so nothing is stored.")
         loader = make_loader(trainer, self.topology, pipeline, request, may_store)
         cache = None if self.in_training is None else self.in_training.cache
         if cache is not None and not request.is_training and not isinstance(loader, StreamLoader):
