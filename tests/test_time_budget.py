@@ -18,6 +18,7 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.run import beginning
 from hf_pipetransformer.run.budget import Budget, Measured
+from hf_pipetransformer.run.first_batches import TypicalBatches
 from hf_pipetransformer.samples import OwnBatches
 from hf_pipetransformer.splitters.profile import UnitProfile
 from hf_pipetransformer.startup.whole_steps import WholeSteps, fitted
@@ -129,6 +130,16 @@ def test_batches_from_all_over_an_epoch() -> None:
     found = [batch["rows"] for batch in batches.spread(4, 3)]
     assert found == [[119, 118, 117, 116], [111, 110, 109, 108], [103, 102, 101, 100]]
     assert len(list(batches.spread(20, 8))) == 1
+
+
+def test_the_batch_of_the_usual_size_stands_for_all() -> None:
+    def collate_rows(rows: list[int]) -> dict[str, torch.Tensor]:
+        return {"ids": torch.zeros(len(rows), max(rows))}
+
+    # Eight batches of two samples, of 15, 13, ..., 1 tokens each: 8 on average, and 9 comes before 7.
+    typical = TypicalBatches(OwnBatches(list(range(16)), collate_rows, 2, lambda: range(15, -1, -1)), "ids")
+    assert typical.read(2)["ids"].shape == (2, 9)
+    assert typical.mean_over_given == 8 / 9
 
 
 # ---- options

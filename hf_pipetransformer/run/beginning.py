@@ -30,6 +30,7 @@ from hf_pipetransformer.run.budget import EVENT, Budget, in_words, measure, plan
 from hf_pipetransformer.run.cache import TrainingCache, begin_cache
 from hf_pipetransformer.run.cache_inputs import remove_old_stores
 from hf_pipetransformer.run.description import RunDescription
+from hf_pipetransformer.run.first_batches import TypicalBatches
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.noted import Noted, noting_nothing
 from hf_pipetransformer.run.optimizer import StepHooks, divide
@@ -64,7 +65,7 @@ class Beginning:
         description: what the run says of itself.
         resumption: what it goes on from; None for a new one.
         keeps_optimizer: the optimizer is the user's, who gets it back whole.
-        input_seconds: that reading a sample takes, on rank 0 and where it matters.
+        typical: see `Found`.
     """
 
     trainer: Trainer
@@ -80,7 +81,7 @@ class Beginning:
     description: RunDescription
     resumption: Resumption | None
     keeps_optimizer: bool
-    input_seconds: float = 0.0
+    typical: TypicalBatches
     _planned: list[tuple[Budget, TrainingCache | None]] = field(default_factory=list, init=False)
 
     def announce(self) -> None:
@@ -121,7 +122,7 @@ class Beginning:
             if args.layout_plan is not None:
                 return {"budget": asdict(planned_before(args.layout_plan)), "because": None}
             looking = time.perf_counter() - began
-            measured = measure(self.trainer, pipeline, cache, self.input_seconds, looking)
+            measured = measure(self.trainer, pipeline, cache, self.typical, looking)
             budget, because = plan_budget(measured, args, pipeline, self.policy, cache, updates, num_steps)
             announce(in_words(budget, because, num_layers))
             return {"budget": asdict(budget), "because": because}

@@ -21,6 +21,7 @@ from hf_pipetransformer.freeze.policies import FreezePolicy, make_clock
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import read_events
 from hf_pipetransformer.run.cache import TrainingCache
+from hf_pipetransformer.run.first_batches import TypicalBatches
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.step_overheads import optimizer_seconds
 from hf_pipetransformer.units import attention_of
@@ -102,7 +103,7 @@ def check_budget(args: PipeTransformerArguments, policy: FreezePolicy) -> None:
 
 
 def measure(
-    trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None, input_seconds: float, looking_seconds: float
+    trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None, typical: TypicalBatches, looking_seconds: float
 ) -> Measured:
     """On rank 0, which computes as the others do.
 
@@ -110,19 +111,20 @@ def measure(
         trainer: of the optimizer.
         pipeline: on the layout of the start.
         cache: of activations; None where nothing may be stored.
-        input_seconds: that reading a sample takes.
+        typical: of the batches that the units were measured with.
         looking_seconds: see `Measured`.
     """
     args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
     samples = args.per_device_train_batch_size * layout.pipeline_size * args.gradient_accumulation_steps
     # Workers read while the others compute.
-    reading = 0.0 if args.dataloader_num_workers else samples * input_seconds
+    reading = 0.0 if args.dataloader_num_workers else samples * typical.seconds_per_sample
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
-    sums = [0.0, *accumulate(costs.units.forward)]
+    units = costs.units.scaled(typical.mean_over_given, typical.mean_over_given)
+    sums = [0.0, *accumulate(units.forward)]
     prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
     storing = None if cache is None else cache.planner.costs(prefix)
-    return Measured(costs.units, overheads, storing, looking_seconds)
+    return Measured(units, overheads, storing, looking_seconds)
 
 
 def plan_budget(

@@ -40,6 +40,8 @@ class TypicalBatches:
     main_input: str
     seconds_per_sample: float = field(default=0.0, init=False)
     """That reading and collating takes, once a batch was read."""
+    mean_over_given: float = field(default=1.0, init=False)
+    """Mean size of the batches that were looked at, over that of the one that was given."""
 
     def read(self, num_samples: int) -> dict[str, Any]:
         """Of some batches from all over an epoch the one whose main input is closest to their mean size."""
@@ -52,7 +54,9 @@ class TypicalBatches:
         self.seconds_per_sample = (time.perf_counter() - start) / sum(map(batch_size, found))
         sizes = [self._size(batch) for batch in found]
         mean = sum(sizes) / len(sizes)
-        return min(zip(sizes, found, strict=True), key=lambda each: abs(each[0] - mean))[1]
+        size, batch = min(zip(sizes, found, strict=True), key=lambda each: abs(each[0] - mean))
+        self.mean_over_given = mean / size if size else 1.0
+        return batch
 
     def _size(self, batch: dict[str, Any]) -> int:
         value = batch.get(self.main_input)

@@ -270,7 +270,7 @@ class Run:
         give_whole_model(trainer, pipeline)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
         beginning = Beginning(
-            *own, replay, skips, names, description, resumption, self._has_users_optimizer, found.input_seconds
+            *own, replay, skips, names, description, resumption, self._has_users_optimizer, found.typical
         )
         beginning.announce()
         pipeline.shared_draws = share_draws(topology)

@@ -49,7 +49,7 @@ class Found:
         splitter: how the model falls into layers.
         has_labels: the data set has labels.
         is_training: what the pipeline is for.
-        input_seconds: that reading a sample takes; on rank 0, and where it was looked at.
+        typical: on rank 0, what was found out about the sizes of batches where it matters.
     """
 
     start_up: StartUp
@@ -57,7 +57,7 @@ class Found:
     splitter: Splitter
     has_labels: bool
     is_training: bool
-    input_seconds: float = 0.0
+    typical: TypicalBatches
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Starter:
             # (transformers#47688).
             self._took_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = False
-        return Found(start_up, shell, splitter, "labels" in samples, is_training, typical.seconds_per_sample)
+        return Found(start_up, shell, splitter, "labels" in samples, is_training, typical)
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
         """This rank's stage of the model under `layout`."""
