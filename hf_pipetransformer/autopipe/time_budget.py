@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hf_pipetransformer.autocache.decision import CacheCosts, decide_cache
+from hf_pipetransformer.autocache.decision import CacheCosts, ViewCosts, decide_cache, fresh_share
 from hf_pipetransformer.autocache.passes import Pass, passes_ahead, reading_seconds
-from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, trained_elements
+from hf_pipetransformer.autopipe.costs import (
+    Overheads,
+    UnitCosts,
+    predict_step,
+    trained_elements,
+    unit_backwards,
+    unit_forwards,
+)
 from hf_pipetransformer.autopipe.rest_of_run import seconds_left
 from hf_pipetransformer.layout import Layout
 
@@ -35,11 +42,19 @@ class Storing:
         costs: measured times, `prefix` for all layers.
         mode: `auto`, `on` or `off`.
         fits_share: share of the samples whose rows fit.
+        num_views: rows of a sample, see `autodp.views`; 0 where samples are not random, which have one.
     """
 
     costs: CacheCosts
     mode: str
     fits_share: float = 1.0
+    num_views: int = 0
+
+    def views(self, units: UnitCosts, num_frozen: int) -> ViewCosts:
+        """What views change with so many layers frozen."""
+        active = sum(unit_forwards(units, num_frozen)) + sum(unit_backwards(units, num_frozen))
+        new = fresh_share(self.costs, num_frozen, active) if self.num_views else 0.0
+        return ViewCosts(max(1, self.num_views), new)
 
 
 @dataclass(frozen=True)
@@ -92,9 +107,11 @@ class Forecast:
                 own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
                 # Overheads are those of the start, where all samples are read.
                 saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
-                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch)
+                views = self.storing.views(self.costs, span.num_frozen)
+                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch, views)
                 passes = tuple(replace(each, row_seconds=each.row_seconds - saved) for each in ahead)
-                written = self.storing.fits_share * min(1.0, span.num_steps / self.steps_per_epoch)
+                writing = views.num_views * self.steps_per_epoch
+                written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0
             own_passes = _first(passes, span.num_steps)
@@ -109,7 +126,8 @@ class Forecast:
             return 0
         epochs_left = steps_left / self.steps_per_epoch
         known = (self.storing.costs, num_frozen, stored_level, share, epochs_left)
-        decision = decide_cache(*known, self.storing.mode, self.storing.fits_share)
+        how = (self.storing.mode, self.storing.fits_share, self.storing.views(self.costs, num_frozen))
+        decision = decide_cache(*known, *how)
         return decision.level if decision.use else 0
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:

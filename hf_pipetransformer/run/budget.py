@@ -152,7 +152,8 @@ def plan_budget(
 
     storing = None
     if measured.storing is not None and cache is not None:
-        storing = Storing(measured.storing, cache.planner.mode, cache.planner.fits_share)
+        planner = cache.planner
+        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_views)
     costs = (measured.units, measured.overheads, samples, accumulation, steps_per_epoch)
     forecast = Forecast(layout, *costs, plan, storing)
 
