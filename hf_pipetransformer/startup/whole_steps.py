@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.splitters.profile import PROFILE_SECONDS, UnitProfile, time_ranges
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import Subject
-from hf_pipetransformer.units import first_above
+from hf_pipetransformer.units import attention_of, block_of, first_above, mlp_of
 
 
 NUM_REPEATS = 4
@@ -26,13 +28,15 @@ class WholeSteps:
         whole: all of them.
         embeddings: the first.
         top: from unit number `top_start` on, whose input needs no gradient.
-        top_start: the first unit of a layer.
+        top_start: the first unit of a layer, or the head.
+        first: the first unit with a backward: what lies below it is frozen.
     """
 
     whole: Seconds
     embeddings: Seconds
     top: Seconds
     top_start: int
+    first: int = 0
 
 
 def correct_by_steps(
@@ -42,18 +46,41 @@ def correct_by_steps(
 
     Args:
         profile: measured with `batch`.
-        subject: the model, all of which is trained here.
+        subject: the model; each rank has all of it.
         structure: of the model.
         batch: that fits into memory with all activations.
     """
     size, last = batch_size(batch), structure.num_units
-    top = first_above(max(1, structure.num_layers // 2))
+    found = _first_trained(subject.model, structure)
+    if found is None:
+        return profile
+    first, layer = found
+    # At least one layer with a backward lies below.
+    top = first_above(max(layer + 1, (layer + structure.num_layers) // 2))
     estimated = 2 * size * (sum(profile.forward) + sum(profile.backward))
     repeats = max(1, min(NUM_REPEATS, int(PROFILE_SECONDS / estimated) - 1 if estimated else NUM_REPEATS))
     ranges = (range(last), range(1), range(top, last))
     parts = (subject.model, subject.splitter, structure, subject.loss, batch, ranges, repeats)
     whole, embeddings, upper = ((forward / size, backward / size) for forward, backward in time_ranges(*parts))
-    return fitted(profile, WholeSteps(whole, embeddings, upper, top))
+    return fitted(profile, WholeSteps(whole, embeddings, upper, top, first))
+
+
+def _first_trained(model: nn.Module, structure: Structure) -> tuple[int, int] | None:
+    """The first unit that is trained, and the layer that it lies in, 0 for the embeddings.
+
+    None where a layer above it is not trained, or none is: there no factor is that of all layers.
+    """
+    trained = {
+        unit
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        for unit in structure.units_of_parameter[name]
+    }
+    first = min(trained, default=structure.num_units - 1)
+    layer = max(0, block_of(first) - 1)
+    above = range(layer, structure.num_layers)
+    has_all = all(attention_of(index) in trained or mlp_of(index) in trained for index in above)
+    return (first, layer) if above and has_all else None
 
 
 def fitted(profile: UnitProfile, steps: WholeSteps) -> UnitProfile:
@@ -63,17 +90,19 @@ def fitted(profile: UnitProfile, steps: WholeSteps) -> UnitProfile:
     leaves nothing for a layer or the head, all units are scaled alike.
     """
     top, last = steps.top_start, len(profile.forward) - 1
-    first_layer = range(1, top)
+    trained = range(max(1, steps.first), top)
     upper = range(top, last)
-    # A layer whose input needs no gradient is one of the top's units, and none of the whole model's.
-    spared = profile.backward[top] - profile.edge_backward[top]
+    # A unit whose input needs no gradient is the first of the top, and of the whole model if something is frozen.
+    spared, whole_spared = (
+        profile.backward[unit] - profile.edge_backward[unit] if unit else 0.0 for unit in (top, steps.first)
+    )
     below = (
         steps.whole[0] - steps.embeddings[0] - steps.top[0],
         steps.whole[1] - steps.embeddings[1] - steps.top[1],
     )
     modelled = (
-        sum(profile.forward[unit] for unit in first_layer),
-        sum(profile.backward[unit] for unit in first_layer) + spared,
+        sum(profile.forward[unit] for unit in range(1, top)),
+        sum(profile.backward[unit] for unit in trained) + spared - whole_spared,
     )
     factors = [one / other if other else 1.0 for one, other in zip(below, modelled, strict=True)]
     head = (
@@ -81,7 +110,7 @@ def fitted(profile: UnitProfile, steps: WholeSteps) -> UnitProfile:
         steps.top[1] - factors[1] * (sum(profile.backward[unit] for unit in upper) - spared),
     )
     if min(*factors, *head) <= 0:
-        sums = sum(profile.forward), sum(profile.backward)
+        sums = sum(profile.forward), sum(profile.backward[steps.first :]) - whole_spared
         forward, backward = (one / other if other else 1.0 for one, other in zip(steps.whole, sums, strict=True))
         return replace(
             profile,
