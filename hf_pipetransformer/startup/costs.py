@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
@@ -106,7 +107,9 @@ def measure_costs(
 
 def _runs_whole_steps(args: PipeTransformerArguments) -> bool:
     """Whether the length of the run hangs on what steps take, and each rank runs the whole model anyway."""
-    return args.freeze_budget == "time" and (args.world_size == 1 or args.pipeline_size == 1)
+    # Whole steps keep all activations, which a run that recomputes has no memory for.
+    recomputes = args.pipeline_checkpoint != "never" or args.activation_checkpointing
+    return args.freeze_budget == "time" and (args.world_size == 1 or args.pipeline_size == 1) and not recomputes
 
 
 def _measure_units(
@@ -132,8 +135,18 @@ def _measure_units(
         num_units_run = len(units_run_alone(structure, middle_layer(subject.model, structure)))
         wanted = max(size, affordable_samples(wanted, pilot, num_units_run, free))
     batch = {key: moved(value, device) for key, value in read(wanted).items()}
-    found = measure(batch, batch_size(batch))
-    return correct_by_steps(found, subject, structure, batch) if in_whole_steps else found, batch_size(batch)
+    size = batch_size(batch)
+    found = measure(batch, size)
+    free = _free_bytes(device, topology.num_ranks_here)
+    if in_whole_steps and _whole_step_bytes(subject.model, found, size) <= MEMORY_SHARE * free:
+        found = correct_by_steps(found, subject, structure, batch)
+    return found, size
+
+
+def _whole_step_bytes(model: nn.Module, profile: UnitProfile, size: int) -> float:
+    """What all units keep of `size` samples for the backward, and the gradients."""
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return size * sum(profile.activation_bytes) + trained
 
 
 def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topology) -> int:
