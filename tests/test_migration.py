@@ -364,6 +364,37 @@ def test_an_optimizer_lets_go_and_takes_in_by_name() -> None:
     assert holder.state_of(gone) == {}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_from_two_stages_stand_in_the_order_of_the_model(rank: int) -> None:
+    """So plain Trainer reads them, by position: what an early stage uses may be registered behind later layers."""
+    model = {name: torch.nn.Parameter(torch.ones(1)) for name in ("early", "early.bias", "late", "late.bias", "shared")}
+    stages = (["early", "early.bias", "shared"], ["late", "late.bias"])
+    groups = [{name: int(name.endswith("bias")) for name in names} for names in stages]
+    optimizer = torch.optim.AdamW(
+        [{"params": [model[name] for name in stages[rank] if groups[rank][name] == index]} for index in range(2)]
+    )
+
+    def gather(value: Any) -> list[Any]:
+        return [{**value, "group_of": group} for group in groups]
+
+    topology: Any = SimpleNamespace(gather=gather)
+    holder = OptimizerState(optimizer, model, topology, True, groups[rank])
+    holder.hold(model, {})
+    names = {id(parameter): name for name, parameter in model.items()}
+    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    assert held == [["early", "late", "shared"], ["early.bias", "late.bias"]]
+
+
+def test_the_order_of_an_optimizer_that_was_made_for_the_whole_model_is_kept() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer, users = torch.optim.AdamW([first]), {"second": 0, "first": 0}
+    topology: Any = SimpleNamespace(gather=lambda value: [value, value])
+    OptimizerState(optimizer, {"first": first, "second": second}, topology, True, users).hold(
+        {"first": first, "second": second}, {}
+    )
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [id(second), id(first)]
+
+
 @pytest.mark.parametrize("other_options", [[{}] * 5, [{"lr": "0.5"}, {"lr": "0.5"}]], ids=["more", "others"])
 def test_ranks_whose_optimizers_have_other_groups_are_refused_if_layers_may_move(other_options: list) -> None:
     parameter = torch.nn.Parameter(torch.ones(1))

@@ -245,7 +245,7 @@ class OptimizerState:
 
     Args:
         optimizer: this rank's optimizer, not wrapped.
-        named: this rank's parameters by name.
+        named: the model's parameters by name, in its order, those of other ranks too.
         topology: the ranks; together they know the group of every parameter. A collective call.
         may_move: whether parameters may come from other ranks.
         group_of: name to group of parameters that the optimizer does not hold now.
@@ -276,9 +276,9 @@ class OptimizerState:
                     self._foreign[index].append(parameter)
         if may_move:
             options = [{key: str(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
-            self._learn_groups(topology.gather({"options": options, "group_of": self.group_of}))
+            self._learn_groups(topology.gather({"options": options, "group_of": self.group_of}), named)
 
-    def _learn_groups(self, answers: Sequence[Any]) -> None:
+    def _learn_groups(self, answers: Sequence[Any], order: Iterable[str]) -> None:
         for rank, answer in enumerate(answers):
             if answer["options"] != answers[0]["options"]:
                 raise ValueError(
@@ -288,6 +288,10 @@ class OptimizerState:
                     "create_optimizer, or set elastic=False."
                 )
             self.group_of.update(answer["group_of"])
+        if any(list(answer["group_of"]) != list(answers[0]["group_of"]) for answer in answers):
+            # Each made its own part: an optimizer for the whole model has them in the model's order.
+            place = {name: index for index, name in enumerate(order)}
+            self.group_of = dict(sorted(self.group_of.items(), key=lambda item: place[item[0]]))
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """The state of one parameter: tensors and plain numbers."""
@@ -305,7 +309,7 @@ class OptimizerState:
     def hold(self, named: Mapping[str, torch.nn.Parameter], received: Mapping[str, dict[str, Any]]) -> None:
         """Train exactly the parameters `named`; state of others is dropped, `received` state is taken in."""
         groups = [list(foreign) for foreign in self._foreign]
-        for name, index in self.group_of.items():  # In the order that they had at first.
+        for name, index in self.group_of.items():  # In the order of an optimizer that one stage made.
             if name in named:
                 groups[index].append(named[name])
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):

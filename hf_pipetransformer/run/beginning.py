@@ -292,7 +292,7 @@ class Beginning:
             wanted = self.trainer.args.num_chunks
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, longest, most):
                 self.topology.groups(Placement(size, num_chunks, layout.placement))
-        state = OptimizerState(optimizer, stage.store.held(), self.topology, may_move, groups)
+        state = OptimizerState(optimizer, stage.store.named(), self.topology, may_move, groups)
         if not stage.store.trains_all:
             state.hold(stage.trained_here(), {})  # It was made for what may be thawed too.
         return state
