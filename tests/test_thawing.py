@@ -66,9 +66,24 @@ def test_a_table_may_thaw_only_if_it_has_fewer_layers_later() -> None:
     assert not growing.may_thaw
     assert decide(growing, FreezeSignal(5, 100, L, 3, 3.0), 0).num_frozen == 3
     assert falling.may_thaw
-    assert [falling.frozen_until(step, 100) for step in (0, 5, 9, 20)] == [9, 9, 100, 100]
+    assert [falling.frozen_until(step, 100) for step in (0, 5, 9, 20)] == [100, 9, 100, 100]
     assert growing.frozen_until(5, 100) == 100
     assert falling.frozen_until(5, 100, num_frozen_by_user=3) == 100
+
+
+def test_layers_stay_frozen_until_fewer_are_than_now() -> None:
+    """What only later freezes thaws alone."""
+    table = Fixed({0: 1, 10: 3, 15: 1, 20: 0})
+    assert [table.frozen_until(step, 100) for step in (0, 9, 10, 14, 15, 20)] == [20, 20, 15, 15, 20, 100]
+    assert table.frozen_until(0, 100, num_frozen_by_user=1) == 100
+    assert table.frozen_until(12, 100, num_frozen_by_user=1) == 15
+    assert Fixed({5: 2, 9: 0}).frozen_until(0, 100, num_frozen_by_user=1) == 100
+
+
+def test_the_outlook_counts_on_rows_of_layers_that_a_later_thaw_leaves_frozen() -> None:
+    coming = [(0, 1), (10, 3), (15, 1)]
+    assert "gains nothing" not in in_words(coming, L, 0, 40, 20)
+    assert "gains nothing" in in_words([*coming, (18, 0)], L, 0, 40, 20)
 
 
 def test_the_outlook_says_what_thaws_and_whether_rows_are_read_until_then() -> None:

@@ -75,9 +75,12 @@ def in_words(
     text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
     if may_thaw and not thawing:
         text += " They may be thawed again."
-    # From a freeze on rows are stored, and read until what gave them is thawed.
-    ends = [*thawing, max_steps]
-    freezes = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen > earlier]
-    if all(min(end for end in ends if end > step) - step <= steps_per_epoch for step in freezes):
+    # From a decision on rows are stored, and read until some of what gave them is thawed.
+    spans = [
+        next((end for end, fewer in coming[index:] if fewer < frozen), max_steps) - step
+        for index, (step, frozen) in enumerate(coming)
+        if frozen
+    ]
+    if all(span <= steps_per_epoch for span in spans):
         text += " No later epoch reads what would be stored then: the activation cache gains nothing."
     return text

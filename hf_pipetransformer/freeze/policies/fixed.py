@@ -33,13 +33,11 @@ class Fixed(FreezePolicy):
         return self.table.get(signal.step, signal.num_frozen)
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
-        before = num_frozen_by_user
-        for later, layers in self.table.items():
-            after = max(layers, num_frozen_by_user)
-            if later > step and after < before:
-                return min(later, max_steps)
-            before = after
-        return max_steps
+        counts = {at: max(layers, num_frozen_by_user) for at, layers in self.table.items()}
+        now = [layers for at, layers in counts.items() if at <= step]
+        num_frozen = now[-1] if now else num_frozen_by_user
+        ends = (at for at, layers in counts.items() if at > step and layers < num_frozen)
+        return min(next(ends, max_steps), max_steps)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
         most = max(self.table.values())
