@@ -272,8 +272,9 @@ def test_rows_of_before_a_thaw_are_never_served(tmp_path: Path) -> None:
         found[mode] = trainer
     passes = [event for event in events_of(tmp_path / "on", "cache") if event["what"] == "epoch"]
     counts = [(event["hits"], event["misses"]) for event in passes]
-    # What is stored while layers are frozen again is of other weights.
-    assert counts == [(0, 12), (12, 0), (0, 12), (0, 12), (12, 0)]
+    # What is stored while layers are frozen again is of other weights; while none is, nobody asks for any.
+    assert counts == [(0, 12), (12, 0), (0, 0), (0, 12), (12, 0)]
+    assert logged(found["on"], "cache_hit_rate") == [0, 1, 0, 1]
     decided = [event for event in events_of(tmp_path / "on", "cache") if event["what"] == "decision"]
     assert [(event["level"], event["epochs_left"]) for event in decided] == [(2, 2), (0, 3), (2, 2)]
     for key in ("loss", "eval_loss"):

@@ -37,7 +37,7 @@ class CacheCounts:
     """What a cache did since it was last asked: samples, rows, and seconds spent on rows.
 
     A hit is a sample whose activation was read, a miss one that was read from the data set; a checked sample is a hit
-    whose input was read again and compared.
+    whose input was read again and compared. Where nothing is to be stored, none of the samples counts.
     """
 
     hits: int = 0
@@ -164,8 +164,9 @@ class ActivationCache:
                 rows = rows.take(~lost[hit])
                 parts.read(lost, samples)
                 hit &= ~lost
-        self.counts.hits += int(hit.sum())
-        self.counts.misses += len(samples) - int(hit.sum())
+        if self.level:
+            self.counts.hits += int(hit.sum())
+            self.counts.misses += len(samples) - int(hit.sum())
         levels = np.zeros(len(index), dtype=np.int64)
         if rows is not None:
             levels[hit] = self._levels_in(index[hit], rows)
