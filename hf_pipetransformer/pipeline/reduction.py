@@ -24,6 +24,7 @@ class _Bucket:
         self.parameters = parameters
         self.num_ready = 0
         self.work: Any = None
+        self._num_awaited: int | None = None
         self._sizes = [parameter.numel() for parameter in parameters]
         total = sum(self._sizes)
         self._flat = parameters[0].new_zeros(total + len(parameters))
@@ -31,6 +32,13 @@ class _Bucket:
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.flags = self._flat[total:]
         self._own_flags = host_buffer(self.flags)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients of this step are there; those that skip theirs do so on all replicas."""
+        if self._num_awaited is None:  # Counted once a step: every hook asks.
+            self._num_awaited = sum(parameter.requires_grad for parameter in self.parameters)
+        return self.num_ready == self._num_awaited
 
     def launch(self, group: Any, what: str) -> None:
         """Copy the gradients in and start summing over `group`; parameters without gradient count as zeros."""
@@ -49,7 +57,7 @@ class _Bucket:
     def wait(self, timeout: float, what: str) -> None:
         """Wait for the sums; on a device the stream does, not the host."""
         wait_for(self.work, timeout if self._flat.is_cpu else None, what)
-        self.work, self.num_ready = None, 0
+        self.work, self.num_ready, self._num_awaited = None, 0, None
 
     def hand_out(self, used: Sequence[float]) -> None:
         """Give the sums to the parameters; one without gradient on any replica keeps None."""
@@ -125,15 +133,10 @@ class GradientReducer:
             if parameter in self._final:
                 self._final.discard(parameter)
                 bucket.num_ready += 1
-                while self._next < len(self.buckets) and self._is_full(self.buckets[self._next]):
+                while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                     self._launch_next()
 
         return ready
-
-    @staticmethod
-    def _is_full(bucket: _Bucket) -> bool:
-        # Those that skip their gradients in this step do so on all replicas.
-        return bucket.num_ready == sum(parameter.requires_grad for parameter in bucket.parameters)
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
