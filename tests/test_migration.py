@@ -367,7 +367,9 @@ def test_an_optimizer_lets_go_and_takes_in_by_name() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parameters_from_two_stages_stand_in_the_order_of_the_model(rank: int) -> None:
     """So plain Trainer reads them, by position: what an early stage uses may be registered behind later layers."""
-    model = {name: torch.nn.Parameter(torch.ones(1)) for name in ("early", "early.bias", "late", "late.bias", "shared")}
+    model = {
+        name: torch.nn.Parameter(torch.ones(1)) for name in ("early", "early.bias", "late", "late.bias", "shared")
+    }
     stages = (["early", "early.bias", "shared"], ["late", "late.bias"])
     groups = [{name: int(name.endswith("bias")) for name in names} for names in stages]
     optimizer = torch.optim.AdamW(
