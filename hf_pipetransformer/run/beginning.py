@@ -41,6 +41,7 @@ from hf_pipetransformer.run.saving import Checkpoints
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.run.steps import Steps
+from hf_pipetransformer.run.thawing import longest_pipeline
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.run.transitions import Transitions
 from hf_pipetransformer.run.windows import Windows
@@ -284,7 +285,7 @@ class Beginning:
         adapts = elastic and (self.policy.freezes or cache is not None or layout.cache_level > 0)
         # A user's optimizer is put together again at the end.
         # Thawing may bring back the first length.
-        longest = began_under.pipeline_size if self.policy.may_thaw else layout.pipeline_size
+        longest = longest_pipeline(layout, began_under, self.policy, self.replay)
         may_move = self.replay is not None or (longest > 1 and (adapts or self.keeps_optimizer))
         if adapts:
             # What may follow gets its groups now: making them takes longer than a transition should.

@@ -38,10 +38,16 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
             )
 
 
-def give_whole_model(trainer: Trainer, pipeline: Pipeline) -> None:
-    """From now on callbacks that take the model find it whole, also while it lies on several stages."""
+def give_whole_model(trainer: Trainer, pipeline: Pipeline, longest: int = 1) -> None:
+    """From now on callbacks that take the model find it whole, also while it lies on several stages.
+
+    Args:
+        trainer: that calls them.
+        pipeline: that the model lies on.
+        longest: the longest K that it may grow to.
+    """
     handler = trainer.callback_handler
-    if pipeline.layout.pipeline_size > 1 and not isinstance(handler, WholeModelCallbacks):
+    if max(pipeline.layout.pipeline_size, longest) > 1 and not isinstance(handler, WholeModelCallbacks):
         trainer.callback_handler = WholeModelCallbacks(handler, pipeline)
 
 

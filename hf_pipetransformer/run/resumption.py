@@ -12,6 +12,7 @@ from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import Topology
+from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.plain_checkpoint import is_plain, read_plain_state
 from hf_pipetransformer.refusals import check_same_run
@@ -46,6 +47,7 @@ class Resumption:
         """Whether the layout is not the one that it was saved under; known when the layout is."""
         self.remainder: Remainder | None = None
         """Of the epoch; None where Trainer's count of steps leads to the right place."""
+        self._replanned: Layout | None = None
 
     @property
     def step(self) -> int:
@@ -63,11 +65,13 @@ class Resumption:
         """The layout in force in the last step."""
         return Layout.from_event(self.state["layout"])
 
-    def choose_layout(self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int) -> Layout:
+    def choose_layout(
+        self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int, policy: FreezePolicy
+    ) -> Layout:
         """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew.
 
         Unless it does not fit the processes or the settings of this run: then as many layers stay frozen. `plan` are
-        the layouts by step, if they are replayed.
+        the layouts by step, if they are replayed; else `policy` decides what freezes and thaws.
         """
         batch_size = self.args.per_device_train_batch_size
         if self.is_plain:
@@ -90,6 +94,9 @@ class Resumption:
                 "Resume with the plan of the run that was saved."
             )
         if self.is_elsewhere and plan is None:
+            if policy.may_thaw:
+                # What fits now may be too short for what is thawed later.
+                self._replanned = start_up.plans.layout(batch_size)
             return start_up.plans.layout(batch_size, layout.num_frozen_layers)
         return planned if self.is_elsewhere else layout
 
@@ -105,8 +112,8 @@ class Resumption:
 
     @property
     def first_layout(self) -> Layout | None:
-        """The layout under which the run began; None if it begins anew under the present one."""
-        return None if self.is_elsewhere else Layout.from_event(self.state["first_layout"])
+        """The layout under which the run began, or would have begun; None if it begins anew under the present one."""
+        return self._replanned if self.is_elsewhere else Layout.from_event(self.state["first_layout"])
 
     @property
     def has_same_policy(self) -> bool:

@@ -52,7 +52,7 @@ from hf_pipetransformer.run.replay import read_plan, read_replayed_skips
 from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
-from hf_pipetransformer.run.thawing import check_thawing
+from hf_pipetransformer.run.thawing import check_thawing, longest_pipeline
 from hf_pipetransformer.run.training import Training
 from hf_pipetransformer.run.windows import check_stages
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
@@ -127,13 +127,13 @@ class Run:
         self.training_loader: Any = None
         """What the training under way reads."""
 
-    def start(self, found: Found, layout: Layout) -> Pipeline:
-        """The pipeline starts.
+    def start(self, found: Found, layout: Layout, longest: int = 1) -> Pipeline:
+        """The pipeline starts; `longest` is the longest K that it may grow to.
 
         Raises:
             ValueError: a callback reads the model where it cannot have it.
         """
-        if layout.pipeline_size > 1:
+        if max(layout.pipeline_size, longest) > 1:
             check_callbacks(self.trainer.callback_handler.callbacks, self.topology)
         self.journal.tried = found.start_up.plans.trying(layout) if found.is_training else {}
         self.in_force = self.starter.start(found, layout)
@@ -256,18 +256,19 @@ class Run:
         replay = read_plan(args, start_up.probe.structure, topology)
         skips = read_replayed_skips(args, topology)
         if resumption is not None:
-            layout = resumption.choose_layout(start_up, replay, topology.world_size)
+            layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
             layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
+        first = None if resumption is None else resumption.first_layout
+        longest = longest_pipeline(layout, first, self.policy, replay)
         if request is None:
-            check_undivided(loader, "get_train_dataloader", layout.pipeline_size)
+            check_undivided(loader, "get_train_dataloader", longest)
         trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
         users = start_up.probe.structure.units_of_parameter
         check_stages(layout, {name: users[name] for name in trained}, args)
-        first = (resumption and resumption.first_layout) or layout
-        check_thawing(args, self.policy, replay, max(layout.pipeline_size, first.pipeline_size))
-        pipeline = self.start(found, layout)
-        give_whole_model(trainer, pipeline)
+        check_thawing(args, self.policy, replay, longest)
+        pipeline = self.start(found, layout, longest)
+        give_whole_model(trainer, pipeline, longest)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
         beginning = Beginning(
             *own, replay, skips, names, description, resumption, self._has_users_optimizer, found.typical

@@ -1,4 +1,4 @@
-"""Where layers may be thawed."""
+"""Where layers may be thawed, and how long pipelines may grow then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ from collections.abc import Mapping
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
+
+
+def longest_pipeline(
+    layout: Layout, first: Layout | None, policy: FreezePolicy, replay: Mapping[int, Layout] | None
+) -> int:
+    """The longest K that a run may have from here on: it grows where layers are thawed, or as it is replayed.
+
+    Args:
+        layout: in force.
+        first: under which the run began, if that was another one.
+        policy: decides what freezes.
+        replay: optimizer step to the layout from then on, of an earlier run; then the policy is not asked.
+    """
+    coming = [] if replay is None else list(replay.values())
+    if replay is None and policy.may_thaw and first is not None:
+        coming = [first]
+    return max(each.pipeline_size for each in (layout, *coming))
 
 
 def check_thawing(
