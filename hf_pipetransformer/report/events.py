@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -146,6 +147,11 @@ def read_skips(path: str) -> list[SkipPhase]:
         elif event["event"] == "profile" and event.get("what") in ("skip", "skip_trial"):
             phases.append(SkipPhase(event["step"], event["what"] == "skip_trial", tuple(event["shares"])))
     return phases
+
+
+def phase_at(phases: Sequence[SkipPhase], step: int) -> SkipPhase:
+    """The phase that a step is in."""
+    return [phase for phase in phases if phase.step <= step][-1]
 
 
 def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[tuple[int, int], int]:

@@ -252,7 +252,9 @@ class Beginning:
     @property
     def _may_skip(self) -> bool:
         """Whether weight gradients are skipped at any time."""
-        return len(self.replayed_skips) > 1 if self.replay is not None else self.policy.most_skipped > 0
+        if self.replay is None:
+            return self.policy.most_skipped > 0
+        return any(phase.shares for phase in self.replayed_skips)
 
     def _skips(self, controller: LayoutController, clock: DecisionClock) -> Skips:
         most, replayed = self.policy.most_skipped, None if self.replay is None else self.replayed_skips

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.option_combinations import check_skipping
-from hf_pipetransformer.report.events import SkipPhase, read_layouts, read_skips
+from hf_pipetransformer.report.events import SkipPhase, phase_at, read_layouts, read_skips
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup import check_agreement
 
@@ -42,14 +44,19 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
     return layouts
 
 
-def read_replayed_skips(args: PipeTransformerArguments, topology: Topology) -> list[SkipPhase]:
+def read_replayed_skips(
+    args: PipeTransformerArguments, layouts: Mapping[int, Layout] | None, topology: Topology
+) -> list[SkipPhase]:
     """What the steps of an earlier run skipped, for one that replays it. A collective call.
 
+    Args:
+        layouts: of that run, by step, see `read_plan`.
+
     Raises:
-        ValueError: they skipped something that the options exclude.
+        ValueError: they skipped something that the options exclude, or of other stages than there were.
     """
     path = args.layout_plan
-    if path is None:
+    if path is None or layouts is None:
         return []
     phases = [
         SkipPhase(step, is_trial, tuple(shares))
@@ -57,6 +64,15 @@ def read_replayed_skips(args: PipeTransformerArguments, topology: Topology) -> l
             lambda: [[phase.step, phase.is_trial, list(phase.shares)] for phase in read_skips(path)]
         )
     ]
-    if len(phases) > 1:
+    if any(phase.shares for phase in phases):
         check_skipping(args, f"layout_plan={path!r}, which skips weight gradients,")
+    for step in sorted({*layouts, *(phase.step for phase in phases)}):
+        found = phase_at(phases, step).shares
+        expected = layouts[max(start for start in layouts if start <= step)].num_stages
+        if found and len(found) != expected:
+            raise ValueError(
+                f"layout_plan={path!r} holds at step {step} shares of the weight gradients of {len(found)} stages, "
+                f"{list(found)}, beside a layout of {expected}: expected one share a stage. Replay a plan as it was "
+                "written, or the events of a run that was not resumed under another layout."
+            )
     return phases

@@ -254,7 +254,7 @@ class Run:
             return loader
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args, start_up.probe.structure, topology)
-        skips = read_replayed_skips(args, topology)
+        skips = read_replayed_skips(args, replay, topology)
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:

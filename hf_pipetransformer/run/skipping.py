@@ -21,7 +21,7 @@ from hf_pipetransformer.freeze.skipping import (
 )
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.timing import MEASURED_STEPS, WARMUP_STEPS
-from hf_pipetransformer.report.events import SkipPhase, announce
+from hf_pipetransformer.report.events import SkipPhase, announce, phase_at
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.windows import units_per_step
@@ -91,9 +91,11 @@ class Skips:
     def before_step(self) -> None:
         """A step comes: what it skips is known from here on. A collective call of all ranks."""
         step, self._is_in_step = self.trainer.state.global_step, True
-        if self.replayed is None and self.most:
+        if self.replayed is not None:
+            self._follow(phase_at(self.replayed, step), step)
+        elif self.most:
             self._decide(step, self.pipeline.layout)
-        shares = shares_at(self._phases if self.replayed is None else self.replayed, step)
+        shares = shares_at(self._phases, step)
         position = self.pipeline.stage.groups.position
         self._draw(step, shares[position] if shares else 0.0)
 
@@ -110,6 +112,15 @@ class Skips:
         self._measured.append(self.topology.gather({**parts, SKIPPED: self._share} if parts else {}))
 
     # ---- decisions ----
+
+    def _follow(self, replayed: SkipPhase, step: int) -> None:
+        """Go on to the phase of the earlier run, so that events and checkpoints tell what this run skips too."""
+        self._layout, own = self.pipeline.layout, self._phases[-1]
+        is_same_turn = not replayed.is_trial or (own.step - replayed.step) % 2 == 0
+        if own[1:] != replayed[1:] or not is_same_turn:
+            # A trial begins with a step that skips nothing: who resumes before one that skips enters it a step later.
+            skips_now = replayed.is_trial and (step - replayed.step) % 2 == 1
+            self._enter(SkipPhase(step, replayed.is_trial and not skips_now, replayed.shares))
 
     def _decide(self, step: int, layout: Layout) -> None:
         phase = self._phases[-1]
@@ -194,12 +205,14 @@ class Skips:
         }
 
     def restart(self) -> None:
-        """The run goes on elsewhere, where nothing has been measured yet."""
-        if self.most and self.replayed is None:
-            self._enter(SkipPhase(self.trainer.state.global_step, False, ()))
+        """The run goes on elsewhere or by another policy: what the events of the run that was saved tell is over."""
+        self._enter(SkipPhase(self.trainer.state.global_step, False, ()))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Go on from `state`, unless the run that was saved replayed what this one would not skip."""
+        if self.replayed is None and not self.most:
+            self.restart()
+            return
         self._phases = [SkipPhase(step, is_trial, tuple(shares)) for step, is_trial, shares in state["phases"]]
         self._layout = None if state["layout"] is None else Layout.from_event(state["layout"])
         self._measured = list(state["measured"])
@@ -207,5 +220,5 @@ class Skips:
 
 def shares_at(phases: Sequence[SkipPhase], step: int) -> tuple[float, ...]:
     """The shares that a step skips, by stage; empty for none."""
-    phase = [phase for phase in phases if phase.step <= step][-1]
+    phase = phase_at(phases, step)
     return () if phase.is_trial and (step - phase.step) % 2 == 0 else phase.shares

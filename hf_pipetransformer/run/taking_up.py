@@ -105,6 +105,7 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
         are_set = together(lambda: set_plain_random_state(folder))
     if shared is not None or not are_set:
         into.seeds.part(stage)
+    into.skips.restart()
     tensors, values = checkpoint.random_state(into.trainer.args.device)
     if into.topology.rank == 0:
         announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")

@@ -1,0 +1,164 @@
+"""The phases of a run that skips weight gradients: through replays, resumptions, failures. Without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report.events import EventLog, SkipPhase, read_skips
+from hf_pipetransformer.run import skipping as run_skipping
+from hf_pipetransformer.run.journal import Journal
+from hf_pipetransformer.run.replay import read_replayed_skips
+from hf_pipetransformer.run.skipping import TRIAL_STEPS, Skips
+from tests.skipped import write_plan
+
+
+LAYOUT = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b")
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+class Run:
+    """A run of one process whose steps compute nothing; 1 s each, half a second less if all is skipped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        replayed: list[SkipPhase] | None = None,
+        most: float = 0.5,
+        start: int = 0,
+        model: nn.Module = MODEL,
+    ) -> None:
+        self.path = folder / "pipetransformer_events.jsonl"
+        state = SimpleNamespace(global_step=start, epoch=0.0)
+        args = SimpleNamespace(gradient_accumulation_steps=1, per_device_train_batch_size=1, seed=0)
+        self.trainer: Any = SimpleNamespace(state=state, args=args)
+        log = EventLog(str(folder))
+        log.write("run", start, 0.0, layout=LAYOUT.as_event())
+        held = dict(model.named_parameters())
+        stage = SimpleNamespace(
+            groups=SimpleNamespace(position=0),
+            store=SimpleNamespace(held=lambda: held, is_active=lambda name: True),
+            owners=dict.fromkeys(held, (0,)),
+            view=SimpleNamespace(model=model),
+        )
+        self.resets = 0
+        meter = SimpleNamespace(reset=self._reset, last_parts=self._parts)
+        plans = SimpleNamespace(costs=SimpleNamespace(overheads=SimpleNamespace(hop=0.0)))
+        pipeline: Any = SimpleNamespace(
+            layout=LAYOUT,
+            stage=stage,
+            settings=SimpleNamespace(meter=meter),
+            start_up=SimpleNamespace(plans=plans),
+        )
+        topology: Any = SimpleNamespace(
+            rank=0, gather=lambda value: [value], decide=lambda call, where=None: json.loads(json.dumps(call()))
+        )
+        controller: Any = SimpleNamespace(is_trying=False, expect=lambda seconds: None)
+        self.skips = Skips(self.trainer, topology, pipeline, Journal(self.trainer, log), controller, most, 2, replayed)
+        self.skipped: list[bool] = []
+
+    def _reset(self) -> None:
+        self.resets += 1
+
+    def _parts(self) -> dict[str, float]:
+        seconds = 0.5 if self.skipped[-1] else 1.0
+        return {"forward": 0.25, "backward": seconds, "total": 0.25 + seconds}
+
+    def go_to(self, end: int) -> list[bool]:
+        """Steps up to `end`; which of them asked for something to be skipped."""
+        for step in range(self.trainer.state.global_step, end):
+            self.trainer.state.global_step = step
+            self.skips.before_step()
+            with self.skips.skipping():
+                self.skipped.append(not all(parameter.requires_grad for parameter in MODEL.parameters()))
+            self.skips.end_step()
+        self.trainer.state.global_step = end
+        return self.skipped
+
+
+def shares_of(phases: list[SkipPhase], end: int) -> list[tuple[float, ...]]:
+    return [run_skipping.shares_at(phases, step) for step in range(end)]
+
+
+def folders(tmp_path: Path, *names: str) -> list[Path]:
+    found = [tmp_path / name for name in names]
+    for folder in found:
+        folder.mkdir()
+    return found
+
+
+END = TRIAL_STEPS + 8
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, TRIAL_STEPS + 4])
+def test_a_replay_tells_what_it_skips(tmp_path: Path, step: int) -> None:
+    """Its own events can be replayed, and it can be resumed without the plan."""
+    first, second, third, fourth = folders(tmp_path, "first", "second", "third", "fourth")
+    original = Run(first)
+    skipped = original.go_to(END)
+    assert any(skipped[:TRIAL_STEPS]) and any(skipped[TRIAL_STEPS:])
+    phases = read_skips(str(original.path))
+    replay = Run(second, phases, most=0.0)
+    replay.go_to(step)
+    state = json.loads(json.dumps(replay.skips.state()))
+    assert replay.go_to(END) == skipped
+    again = read_skips(str(replay.path))
+    assert shares_of(again, END) == shares_of(phases, END)
+    # The replay is resumed, with its state or without.
+    for folder, takes_state in ((third, True), (fourth, False)):
+        Run(folder, phases).go_to(step)
+        resumed = Run(folder, phases, start=step)
+        resumed.skips.load_state(state) if takes_state else resumed.skips.restart()
+        assert resumed.go_to(END) == skipped[step:]
+        assert shares_of(read_skips(str(resumed.path)), END) == shares_of(phases, END)
+
+
+def test_a_replay_that_is_resumed_without_the_plan_goes_on_skipping(tmp_path: Path) -> None:
+    first, second = folders(tmp_path, "first", "second")
+    original = Run(first)
+    skipped = original.go_to(END)
+    replay = Run(second, read_skips(str(original.path)))
+    replay.go_to(END - 2)
+    resumed = Run(second, start=END - 2)
+    resumed.skips.load_state(json.loads(json.dumps(replay.skips.state())))
+    assert resumed.go_to(END) == skipped[END - 2 :]
+    assert resumed.resets == 0  # No trial began.
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_another_policy_stops_skipping_in_the_events_too(tmp_path: Path, loads: bool) -> None:
+    """Resumed under another policy; or under the same, after a replay that skipped what this policy does not."""
+    run = Run(tmp_path)
+    run.go_to(END)
+    resumed = Run(tmp_path, most=0.0, start=END)
+    resumed.skips.load_state(run.skips.state()) if loads else resumed.skips.restart()
+    assert not any(resumed.go_to(END + 20))
+    phases = read_skips(str(resumed.path))
+    assert shares_of(phases, END + 20) == shares_of(read_skips(str(run.path)), END) + [()] * 20
+
+
+def test_a_plan_has_one_share_a_stage(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.jsonl", 2, 1)
+    topology: Any = SimpleNamespace(world_size=2, decide=lambda call: call(), rank=0)
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, layout_plan=str(plan))
+    layout = Layout(4, 0, 2, 1, (0, 4, 10), 2, "1f1b")
+    assert len(read_replayed_skips(args, {0: layout}, topology)) == 3
+    longer = Layout(4, 0, 4, 1, (0, 2, 4, 6, 10), 4, "1f1b")
+    with pytest.raises(ValueError, match=r"at step 3 shares .* of 2 stages, \[0.3, 0.6\], beside a layout of 4"):
+        read_replayed_skips(args, {0: layout, 3: longer}, topology)
+
+
+def test_a_plan_that_skips_nothing_goes_with_every_option(tmp_path: Path) -> None:
+    """What a run without skipping writes when it is resumed excludes nothing."""
+    run = Run(tmp_path, most=0.0)
+    run.skips.restart()
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, layout_plan=str(run.path), activation_cache="on")
+    topology: Any = SimpleNamespace(decide=lambda call: call())
+    assert not any(phase.shares for phase in read_replayed_skips(args, {0: LAYOUT}, topology))
