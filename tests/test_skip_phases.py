@@ -162,3 +162,34 @@ def test_a_plan_that_skips_nothing_goes_with_every_option(tmp_path: Path) -> Non
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, layout_plan=str(run.path), activation_cache="on")
     topology: Any = SimpleNamespace(decide=lambda call: call())
     assert not any(phase.shares for phase in read_replayed_skips(args, {0: LAYOUT}, topology))
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    return SimpleNamespace(x=None, message="infeasible")
+
+
+def test_a_programme_that_cannot_be_solved_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("scipy.optimize.linprog", refuse)
+    run = Run(tmp_path)
+    with caplog.at_level("INFO", logger="hf_pipetransformer"):
+        skipped = run.go_to(END + TRIAL_STEPS)
+    assert any(skipped) and not any(skipped[TRIAL_STEPS + 2 :])
+    assert read_skips(str(run.path))[-1] == SkipPhase(TRIAL_STEPS + 2, False, (0.0,))
+    assert "infeasible" in json.loads(run.path.read_text().splitlines()[-1])["reason"]
+    assert "no weight gradient is skipped by plan: The linear programme" in caplog.text
+
+
+@pytest.mark.parametrize("start", [0, 8])
+def test_where_nothing_can_be_skipped_trials_end(tmp_path: Path, start: int, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, start=start, model=nn.LayerNorm(4))
+    with caplog.at_level("INFO", logger="hf_pipetransformer"):
+        run.go_to(start + 4 * TRIAL_STEPS)
+    end = max(start, 2) + TRIAL_STEPS
+    assert read_skips(str(run.path))[1:] == [
+        SkipPhase(end - TRIAL_STEPS, True, (0.5,)),
+        SkipPhase(end, False, (0.0,)),
+    ]
+    assert run.resets == 1
+    assert "in the trial no layer was skipped" in caplog.text

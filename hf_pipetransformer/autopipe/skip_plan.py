@@ -29,6 +29,7 @@ class SkipPlan:
         pipeline_seconds: of them those of the schedule: forwards, backwards and waiting.
         unskipped_seconds: that a step is predicted to take if nothing is skipped.
         graph: that the shares are chosen for.
+        reason: why no shares could be chosen, so that nothing is skipped; None if they were.
     """
 
     shares: tuple[float, ...]
@@ -36,6 +37,7 @@ class SkipPlan:
     pipeline_seconds: float
     unskipped_seconds: float
     graph: SkipGraph
+    reason: str | None = None
 
     def as_event(self) -> dict[str, Any]:
         """The plan with its inputs as JSON values."""
@@ -49,6 +51,7 @@ class SkipPlan:
             "backward_s": list(graph.backward),
             "weight_gradients_s": list(graph.saved),
             "hop_s": graph.hop,
+            "reason": self.reason,
         }
 
 
@@ -57,6 +60,12 @@ def is_enough(steps: Sequence[MeasuredStep], least: int) -> bool:
     counted = [step for step in steps if all(step)]
     skipping = sum(any(report[SKIPPED] for report in step) for step in counted)
     return min(skipping, len(counted) - skipping) >= least
+
+
+def skipped_nothing(steps: Sequence[MeasuredStep], least: int) -> bool:
+    """Whether `least` steps were measured on every rank, and none of those that should skip had a layer to skip."""
+    counted = [step for step in steps if all(step)]
+    return len(counted) >= least and not any(report[SKIPPED] for step in counted for report in step)
 
 
 def plan_skips(
@@ -72,7 +81,7 @@ def plan_skips(
     A stage's forward and backward are the medians of the steps without skipping. What its backward loses with the
     share that is skipped is the median of what the others lost over their shares. What a step takes beside the
     schedule is measured in both kinds, and changes in between with the mean share of the stages. Where that leaves
-    nothing of what the schedule gains, nothing is skipped.
+    nothing of what the schedule gains, or the programme cannot be solved, nothing is skipped.
 
     Args:
         layout: under which was measured, one stage a rank.
@@ -121,10 +130,14 @@ def plan_skips(
     alone = statistics.median(map(beside, plain))
     slope = statistics.median((beside(step) - alone) / mean_share(step) for step in others)
 
-    def plan(shares: tuple[float, ...]) -> SkipPlan:
+    def plan(shares: tuple[float, ...], reason: str | None = None) -> SkipPlan:
         pipeline = accumulation * graph.seconds(shares)
-        return SkipPlan(shares, pipeline + alone + slope * statistics.fmean(shares), pipeline, unskipped, graph)
+        seconds = pipeline + alone + slope * statistics.fmean(shares)
+        return SkipPlan(shares, seconds, pipeline, unskipped, graph, reason)
 
     unskipped = accumulation * graph.seconds([0.0] * size) + alone
-    chosen = plan(choose_shares(graph, most))
+    try:
+        chosen = plan(choose_shares(graph, most))
+    except ValueError as error:
+        return plan((0.0,) * size, str(error))  # Measured times are noisy: no reason to end a run that trains.
     return chosen if chosen.seconds < unskipped else plan((0.0,) * size)

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.skip_plan import SKIPPED, MeasuredStep, is_enough, plan_skips
+from hf_pipetransformer.autopipe.skip_plan import SKIPPED, MeasuredStep, is_enough, plan_skips, skipped_nothing
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.freeze.skipping import (
     SkippableLayer,
@@ -139,6 +139,10 @@ class Skips:
     def _end_trial(self, step: int, layout: Layout, num_trials: float) -> None:
         if num_trials < 1:
             return
+        if skipped_nothing(self._measured, 2 * LEAST_MEASURED):
+            reason = "in the trial no layer was skipped; only linear layers and convolutions that are trained can be"
+            self._enter(SkipPhase(step, False, (0.0,) * layout.num_stages), {"reason": reason})
+            return
         if not is_enough(self._measured, LEAST_MEASURED):
             if num_trials == int(num_trials):
                 self.pipeline.settings.meter.reset()  # Some of the first trial was measured before a resumption.
@@ -162,6 +166,9 @@ class Skips:
         what = "skip_trial" if phase.is_trial else "skip"
         self.journal.write("profile", what=what, **{"shares": list(phase.shares), **(chosen or {})})
         if chosen is None or self.topology.rank != 0:
+            return
+        if chosen.get("reason"):
+            announce(f"Step {phase.step}: from now on no weight gradient is skipped by plan: {chosen['reason']}.")
             return
         shares = ", ".join(f"{share:.0%}" for share in phase.shares)
         stages = "of the weight gradients" if len(phase.shares) == 1 else "of the stages' weight gradients"
