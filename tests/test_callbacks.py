@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from hf_pipetransformer.run.callbacks import WholeModelCallbacks, giving_whole_model, takes_model
+from hf_pipetransformer.run.callbacks import WholeModelCallbacks, give_whole_model, giving_whole_model, takes_model
 
 
 class Named(TrainerCallback):
@@ -145,3 +145,14 @@ def test_trainers_own_handler_comes_back_with_what_was_added_meanwhile() -> None
     assert trainer.callback_handler is own and own.optimizer == "an optimizer"
     assert [type(callback) for callback in own.callbacks][-1] is Named
     assert double not in vars(own).values()
+
+
+@pytest.mark.parametrize("longest", [1, 2])
+def test_a_model_on_one_stage_that_may_come_to_lie_on_several_is_put_together_then(longest: int) -> None:
+    """A pipeline grows where layers are thawed, or as it is replayed."""
+    named = Named()
+    trainer, double = SimpleNamespace(callback_handler=CallbackHandler([named], MODEL, *[None] * 3)), Double()
+    double.layout = SimpleNamespace(pipeline_size=1)
+    give_whole_model(trainer, double, longest)
+    trainer.callback_handler.call_event("on_step_end", None, TrainerState(), TrainerControl())
+    assert double.num_times_whole == longest - 1
