@@ -175,6 +175,15 @@ def _load(folder: str, name: str) -> Any:
 # ---- writing ----
 
 
+def is_dealt_to_nodes(place: Mapping[str, Any] | None) -> bool:
+    """Whether a run stopped within an epoch whose samples were dealt to nodes: Trainer would read it in another order.
+
+    Args:
+        place: where the run was in its data, as `state.json` has it.
+    """
+    return place is not None and place.get("nodes") is not None and place["samples"] > 0
+
+
 def export_checkpoint(folder: str, output: str) -> list[str]:
     """Write a checkpoint that plain Trainer resumes, from one of a pipeline.
 
@@ -251,6 +260,12 @@ def _otherwise(state: Mapping[str, Any]) -> list[str]:
         told.append(
             f"{num_frozen} layers were frozen by the run; plain Trainer trains them again, from fresh optimizer "
             "state, unless the script freezes them."
+        )
+    if is_dealt_to_nodes(state["place"]):
+        told.append(
+            "The epoch under way was dealt to nodes; plain Trainer draws the rest of it in an order of its own, so "
+            "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "
+            "instead."
         )
     if state["world_size"] > 1:
         told.append(

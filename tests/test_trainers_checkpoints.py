@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, checkpoint
+from hf_pipetransformer.autodp.shares import NodeOrder
+from hf_pipetransformer.plain_checkpoint import export_checkpoint
 from tests.models import build_model, collate, make_dataset
 
 
@@ -90,3 +92,27 @@ def test_what_trainer_left_of_an_earlier_run_is_not_that_of_the_next(tmp_path: P
         (tmp_path / name).touch()
     checkpoint.begin(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", checkpoint.STATE_FOLDER}
+
+
+class Dealing(TrainerCallback):
+    """Deals epochs to nodes, as a run over several does that stores activations."""
+
+    trainer: Any = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer.pipeline_run.training_loader.keep_on(NodeOrder(1, (1,), 4))
+
+
+def test_an_epoch_that_was_dealt_to_nodes_is_none_of_trainers(tmp_path: Path) -> None:
+    """It draws another order, in which the samples that are done are not the first ones."""
+    trainer, dealing = make(PipeTransformerTrainer, tmp_path, **FREEZES), Dealing()
+    dealing.trainer = trainer
+    trainer.add_callback(dealing)
+    trainer.train()
+    found = [{path.name for path in (tmp_path / f"checkpoint-{step}").iterdir()} & TRAINERS for step in range(1, 5)]
+    assert found == [set(), set(), set(), TRAINERS]
+    said = {
+        step: export_checkpoint(str(tmp_path / f"checkpoint-{step}"), str(tmp_path / f"{step}")) for step in (3, 4)
+    }
+    assert [len(texts) for texts in said.values()] == [1, 0]
+    assert "The epoch under way was dealt to nodes" in said[3][0]

@@ -45,7 +45,12 @@ class NodeOrder:
     batch_size: int
 
     def __post_init__(self) -> None:
-        assert self.batch_size % sum(self.devices) == 0, "each device has a part of its own of every full batch"
+        num_devices = sum(self.devices)
+        if min(self.devices, default=0) < 1 or self.batch_size < 1 or self.batch_size % num_devices:
+            raise ValueError(
+                f"Nodes of {self.devices} devices and batches of {self.batch_size} samples: expected at least one "
+                "device on each node, and batches of equally many samples, at least one, for each device."
+            )
 
     def bounds(self, num_samples: int) -> list[int]:
         """Where the nodes' parts of a batch of `num_samples` begin, and where the last one ends.

@@ -20,6 +20,7 @@ from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.manifest import Entry
+from hf_pipetransformer.plain_checkpoint import is_dealt_to_nodes
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.budget import Budget
 from hf_pipetransformer.run.description import RunDescription
@@ -103,9 +104,11 @@ class Checkpoints:
 
     @property
     def are_trainers_too(self) -> bool:
-        """Whether Trainer could go on from the optimizer as it is here: whole, and with nothing left out."""
+        """Whether Trainer could go on from here: the optimizer is whole, and the epoch in an order that it knows."""
         stage = self.pipeline.stage
-        return stage.layout.pipeline_size == 1 and stage.store.trains_all
+        if stage.layout.pipeline_size > 1 or not stage.store.trains_all:
+            return False
+        return not is_dealt_to_nodes(self._place())
 
     def save_optimizer(self, folder: str) -> None:
         """The state of what this rank trains; replicas agree on it, the first one writes."""
