@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
+from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 
 
@@ -23,10 +24,23 @@ NUM_REPEATS = 5
 def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> float:
     """Seconds that clipping and an optimizer step take for one trained parameter: copies of some are stepped.
 
+    AdamW stands for an optimizer that cannot be made or stepped so. Where that cannot either, nothing is known: 0.
+
     Args:
         trainer: of the optimizer.
         parameters: that it trains here.
     """
+    given = list(parameters)
+    for make in (_alike, _adamw):
+        # What an optimizer of the user's, or a device without memory, raises here is no reason to end the run.
+        with suppress(Exception):
+            copies = _copies(given)
+            return _seconds(make(trainer, copies), copies, trainer.args.max_grad_norm) if copies else 0.0
+    logger.warning("What an optimizer step takes could not be measured: the planned time leaves it out.")
+    return 0.0
+
+
+def _copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     copies, left = [], MOST_ELEMENTS
     for parameter in parameters:
         if left and parameter.numel():
@@ -35,15 +49,17 @@ def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> f
             rows = rows[: max(1, left // per_row)] if rows.dim() else rows
             copies.append(nn.Parameter(rows.clone()))
             left = max(0, left - rows.numel())
-    if not copies:
-        return 0.0
-    optimizer, times = _alike(trainer, copies), []
+    return copies
+
+
+def _seconds(optimizer: torch.optim.Optimizer, copies: list[nn.Parameter], max_norm: float | None) -> float:
+    times = []
     for _ in range(NUM_REPEATS + 1):
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
         start = _now(copies[0].device)
-        if trainer.args.max_grad_norm:
-            clip_grad_norm_(copies, trainer.args.max_grad_norm)
+        if max_norm:
+            clip_grad_norm_(copies, max_norm)
         optimizer.step()
         optimizer.zero_grad()
         times.append(_now(copies[0].device) - start)
@@ -52,17 +68,18 @@ def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> f
 
 
 def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the run's kind; AdamW for a kind that cannot be made so."""
-    try:
-        if trainer.optimizer is None:
-            kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        else:
-            own = host.torch_optimizer(trainer)
-            kind, options = type(own), own.defaults
-        made: Any = kind(parameters, **options)
-        return made if isinstance(made, torch.optim.Optimizer) else torch.optim.AdamW(parameters)
-    except (TypeError, ValueError, RuntimeError, ImportError):
-        return torch.optim.AdamW(parameters)
+    """An optimizer of the run's kind."""
+    if trainer.optimizer is None:
+        kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    else:
+        own = host.torch_optimizer(trainer)
+        kind, options = type(own), own.defaults
+    made: torch.optim.Optimizer = kind(parameters, **options)
+    return made
+
+
+def _adamw(_trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
 
 
 def _now(device: torch.device) -> float:
