@@ -32,7 +32,7 @@ def check_combinations(args: Options) -> None:
         ValueError: two of them exclude each other, or one needs another.
     """
     _check_freezing(args)
-    _check_budget(args)
+    check_budget_options(args)
     _check_chunks(args)
     _check_token_slices(args)
     _check_asynchronous(args)
@@ -140,7 +140,12 @@ def _check_freezing(args: Options) -> None:
         )
 
 
-def _check_budget(args: Options) -> None:
+def check_budget_options(args: Options) -> None:
+    """Refuse options under which no time can be planned; also of a run that begins, as options may have changed.
+
+    Raises:
+        ValueError: names the option.
+    """
     if args.freeze_budget != "time":
         return
     if args.max_steps > 0:

@@ -368,6 +368,13 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
         for name, value in saved["arguments"].items()
         if present["arguments"].get(name, value) != value
     }
+    stays = ""
+    if present["arguments"].get("freeze_budget") == "time" and "num_train_epochs" in changed:
+        found, value = changed.pop("num_train_epochs")
+        stays = (
+            f"freeze_budget='time': the run stays as long as it was planned, num_train_epochs={found} (was {value}) "
+            "changes nothing. Set freeze_budget='epochs' for a run of so many epochs."
+        )
     told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
     kind, old_kind = present["policy_class"], saved.get("policy_class", present["policy_class"])
     if kind != old_kind:
@@ -378,13 +385,13 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
     if saved["has_plan"] and not present["has_plan"]:
         told.append("no layout_plan (was replayed)")
     if not told:
-        return None
+        return stays or None
     kept = [name for name in _KEPT_ARGUMENTS if name in changed]
     of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint stay in force." if kept else ""
     return (
         f"The run goes on with other settings than it was saved with: {'; '.join(told)}. It goes on from the same "
-        f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint}"
-    )
+        f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint} {stays}"
+    ).strip()
 
 
 def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:

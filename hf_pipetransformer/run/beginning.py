@@ -26,7 +26,16 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.report.events import SkipPhase, announce, logger, read_known_microbatches
 from hf_pipetransformer.run import host
-from hf_pipetransformer.run.budget import EVENT, Budget, in_words, measure, plan_budget, planned_before, saved_budget
+from hf_pipetransformer.run.budget import (
+    EVENT,
+    Budget,
+    check_budget,
+    in_words,
+    measure,
+    plan_budget,
+    planned_before,
+    saved_budget,
+)
 from hf_pipetransformer.run.cache import TrainingCache, begin_cache
 from hf_pipetransformer.run.cache_inputs import remove_old_stores
 from hf_pipetransformer.run.description import RunDescription
@@ -109,19 +118,26 @@ class Beginning:
             began: when `train` was called, by `time.perf_counter`.
 
         Raises:
-            ValueError: an earlier run whose length it should have had none that was planned.
+            ValueError: an earlier run whose length it should have had none that was planned, or none can be.
         """
         args, saved, pipeline = self.trainer.args, self.resumption, self.pipeline
         if args.freeze_budget != "time":
             return None
+        check_budget(args, self.policy)  # Options may have changed since the trainer was made.
         updates, num_steps = values[1], values[-1]
-        cache, num_layers = self._cache(loader, updates), pipeline.layout.num_layers
+        step, epoch = (0, 0.0) if saved is None else (saved.step, saved.state["epoch"])
+        with self.journal.at(step, epoch):
+            cache, num_layers = self._cache(loader, updates), pipeline.layout.num_layers
 
         def decide() -> dict[str, Any]:
+            before = None
             if saved is not None:
-                return {"budget": asdict(saved_budget(saved.state.get("budget"), saved.folder)), "because": None}
-            if args.layout_plan is not None:
-                return {"budget": asdict(planned_before(args.layout_plan)), "because": None}
+                before = saved_budget(saved.state.get("budget"), saved.folder)
+            elif args.layout_plan is not None:
+                before = planned_before(args.layout_plan)
+            if before is not None:
+                announce(f"Budget: time. The run is as long as it was planned, {before.num_steps} steps.")
+                return {"budget": asdict(before), "because": None}
             looking = time.perf_counter() - began
             measured = measure(self.trainer, pipeline, cache, self.typical, looking)
             budget, because = plan_budget(measured, args, pipeline, self.policy, cache, updates, num_steps)
@@ -129,7 +145,6 @@ class Beginning:
             return {"budget": asdict(budget), "because": because}
 
         found = self.topology.decide(decide)
-        step, epoch = (0, 0.0) if saved is None else (saved.step, saved.state["epoch"])
         self.journal.log.write("profile", step, epoch, what=EVENT, **found)
         budget = Budget(**found["budget"])
         self._planned.append((budget, cache))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import cache as remembered
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,7 @@ from hf_pipetransformer.autopipe.time_budget import MOST_TIMES, Forecast, Span, 
 from hf_pipetransformer.freeze.outlook import outlook
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_clock
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.option_combinations import check_budget_options
 from hf_pipetransformer.report.events import read_events
 from hf_pipetransformer.run.cache import TrainingCache
 from hf_pipetransformer.run.first_batches import TypicalBatches
@@ -48,9 +50,9 @@ class Budget:
     full_s: float
 
     @property
-    def num_epochs(self) -> float:
-        """Of the run."""
-        return self.num_steps / self.steps_per_epoch
+    def num_epochs(self) -> Fraction:
+        """Of the run: to the step, also in epochs of another length."""
+        return Fraction(self.num_steps, self.steps_per_epoch)
 
     def counts(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """What `Trainer.set_initial_training_values` gives, for a run of this length.
@@ -60,7 +62,7 @@ class Budget:
         _, updates, num_examples, _, total, steps_in_epoch, _ = values
         num_steps = self.num_steps
         if updates != self.steps_per_epoch:
-            num_steps = math.ceil(num_steps * updates / self.steps_per_epoch)
+            num_steps = math.ceil(self.num_epochs * updates)
         num_samples = num_examples * num_steps / updates
         return math.ceil(num_steps / updates), updates, num_examples, num_samples, total, steps_in_epoch, num_steps
 
@@ -86,8 +88,9 @@ def check_budget(args: PipeTransformerArguments, policy: FreezePolicy) -> None:
     """Refuse a policy of which nobody knows before the run when it freezes how much, and one that thaws.
 
     Raises:
-        ValueError: names it.
+        ValueError: names it, or an option that does not go with a planned length.
     """
+    check_budget_options(args)
     if args.freeze_budget != "time" or args.layout_plan is not None:
         return
     if not policy.is_certain:
@@ -191,7 +194,7 @@ def in_words(budget: Budget, because: Mapping[str, Any], num_layers: int) -> str
     shown = ", ".join(
         f"{frozen} of {num_layers} layers frozen from step {step} on" for step, frozen in parts if frozen
     )
-    fits = f"{budget.num_epochs:.3g} epochs ({budget.num_steps} steps)"
+    fits = f"{float(budget.num_epochs):.3g} epochs ({budget.num_steps} steps)"
     if budget.num_steps == asked:
         why = "take no less" if budget.planned_s > budget.full_s else "are all that fits"
         return f"Budget: time. {full}; with {shown or 'no layer frozen'} they {why}, and the run stays as long."
@@ -218,6 +221,11 @@ def saved_budget(saved: Mapping[str, Any] | None, where: str) -> Budget:
 
 
 def planned_before(path: str) -> Budget:
-    """That of the run which wrote an events file; raises as `saved_budget`."""
-    found = [event for event in read_events(path) if event["event"] == "profile" and event["what"] == EVENT]
-    return saved_budget(found[-1]["budget"] if found else None, path)
+    """That of the last run in an events file that began anew; raises as `saved_budget`."""
+    budget = None
+    for event in read_events(path):
+        if event["event"] == "run" and event["step"] == 0:
+            budget = None
+        elif event["event"] == "profile" and event["what"] == EVENT:
+            budget = event["budget"]
+    return saved_budget(budget, path)

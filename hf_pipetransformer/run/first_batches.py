@@ -44,13 +44,21 @@ class TypicalBatches:
     """Mean size of the batches that were looked at, over that of the one that was given."""
 
     def read(self, num_samples: int) -> dict[str, Any]:
-        """Of some batches from all over an epoch the one whose main input is closest to their mean size."""
+        """Of some batches from all over an epoch the one whose main input is closest to their mean size.
+
+        Raises:
+            ValueError: there is none.
+        """
         found, start = [], time.perf_counter()
         with closing(self.batches.spread(num_samples, NUM_TYPICAL)) as spread:
             for batch in spread:
                 found.append(batch)
                 if time.perf_counter() - start > READING_SECONDS:
                     break
+        if not found:
+            raise ValueError(
+                "The data set gave samples when it was first read and none now. Let `__iter__` begin anew each time."
+            )
         self.seconds_per_sample = (time.perf_counter() - start) / sum(map(batch_size, found))
         sizes = [self._size(batch) for batch in found]
         mean = sum(sizes) / len(sizes)

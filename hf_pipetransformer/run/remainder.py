@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 
@@ -32,7 +33,7 @@ class Remainder:
         """The epoch as a number with a fraction, when a `part` of the rest is done."""
         return self.epoch + 1 - (1 - part) * self.share
 
-    def last_step(self, step: int, num_epochs: float, updates_per_epoch: int) -> int:
+    def last_step(self, step: int, num_epochs: float | Fraction, updates_per_epoch: int) -> int:
         """Optimizer steps of the whole run, of which `step` are done, if it goes on to the end of its epochs."""
         total = math.ceil(num_epochs * updates_per_epoch)
         return step + max(0, total - ((self.epoch + 1) * updates_per_epoch - self.num_updates))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from hf_pipetransformer import checkpoint
@@ -128,7 +129,7 @@ class Resumption:
             return None
         return {(k, v): m for k, v, m in self.state["decisions"]["known_microbatches"]}
 
-    def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float) -> tuple[Any, ...]:
+    def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
         """What `Trainer.set_initial_training_values` gives, for a run that goes on with batches of another size.
 
         Args:

@@ -47,7 +47,8 @@ class FreezePolicy(ABC):
     num_watched = 0
     """Decisions, from the beginning of a run, at which it only looks: nothing can freeze before the next one."""
     is_certain = False
-    """Whether `most_wanted` is always its answer: what freezes, and when, is then known before a run begins."""
+    """Whether `most_wanted` is always its answer: what freezes, and when, is then known before a run begins. A
+    subclass that overrides `num_wanted` says so anew."""
     freezes = True
     """False: it never will, so that nothing is prepared for it."""
     may_thaw: bool = False
@@ -55,6 +56,17 @@ class FreezePolicy(ABC):
     most_skipped = 0.0
     """The largest share of its weight gradients that a stage skips in a step on average, from 0 to 1. The times of
     steps decide, after `freeze_warmup`, which share it is. Nothing is stored of a run that skips."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Who answers otherwise than the class that is certain is not, unless that is said once more.
+        order = cls.__mro__
+        says, answers = (
+            next(index for index, base in enumerate(order) if name in vars(base))
+            for name in ("is_certain", "num_wanted")
+        )
+        if answers < says:
+            cls.is_certain = False
 
     @abstractmethod
     def num_wanted(self, signal: FreezeSignal) -> float:
