@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from hf_pipetransformer.freeze.monitor import GradientNormMonitor
 from hf_pipetransformer.freeze.outlook import in_words, outlook
 from hf_pipetransformer.freeze.policies import (
+    DecisionClock,
     Fixed,
     FreezePolicy,
     FreezeSignal,
     GradientNorm,
+    NoFreezing,
     Schedule,
     check_policy,
     decide,
@@ -405,6 +408,32 @@ def test_the_outlook_of_a_bound_is_what_its_decisions_give() -> None:
 
 def test_the_outlook_of_a_table_is_the_table() -> None:
     assert coming(Fixed({3: 1, 12: 5}))[0] == [(3, 1), (12, 5)]
+
+
+@pytest.mark.parametrize("interval", ["epoch", "1", "3", "7", "100", "0.1"])
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("max_steps", [0, 1, 10, 41])
+def test_due_steps_are_those_that_are_due(interval: str, warmup: float, max_steps: int) -> None:
+    """Also where a policy of the user's own says so."""
+
+    class Odd(Fixed):
+        def is_due(self, step: int, clock: DecisionClock) -> bool:
+            return step % 5 == 0 or super().is_due(step, clock)
+
+    clock = make_clock(interval, warmup, 10, max_steps)
+    for policy in (Schedule(0.5), Fixed({0: 1, 3: 1, 40: 2}), Odd({3: 1}), NoFreezing()):
+        assert list(policy.due_steps(clock)) == [step for step in range(max_steps) if policy.is_due(step, clock)]
+
+
+def test_the_outlook_looks_only_at_steps_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that is planned there are ten times as many, and it is looked at some twenty times."""
+
+    def ask(*_: Any) -> bool:
+        raise AssertionError("a step was asked about")
+
+    monkeypatch.setattr(DecisionClock, "is_due", ask)
+    assert coming(Schedule(1 / 3), 40)[0] == [(20, 2), (30, 4)]
+    assert coming(Fixed({3: 1, 10**12: 5}), 10**11)[0] == [(3, 1)]
 
 
 def test_the_outlook_in_words_says_when_nothing_can_freeze() -> None:

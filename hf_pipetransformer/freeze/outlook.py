@@ -28,16 +28,15 @@ def outlook(
     """
     found: list[tuple[int, int]] = []
     wanted = float(num_frozen)
-    for step in range(clock.max_steps):
-        if policy.is_due(step, clock):
-            signal = FreezeSignal(
-                step, clock.max_steps, num_layers, num_frozen, wanted, num_frozen_by_user=num_frozen_by_user
-            )
-            if len(found) >= policy.num_watched:
-                most = float(policy.most_wanted(signal))
-                wanted = most if policy.may_thaw else max(wanted, most)
-            num_frozen = held(policy, wanted, signal, min_active_layers)
-            found.append((step, num_frozen))
+    for step in policy.due_steps(clock):
+        signal = FreezeSignal(
+            step, clock.max_steps, num_layers, num_frozen, wanted, num_frozen_by_user=num_frozen_by_user
+        )
+        if len(found) >= policy.num_watched:
+            most = float(policy.most_wanted(signal))
+            wanted = most if policy.may_thaw else max(wanted, most)
+        num_frozen = held(policy, wanted, signal, min_active_layers)
+        found.append((step, num_frozen))
     return found
 
 

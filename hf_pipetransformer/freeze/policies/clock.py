@@ -25,6 +25,11 @@ class DecisionClock:
         """Whether a decision is taken before optimizer step number `step` (0 is the first)."""
         return 0 < step < self.max_steps and step % self.every == 0 and step >= self.warmup_steps
 
+    def due_steps(self) -> range:
+        """All steps that are due."""
+        first = max(1, -(-self.warmup_steps // self.every))
+        return range(first * self.every, self.max_steps, self.every)
+
 
 def make_clock(interval: str, warmup: float, steps_per_epoch: int, max_steps: int) -> DecisionClock:
     """The clock for the option `freeze_interval`: "epoch", a number of steps, or a share of the run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hf_pipetransformer.freeze.policies.clock import DecisionClock
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
@@ -50,6 +50,11 @@ class Fixed(FreezePolicy):
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         return step in self.table
+
+    def due_steps(self, clock: DecisionClock) -> Iterable[int]:
+        if type(self).is_due is not Fixed.is_due:
+            return super().due_steps(clock)
+        return (step for step in self.table if step < clock.max_steps)
 
     def describe(self) -> str:
         return "fixed, " + ", ".join(f"{layers} layers at step {step}" for step, layers in self.table.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hf_pipetransformer.freeze.policies.clock import DecisionClock
@@ -82,6 +82,13 @@ class FreezePolicy(ABC):
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
         return clock.is_due(step)
+
+    def due_steps(self, clock: DecisionClock) -> Iterable[int]:
+        """All steps of a run that are due, in their order."""
+        # Of another `is_due` than the clock's nothing is known.
+        if type(self).is_due is FreezePolicy.is_due:
+            return clock.due_steps()
+        return (step for step in range(clock.max_steps) if self.is_due(step, clock))
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
         """The step before which layers that are frozen at `step` are thawed, as far as that is known.
