@@ -203,19 +203,20 @@ class StageRunner:
         """`gradient_squares` of this rank's stages alone."""
         num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
-        gradients, where = [], []
-        for name, parameter in self.stage.store.held().items():
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
-                where.append(self._layer_of[name])
+        held = self.stage.store.held().items()
+        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
+        gradients = [gradient for gradient in trained.values() if gradient is not None]
         if gradients:
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            found, none = iter(torch._foreach_norm(gradients)), squares.new_zeros(())
+            # Those that a step skips count as zeros: it skips others each time, and the parts stay the same.
+            norms = torch.stack([none if each is None else next(found).double() for each in trained.values()])
+            parts = self._parts(tuple(self._layer_of[name] for name in trained))
             # Not index_add_: on a GPU it adds in any order, and replicas must come to the same bits.
-            squares = torch.where(self._parts(tuple(where)), norms.square(), 0.0).sum(dim=1)
+            squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
         return squares
 
     def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
-        """Which gradients belong to which part of the model, `(num_layers + 2, gradients)`, on the device.
+        """Which parameters belong to which part of the model, `(num_layers + 2, parameters)`, on the device.
 
         It is the same in almost every step, and taken there once.
         """

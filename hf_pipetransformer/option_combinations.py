@@ -160,6 +160,16 @@ def check_budget_options(args: Options) -> None:
         )
 
 
+def unused_when_skipping(args: Options) -> list[str]:
+    """What the user should hear of options that do nothing where weight gradients are skipped and no layer freezes."""
+    defaults = {field.name: field.default for field in fields(args)}
+    return [
+        f"{name}={getattr(args, name)!r} does nothing with freeze_policy={args.freeze_policy!r}: no layer freezes."
+        for name in ("freeze_interval", "freeze_min_active_layers")
+        if getattr(args, name) != defaults[name]
+    ]
+
+
 def check_skipping(args: Options, what: str) -> None:
     """Refuse options that do not go with skipped weight gradients; `what` skips them.
 

@@ -8,15 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.adapters import check_skipping_model
+from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.option_combinations import unused_when_skipping
+from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.report.events import EventLog, SkipPhase, read_skips
 from hf_pipetransformer.run import skipping as run_skipping
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.replay import read_replayed_skips
 from hf_pipetransformer.run.skipping import TRIAL_STEPS, Skips
+from hf_pipetransformer.splitters.check import ActivationShape
 from tests.skipped import write_plan
 
 
@@ -193,3 +199,44 @@ def test_where_nothing_can_be_skipped_trials_end(tmp_path: Path, start: int, cap
     ]
     assert run.resets == 1
     assert "in the trial no layer was skipped" in caplog.text
+
+
+def test_norms_of_steps_that_skip_need_no_new_mask() -> None:
+    """Copied to the device once, whatever a step skips."""
+    held = dict(MODEL.named_parameters())
+    structure = SimpleNamespace(units_of_parameter={name: (1 if name[0] == "0" else 3,) for name in held})
+    stage: Any = SimpleNamespace(
+        layout=LAYOUT,
+        store=SimpleNamespace(held=lambda: held),
+        settings=SimpleNamespace(device=torch.device("cpu")),
+        view=SimpleNamespace(structure=structure),
+    )
+    runner = StageRunner(stage, ActivationShape("input_ids", (4,), (4,)), LossRule.MEAN, False)
+    masks = []
+    for skipped in ("", "0.weight", "1.weight"):
+        for name, parameter in held.items():
+            parameter.grad = None if name == skipped else torch.ones_like(parameter)
+        squares = runner.own_gradient_squares()
+        assert squares.sum().item() == pytest.approx(40 - 16 * bool(skipped))
+        assert sorted(squares.tolist())[-1] == pytest.approx(20)
+        masks.append(runner._mask)
+    MODEL.zero_grad()
+    assert masks[0] is masks[1] is masks[2]
+
+
+def test_adapters_are_refused() -> None:
+    check_skipping_model(MODEL, "freeze_policy='timely'")
+    adapted: Any = SimpleNamespace(peft_config={"default": None})
+    with pytest.raises(ValueError, match="layout_plan='a' with a PEFT model"):
+        check_skipping_model(adapted, "layout_plan='a'")
+
+
+def test_options_without_a_use_are_told(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, freeze_policy="timely")
+    assert unused_when_skipping(args) == []
+    args = PipeTransformerArguments(
+        str(tmp_path), use_cpu=True, freeze_policy="timely", freeze_interval="5", freeze_min_active_layers=1
+    )
+    assert [text.split()[0] for text in unused_when_skipping(args)] == [
+        "freeze_interval='5'", "freeze_min_active_layers=1"
+    ]  # fmt: skip

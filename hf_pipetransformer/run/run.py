@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_pipetransformer.adapters import has_adapters
+from hf_pipetransformer.adapters import check_skipping_model
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -234,11 +234,8 @@ class Run:
             ValueError: a loader of the user's own, and more than one stage.
         """
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
-        if self.policy.most_skipped and has_adapters(trainer.model):
-            raise ValueError(
-                f"freeze_policy={self.policy.name!r} with a PEFT model: adapters are small, so that their weight "
-                "gradients take no time worth skipping. Use another policy."
-            )
+        if self.policy.most_skipped:
+            check_skipping_model(trainer.model, f"freeze_policy={self.policy.name!r}")
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
@@ -255,6 +252,8 @@ class Run:
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args, start_up.probe.structure, topology)
         skips = read_replayed_skips(args, replay, topology)
+        if any(phase.shares for phase in skips):
+            check_skipping_model(trainer.model, f"layout_plan={args.layout_plan!r}, which skips weight gradients,")
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
