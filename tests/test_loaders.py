@@ -139,7 +139,8 @@ def steps_beside(counts_of_another: list[int]) -> Steps:
     pipeline.layout = SimpleNamespace(num_replicas=2)
     topology: Any = SimpleNamespace(rank=0)
     windows: Any = SimpleNamespace(is_on=False, queue=())
-    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology), windows)
+    skips: Any = None
+    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology), windows, skips)
 
 
 def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:
