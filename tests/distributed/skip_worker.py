@@ -2,8 +2,8 @@
 
     skip_worker.py FOLDER CASE...
 
-A case is K, R and a schedule, as in `2x1-zb_h1`. Each rank writes `FOLDER/<case>.rank<r>.json`, the first one the
-weights at the end too.
+A case is K, R and a schedule, as in `2x1-zb_h1`; its plan is `FOLDER/<case>.jsonl`. Each rank writes
+`FOLDER/<case>.rank<r>.json`, the first one the weights at the end too.
 """
 
 from __future__ import annotations
@@ -17,21 +17,15 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.transition import check_replicas_agree
-from tests.skipped import GLOBAL_BATCH, norms_and_losses, skipping, write_plan
+from tests.skipped import GLOBAL_BATCH, norms_and_losses, skipping
 
 
 def run(folder: Path, case: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape, schedule = case.split("-")
-    size, num_replicas = map(int, shape.split("x"))
-    plan = folder / f"{case}.jsonl"
-    if rank == 0:
-        write_plan(plan, size, num_replicas, schedule)
-    if dist.is_initialized():
-        dist.barrier()
     trainer, note = skipping(
-        folder / case, plan, per_device_train_batch_size=GLOBAL_BATCH // world, pipeline_schedule=schedule,
-        pipeline_parallel_size=str(size),
+        folder / case, folder / f"{case}.jsonl", per_device_train_batch_size=GLOBAL_BATCH // world,
+        pipeline_schedule=schedule, pipeline_parallel_size=shape[0],
     )  # fmt: skip
     agreed = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.launcher import launch
-from tests.skipped import NUM_STEPS, largest_difference, norms_and_losses, plain
+from tests.skipped import NUM_STEPS, largest_difference, norms_and_losses, plain, write_plan
 
 
 WORKER = Path(__file__).with_name("skip_worker.py")
@@ -22,6 +22,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("cases", [ON_TWO, pytest.param(ON_FOUR, marks=pytest.mark.slow)], ids=["two", "four"])
 def test_stages_skip_what_trainer_would_without_these_gradients(tmp_path: Path, cases: tuple[str, ...]) -> None:
     world = 2 if cases is ON_TWO else 4
+    for case in cases:
+        shape, schedule = case.split("-")
+        size, num_replicas = map(int, shape.split("x"))
+        write_plan(tmp_path / f"{case}.jsonl", size, num_replicas, schedule)
     launch(WORKER, [tmp_path, *cases], world, timeout=120, strict_nccl=True)
     for case in cases:
         size = int(case[0])
