@@ -216,19 +216,27 @@ def finish(options: argparse.Namespace) -> None:
         cells = [(contender, seed) for seed in options.seeds for contender in wanted]
         task = None
         for contender, seed in cells:
-            # Read anew each time: another process may have done it.
-            in_force = settings_of(settings, wanted[contender])
-            done = [r for r in read_records(path) if (r["contender"], r["seed"]) == (contender, seed)]
-            if any(are_same(record["settings"], in_force) for record in done):
+            if is_done(path, contender, seed, settings_of(settings, wanted[contender])):
                 continue
             if task is None:
                 task = TASKS[name](options.data, options.models)
                 # What is imported and compiled at the first use must not be the first contender's.
                 run(task, settings, contenders(settings)["first 1/2 frozen"], RATES_SEED, max_steps=2)
-            record = {"contender": contender, **run(task, settings, wanted[contender], seed)}
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{name}, seed {seed}, {contender}: {record['scores']}, {record['seconds']:.0f} s", flush=True)
+            add_line(path, {"contender": contender, **run(task, settings, wanted[contender], seed)})
+
+
+def is_done(path: Path, contender: str, seed: int, settings: dict[str, Any]) -> bool:
+    """Whether a run has its line; the file is read anew each time, as another process may have written it."""
+    found = [record for record in read_records(path) if (record["contender"], record["seed"]) == (contender, seed)]
+    return any(are_same(record["settings"], settings) for record in found)
+
+
+def add_line(path: Path, record: dict[str, Any]) -> None:
+    """A run is done."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    what = f"{path.stem}, seed {record['seed']}, {record['contender']}"
+    print(f"{what}: {record['scores']}, {record['seconds']:.0f} s", flush=True)
 
 
 def is_chosen(name: str, chosen: list[str] | None) -> bool:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from front_report import are_same, in_force, paired, read_records
+from front_report import in_force, paired, read_records
 from front_tasks import SETTINGS, TASKS, Task
-from study_front import RATES_SEED, Contender, run, settings_of
+from study_front import RATES_SEED, Contender, add_line, is_done, run, settings_of
 from transformers.utils import logging
 
 
@@ -63,19 +63,15 @@ def finish(options: argparse.Namespace) -> None:
     path, wanted, tasks = options.folder / "views.jsonl", settings_in_force(), dict[str, Task]()
     for seed in options.seeds:
         for name, (task_name, contender) in contenders().items():
-            # Read anew each time: another process may have done it.
-            done = [record for record in read_records(path) if (record["contender"], record["seed"]) == (name, seed)]
-            if any(are_same(record["settings"], wanted[name]) for record in done):
+            if is_done(path, name, seed, wanted[name]):
                 continue
             settings = SETTINGS[task_name]
             if task_name not in tasks:
                 tasks[task_name] = TASKS[task_name](options.data, options.models)
                 # What is imported and compiled at the first use must not be the first contender's.
                 run(tasks[task_name], settings, contender, RATES_SEED, max_steps=2)
-            record = {"contender": name, **run(tasks[task_name], settings, contender, seed), "settings": wanted[name]}
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"seed {seed}, {name}: {record['scores']}, {record['seconds']:.0f} s", flush=True)
+            result = run(tasks[task_name], settings, contender, seed)
+            add_line(path, {"contender": name, **result, "settings": wanted[name]})
 
 
 def make_report(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from timeit import repeat, timeit
 
@@ -101,8 +101,7 @@ class CachePlanner:
         costs, share = self._measured(prefix_seconds, stored_level)
         self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        views = self._views(costs, num_frozen, active_seconds)
-        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
+        decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
         self.write(
             "cache",
             what="decision",
@@ -135,9 +134,18 @@ class CachePlanner:
         one = "one view of each sample, which the first epoch fills"
         return one if self.num_views == 1 else f"{self.num_views} views of each sample, which as many epochs fill"
 
-    def _views(self, costs: CacheCosts, num_frozen: int, active_seconds: float) -> ViewCosts:
-        share = fresh_share(costs, num_frozen, active_seconds) if self.num_views else 0.0
-        return ViewCosts(max(1, self.num_views), share)
+    def _cheapest(
+        self,
+        costs: CacheCosts,
+        share: float,
+        num_frozen: int,
+        stored_level: int,
+        epochs_left: float,
+        active_seconds: float,
+    ) -> CacheDecision:
+        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_views else 0.0
+        views = ViewCosts(max(1, self.num_views), fresh)
+        return decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
 
     def foresee(
         self,
@@ -151,10 +159,9 @@ class CachePlanner:
         """The level that `decide` would give for its arguments, and what would follow; nothing is decided."""
         costs, share = self._measured(prefix_seconds, stored_level)
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        views = self._views(costs, num_frozen, active_seconds)
-        decision = decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
+        decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
         level = decision.level if decision.use else 0
-        views = replace(views, fresh_share=decision.fresh_share)
+        views = ViewCosts(max(1, self.num_views), decision.fresh_share)
         return level, self._passes(costs, level, stored_level, share, max_steps - step, views)
 
     def going_on(

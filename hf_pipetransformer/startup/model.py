@@ -65,13 +65,17 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
-def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
-    """F at the start: leading layers that the script froze, the embeddings included."""
-    trainable_units = {
+def trained_units(model: nn.Module, structure: Structure) -> set[int]:
+    """The units that use a parameter with a gradient."""
+    return {
         unit
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
         for unit in structure.units_of_parameter[name]
     }
-    first = min(trainable_units, default=structure.num_units - 1)
+
+
+def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
+    """F at the start: leading layers that the script froze, the embeddings included."""
+    first = min(trained_units(model, structure), default=structure.num_units - 1)
     return max(0, block_of(first) - 1)

@@ -10,7 +10,7 @@ from torch import nn
 from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.splitters.profile import PROFILE_SECONDS, UnitProfile, time_ranges
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.startup.model import Subject
+from hf_pipetransformer.startup.model import Subject, trained_units
 from hf_pipetransformer.units import attention_of, block_of, first_above, mlp_of
 
 
@@ -70,12 +70,7 @@ def _first_trained(model: nn.Module, structure: Structure) -> tuple[int, int] | 
 
     None where a layer above it is not trained, or none is: there no factor is that of all layers.
     """
-    trained = {
-        unit
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        for unit in structure.units_of_parameter[name]
-    }
+    trained = trained_units(model, structure)
     first = min(trained, default=structure.num_units - 1)
     layer = max(0, block_of(first) - 1)
     above = range(layer, structure.num_layers)
