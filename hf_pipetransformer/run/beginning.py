@@ -58,7 +58,7 @@ from hf_pipetransformer.run.windows import Windows
 from hf_pipetransformer.startup import check_agreement
 
 
-@dataclass(frozen=True)
+@dataclass
 class Beginning:
     """A training before its optimizer exists.
 
@@ -93,7 +93,7 @@ class Beginning:
     resumption: Resumption | None
     keeps_optimizer: bool
     typical: TypicalBatches
-    _planned: list[tuple[Budget, TrainingCache | None]] = field(default_factory=list, init=False)
+    _planned: tuple[Budget, TrainingCache | None] | None = field(default=None, init=False)
 
     def announce(self) -> None:
         """Say what begins, in the events and on the screen."""
@@ -148,7 +148,7 @@ class Beginning:
         found = self.topology.decide(decide)
         self.journal.log.write("profile", step, epoch, what=EVENT, **found)
         budget = Budget(**found["budget"])
-        self._planned.append((budget, cache))
+        self._planned = budget, cache
         return budget
 
     def training(self, given: Any, max_steps: int) -> Training:
@@ -166,29 +166,12 @@ class Beginning:
             length = len(given) if has_length(given) else None
             check_agreement(self.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
-        budget, cache = self._planned[-1] if self._planned else (None, self._cache(given, steps_per_epoch))
+        budget, cache = self._planned or (None, self._cache(given, steps_per_epoch))
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
         # A resumed run began earlier.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
-        decisions = Decisions(
-            policy=self.policy,
-            clock=clock,
-            args=args,
-            inputs=pipeline.start_up.plans.inputs(
-                began_under, args.per_device_train_batch_size, self._known_microbatches()
-            ),
-            num_frozen=stage.layout.num_frozen_layers,
-            world_size=self.topology.world_size,
-            units_of_parameter={
-                name: units
-                for name, units in stage.view.structure.units_of_parameter.items()
-                if stage.store.trainable[name]
-            },
-            write=self.journal.write,
-            cache=None if cache is None else cache.planner,
-            num_frozen_by_user=pipeline.start_up.plans.num_frozen_by_user,
-        )
+        decisions = self._decisions(clock, cache, began_under)
         if self.topology.rank == 0 and self.replay is None and self.policy.freezes:
             announce(decisions.outlook(stage.layout, steps_per_epoch))
         meter = pipeline.settings.meter
@@ -235,6 +218,23 @@ class Beginning:
                 budget,
             ),
             budget=budget,
+        )
+
+    def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
+        """What rank 0 decides with."""
+        plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.trainer.args
+        units_of_parameter = stage.view.structure.units_of_parameter
+        return Decisions(
+            policy=self.policy,
+            clock=clock,
+            args=args,
+            inputs=plans.inputs(began_under, args.per_device_train_batch_size, self._known_microbatches()),
+            num_frozen=stage.layout.num_frozen_layers,
+            world_size=self.topology.world_size,
+            units_of_parameter={n: units for n, units in units_of_parameter.items() if stage.store.trainable[n]},
+            write=self.journal.write,
+            cache=None if cache is None else cache.planner,
+            num_frozen_by_user=plans.num_frozen_by_user,
         )
 
     def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
