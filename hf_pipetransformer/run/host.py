@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import Any, get_args
+from typing import Any
 
 import datasets
 import torch
@@ -96,30 +95,6 @@ _NOT_CALLED_BELOW = (
 
 _DOES_SOMETHING_UNDER = {"trl.trainer.sft_trainer.SFTTrainer.training_step": "activation_offloading"}
 """Methods of other trainers that are Trainer's unless an option is set."""
-
-
-def kind_of_arguments(make: Callable[..., Any]) -> type[TrainingArguments]:
-    """What a trainer's constructor calls its arguments: the class that it names first.
-
-    Args:
-        make: the constructor.
-    """
-    parameter = inspect.signature(make).parameters.get("args")
-    annotation = None if parameter is None else parameter.annotation
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if isinstance(kind, type)]
-    return next((kind for kind in kinds if issubclass(kind, TrainingArguments)), TrainingArguments)
-
-
-def check_kind_of_arguments(make: Callable[..., Any], args: TrainingArguments) -> None:
-    """Refuse arguments that a trainer would make anew as those of its own, without the pipeline's options."""
-    kind = kind_of_arguments(make)
-    if not isinstance(args, kind):
-        trainer = make.__qualname__.partition(".")[0]
-        raise ValueError(
-            f"{trainer} takes {kind.__name__}, found {type(args).__name__}. Define a class with the options of both, "
-            f"`@dataclass class Arguments({kind.__name__}, PipeTransformerArguments)`, or pass {kind.__name__}, which "
-            "gets the defaults of the pipeline."
-        )
 
 
 def check_taken_over(below: Any, args: TrainingArguments) -> None:

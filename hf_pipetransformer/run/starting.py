@@ -152,7 +152,6 @@ def check_given(
     splitter: Splitter | None = None,
     train_dataset: Any = None,
     optimizers: Any = (None, None),
-    **_: Any,
 ) -> bool:
     """Refuse what a trainer is given and cannot work, before Trainer takes it, and say what is taken differently.
 

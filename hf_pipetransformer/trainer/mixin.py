@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from hf_pipetransformer.arguments import with_pipeline_options
 from hf_pipetransformer.autodp.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
@@ -19,6 +15,7 @@ from hf_pipetransformer.run import host
 from hf_pipetransformer.run.run import Run
 from hf_pipetransformer.run.starting import check_given
 from hf_pipetransformer.splitters import Splitter
+from hf_pipetransformer.trainer.given import check_handed_on, find_given
 from hf_pipetransformer.trainer.overrides import Overrides
 
 
@@ -29,9 +26,10 @@ class PipeTransformerMixin(Overrides):
     trainer does in `compute_loss`, `prediction_step`, `log` and so on stays.
 
     Args:
-        model: see `Trainer`, or the trainer after the mixin.
-        args ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options; plain ones get their
+        positional: what the constructor of the trainer after the mixin takes by place, in its order, among it `args`
+            ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options; plain ones get their
             defaults.
+        named: what it takes by name.
         policy ([`FreezePolicy`], *optional*): decides what freezes; it wins over `freeze_policy`.
         splitter ([`Splitter`], *optional*): how the model falls into layers, for models that the library does not
             know; by default it is found by `config.model_type`.
@@ -42,27 +40,21 @@ class PipeTransformerMixin(Overrides):
 
     def __init__(
         self,
-        model: PreTrainedModel | torch.nn.Module | str | None = None,
-        args: TrainingArguments | None = None,
         *positional: Any,
         policy: FreezePolicy | None = None,
         splitter: Splitter | None = None,
         **named: Any,
     ) -> None:
-        make = super().__init__
-        args = host.kind_of_arguments(make)(output_dir="tmp_trainer") if args is None else args
-        host.check_kind_of_arguments(make, args)
-        args = with_pipeline_options(args)
-        given = inspect.signature(make).bind(model, args, *positional, **named).arguments
-        # Trainers of TRL load a model by its name.
-        known = model if isinstance(model, torch.nn.Module) else None
-        own = {"model": known, "args": args, "policy": policy, "splitter": splitter}
-        needs_pipeline = check_given(super(Overrides, self), **{**named, **given, **own})
+        given = find_given(type(self), PipeTransformerMixin, positional, named)
+        args, model = given.args, given.model
+        known = {name: given.values[name] for name in ("train_dataset", "optimizers") if name in given.values}
+        needs_pipeline = check_given(super(Overrides, self), model, args, policy, splitter, **known)
         args.places_model = needs_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             host.check_loaders(type(self), num_stages)
-        super().__init__(model, args, *positional, **named)
+        super().__init__(*given.positional, **given.named)
+        check_handed_on(self)
         self.pipeline_run = Run(self, policy, splitter, needs_pipeline)
 
     @property
