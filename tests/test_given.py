@@ -118,9 +118,7 @@ def test_a_model_that_is_not_told_from_another_is_not_known(tmp_path: Path) -> N
 
 
 def test_constructors_without_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="WithoutArguments was given no Train.*no parameter `args`"
-    ):
+    with pytest.raises(ValueError, match="WithoutArguments was given no Train.*no parameter `args`"):
         under_mixin(WithoutArguments)(build_model("bert_sequence"), str(tmp_path))
 
 
