@@ -32,7 +32,6 @@ from hf_pipetransformer.run.budget import (
     Budget,
     check_budget,
     in_words,
-    measure,
     plan_budget,
     planned_before,
     saved_budget,
@@ -40,6 +39,8 @@ from hf_pipetransformer.run.budget import (
 from hf_pipetransformer.run.cache import TrainingCache, begin_cache
 from hf_pipetransformer.run.cache_inputs import remove_old_stores
 from hf_pipetransformer.run.description import RunDescription
+from hf_pipetransformer.run.expectation import coming_spans, make_forecast, measure
+from hf_pipetransformer.run.expectation import in_words as expected_in_words
 from hf_pipetransformer.run.first_batches import TypicalBatches
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.noted import Noted, noting_nothing
@@ -50,6 +51,7 @@ from hf_pipetransformer.run.resumption import Resumption
 from hf_pipetransformer.run.saving import Checkpoints
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.skipping import Skips
+from hf_pipetransformer.run.step_overheads import MOST_ELEMENTS
 from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.run.thawing import longest_pipeline
 from hf_pipetransformer.run.training import Training
@@ -140,7 +142,7 @@ class Beginning:
                 announce(f"Budget: time. The run is as long as it was planned, {before.num_steps} steps.")
                 return {"budget": asdict(before), "because": None}
             looking = time.perf_counter() - began
-            measured = measure(self.trainer, pipeline, cache, self.typical, looking)
+            measured = measure(self.trainer, pipeline, cache, self.typical, looking, MOST_ELEMENTS)
             budget, because = plan_budget(measured, args, pipeline, self.policy, cache, updates, num_steps)
             announce(in_words(budget, because, num_layers))
             return {"budget": asdict(budget), "because": because}
@@ -174,6 +176,8 @@ class Beginning:
         decisions = self._decisions(clock, cache, began_under)
         if self.topology.rank == 0 and self.replay is None and self.policy.freezes:
             announce(decisions.outlook(stage.layout, steps_per_epoch))
+            if budget is None and self.resumption is None:
+                self._expect(cache, steps_per_epoch, max_steps)
         meter = pipeline.settings.meter
         samples, device = pipeline.start_up.samples, self.trainer.args.device
         probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
@@ -219,6 +223,21 @@ class Beginning:
             ),
             budget=budget,
         )
+
+    def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
+        """Say on rank 0 how long the run will take, beside one in which nothing freezes."""
+        args, policy, layout = self.trainer.args, self.policy, self.pipeline.layout
+        if policy.may_thaw or policy.most_skipped:
+            return
+        spans = coming_spans(policy, args, layout, steps_per_epoch, max_steps)
+        if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
+            return
+        measured = measure(self.trainer, self.pipeline, cache, self.typical)
+        forecast = make_forecast(measured, args, self.pipeline, cache, steps_per_epoch)
+        seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
+        with self.journal.at(0, 0.0):
+            self.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
+        announce(expected_in_words(seconds, full, policy.is_certain))
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
         """What rank 0 decides with."""

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import cache as remembered
-from itertools import accumulate
 from typing import Any
 
-from transformers import Trainer
-
 from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autocache.decision import CacheCosts
-from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts
-from hf_pipetransformer.autopipe.planner import plan_transition
-from hf_pipetransformer.autopipe.time_budget import MOST_TIMES, Forecast, Span, Storing, most_steps, spans_of
-from hf_pipetransformer.freeze.outlook import outlook
-from hf_pipetransformer.freeze.policies import FreezePolicy, make_clock
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.autopipe.time_budget import MOST_TIMES, Span, most_steps
+from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.option_combinations import check_budget_options
 from hf_pipetransformer.report.events import read_events
 from hf_pipetransformer.run.cache import TrainingCache
-from hf_pipetransformer.run.first_batches import TypicalBatches
+from hf_pipetransformer.run.expectation import Measured, coming_spans, make_forecast
 from hf_pipetransformer.run.pipeline import Pipeline
-from hf_pipetransformer.run.step_overheads import optimizer_seconds
-from hf_pipetransformer.units import attention_of
 
 
 EVENT = "budget"
@@ -67,23 +56,6 @@ class Budget:
         return math.ceil(num_steps / updates), updates, num_examples, num_samples, total, steps_in_epoch, num_steps
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a budget is planned from.
-
-    Args:
-        units: costs of the model's units.
-        overheads: of a step.
-        storing: of activations; None where nothing is stored.
-        looking_seconds: that everything took which a run without a pipeline does not do.
-    """
-
-    units: UnitCosts
-    overheads: Overheads
-    storing: CacheCosts | None
-    looking_seconds: float
-
-
 def check_budget(args: PipeTransformerArguments, policy: FreezePolicy) -> None:
     """Refuse a policy of which nobody knows before the run when it freezes how much, and one that thaws.
 
@@ -105,31 +77,6 @@ def check_budget(args: PipeTransformerArguments, policy: FreezePolicy) -> None:
         )
 
 
-def measure(
-    trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None, typical: TypicalBatches, looking_seconds: float
-) -> Measured:
-    """On rank 0, which computes as the others do.
-
-    Args:
-        trainer: of the optimizer.
-        pipeline: on the layout of the start.
-        cache: of activations; None where nothing may be stored.
-        typical: of the batches that the units were measured with.
-        looking_seconds: see `Measured`.
-    """
-    args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
-    samples = args.per_device_train_batch_size * layout.pipeline_size * args.gradient_accumulation_steps
-    # Workers read while the others compute.
-    reading = 0.0 if args.dataloader_num_workers else samples * typical.seconds_per_sample
-    update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
-    overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
-    units = costs.units.scaled(typical.mean_over_given, typical.mean_over_given)
-    sums = [0.0, *accumulate(units.forward)]
-    prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
-    storing = None if cache is None else cache.planner.costs(prefix)
-    return Measured(units, overheads, storing, looking_seconds)
-
-
 def plan_budget(
     measured: Measured,
     args: PipeTransformerArguments,
@@ -144,27 +91,11 @@ def plan_budget(
     Returns:
         The budget, and what it follows from as JSON values.
     """
-    layout, plans = pipeline.layout, pipeline.start_up.plans
-    rules = plans.inputs(layout, args.per_device_train_batch_size, {}).rules
-    samples, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-
-    @remembered
-    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        costs = (measured.units, measured.overheads, rules, plans.topology.world_size, samples, accumulation)
-        return plan_transition(current, num_frozen, *costs, cache_level).layout
-
-    storing = None
-    if measured.storing is not None and cache is not None:
-        planner = cache.planner
-        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_views)
-    costs = (measured.units, measured.overheads, samples, accumulation, steps_per_epoch)
-    forecast = Forecast(layout, *costs, plan, storing)
+    layout = pipeline.layout
+    forecast = make_forecast(measured, args, pipeline, cache, steps_per_epoch)
 
     def spans(steps: int) -> list[Span]:
-        clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, steps)
-        frozen = layout.num_frozen_layers
-        coming = outlook(policy, clock, layout.num_layers, frozen, args.freeze_min_active_layers)
-        return spans_of(coming, frozen, steps)
+        return coming_spans(policy, args, layout, steps_per_epoch, steps)
 
     def seconds_of(steps: int) -> float:
         return measured.looking_seconds + forecast.seconds(spans(steps))

@@ -1,0 +1,132 @@
+"""How long a run in which layers freeze is predicted to take, before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache as remembered
+from itertools import accumulate
+
+from transformers import Trainer
+
+from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.autocache.decision import CacheCosts
+from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts
+from hf_pipetransformer.autopipe.planner import plan_transition
+from hf_pipetransformer.autopipe.time_budget import Forecast, Span, Storing, spans_of
+from hf_pipetransformer.freeze.outlook import outlook
+from hf_pipetransformer.freeze.policies import FreezePolicy, make_clock
+from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.run.cache import TrainingCache
+from hf_pipetransformer.run.first_batches import TypicalBatches
+from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.step_overheads import FEW_ELEMENTS, optimizer_seconds
+from hf_pipetransformer.units import attention_of
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a prediction is made from.
+
+    Args:
+        units: costs of the model's units.
+        overheads: of a step.
+        storing: of activations; None where nothing is stored.
+        looking_seconds: that everything took which a run without a pipeline does not do.
+    """
+
+    units: UnitCosts
+    overheads: Overheads
+    storing: CacheCosts | None
+    looking_seconds: float
+
+
+def measure(
+    trainer: Trainer,
+    pipeline: Pipeline,
+    cache: TrainingCache | None,
+    typical: TypicalBatches,
+    looking_seconds: float = 0.0,
+    most_elements: int = FEW_ELEMENTS,
+) -> Measured:
+    """On rank 0, which computes as the others do.
+
+    Args:
+        trainer: of the optimizer.
+        pipeline: on the layout of the start.
+        cache: of activations; None where nothing may be stored.
+        typical: of the batches that the units were measured with.
+        looking_seconds: see `Measured`.
+        most_elements: parameters that an optimizer is tried with.
+    """
+    args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
+    samples = args.per_device_train_batch_size * layout.pipeline_size * args.gradient_accumulation_steps
+    read = typical.seconds_per_sample or (0.0 if cache is None else cache.planner.input_seconds)
+    # Workers read while the others compute.
+    reading = 0.0 if args.dataloader_num_workers else samples * read
+    update = optimizer_seconds(trainer, pipeline.stage.trained_here().values(), most_elements)
+    overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
+    units = costs.units.scaled(typical.mean_over_given, typical.mean_over_given)
+    sums = [0.0, *accumulate(units.forward)]
+    prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
+    storing = None if cache is None else cache.planner.costs(prefix)
+    return Measured(units, overheads, storing, looking_seconds)
+
+
+def make_forecast(
+    measured: Measured,
+    args: PipeTransformerArguments,
+    pipeline: Pipeline,
+    cache: TrainingCache | None,
+    steps_per_epoch: int,
+) -> Forecast:
+    """Of runs that begin on the pipeline as it is.
+
+    Args:
+        measured: times.
+        args: the options.
+        pipeline: on the layout of the start.
+        cache: of activations; None where nothing may be stored.
+        steps_per_epoch: optimizer steps.
+    """
+    layout, plans = pipeline.layout, pipeline.start_up.plans
+    rules = plans.inputs(layout, args.per_device_train_batch_size, {}).rules
+    samples, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+    @remembered
+    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
+        costs = (measured.units, measured.overheads, rules, plans.topology.world_size, samples, accumulation)
+        return plan_transition(current, num_frozen, *costs, cache_level).layout
+
+    storing = None
+    if measured.storing is not None and cache is not None:
+        planner = cache.planner
+        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_views)
+    costs = (measured.units, measured.overheads, samples, accumulation, steps_per_epoch)
+    return Forecast(layout, *costs, plan, storing)
+
+
+def coming_spans(
+    policy: FreezePolicy, args: PipeTransformerArguments, layout: Layout, steps_per_epoch: int, num_steps: int
+) -> list[Span]:
+    """A run of `num_steps` in parts: at most so many layers are frozen, and just so many by a policy that is certain.
+
+    Args:
+        policy: one that does not thaw.
+        args: the options.
+        layout: of the start.
+        steps_per_epoch: optimizer steps.
+        num_steps: of the run.
+    """
+    clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, num_steps)
+    frozen = layout.num_frozen_layers
+    coming = outlook(policy, clock, layout.num_layers, frozen, args.freeze_min_active_layers)
+    return spans_of(coming, frozen, num_steps)
+
+
+def in_words(seconds: float, full_seconds: float, is_certain: bool) -> str:
+    """A predicted time beside that of a run that freezes nothing, as a sentence."""
+    at_least = "" if is_certain else "at least "
+    return (
+        f"Predicted time of its steps: {at_least}{seconds:.3g} s, {seconds / full_seconds:.2f} of what they take with "
+        "nothing frozen."
+    )

@@ -1,0 +1,61 @@
+"""What a run in which layers freeze is expected to take, said before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.run import beginning
+from tests.test_time_budget import planted, trainer_of
+
+
+def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The expectations of a run that was made anew, as events."""
+    trainer = trainer_of(folder, freeze_budget="epochs", save_strategy="no", **changes)
+    trainer.train()
+    events = read_events(str(folder / EVENTS_FILE))
+    return [each for each in events if each["event"] == "profile" and each["what"] == "expectation"]
+
+
+def seconds(num_layers: int, num_frozen: int) -> int:
+    """Of a step of 4 samples: a second for a forward, two for a backward, one for the lowest unit that has one."""
+    units = 2 * num_layers + 2
+    trained = units - (1 + 2 * num_frozen if num_frozen else 0)
+    return 4 * (units + 1 + 2 * (trained - 1))
+
+
+def test_a_run_says_what_it_will_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six steps, of which the last four have two layers frozen."""
+    monkeypatch.setattr(beginning, "measure", planted)
+    (event,) = expected(tmp_path, freeze_at="2:2")
+    num_layers = read_events(str(tmp_path / EVENTS_FILE))[0]["layout"]["num_layers"]
+    full = 6 * seconds(num_layers, 0)
+    frozen = 2 * seconds(num_layers, 0) + 4 * seconds(num_layers, 2)
+    assert (event["step"], event["seconds"], event["full_seconds"]) == (0, frozen, full)
+    said = f"Predicted time of its steps: {frozen:.3g} s, {frozen / full:.2f} of what they take with nothing frozen."
+    assert said in caplog.text
+
+
+def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(beginning, "measure", planted)
+    (event,) = expected(tmp_path, freeze_policy="gradient_norm", freeze_at=None, freeze_warmup=0.0)
+    assert event["seconds"] < event["full_seconds"]
+    assert "Predicted time of its steps: at least " in caplog.text
+
+
+def test_where_nothing_can_freeze_or_layers_thaw_nothing_is_said(tmp_path: Path) -> None:
+    assert expected(tmp_path / "late", freeze_at="100:2") == []
+    assert expected(tmp_path / "thaws", freeze_at="1:2,3:0") == []
+
+
+def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
+    (event,) = expected(tmp_path, activation_cache="on")
+    assert 0 < event["seconds"]
+    assert 0 < event["full_seconds"]
