@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +241,8 @@ def add_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def is_chosen(name: str, chosen: list[str] | None) -> bool:
-    """Whether a contender was named, whole or by its beginning."""
-    return chosen is None or any(name.startswith(beginning) for beginning in chosen)
+    """Whether a contender was named, in full or by a pattern."""
+    return chosen is None or any(fnmatchcase(name, pattern) for pattern in chosen)
 
 
 def try_rates(options: argparse.Namespace) -> None:
@@ -265,10 +266,14 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="SVG file for the picture")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="several may run side by side")
-    parser.add_argument("--contenders", nargs="+", help="names or beginnings of names; all by default")
+    parser.add_argument("--contenders", nargs="+", help="names or patterns such as 'first*'; all by default")
     parser.add_argument("--report", action="store_true", help="write table and picture of what is there, run nothing")
     parser.add_argument("--rates", nargs="+", help="TASK CONTENDER RATE...: runs of another seed, no table")
     options = parser.parse_args()
+    names = {name for task in options.tasks for name in contenders(SETTINGS[task])}
+    for pattern in options.contenders or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            parser.error(f"No contender is called {pattern!r}. There are: {', '.join(sorted(names))}.")
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     logging.set_verbosity_error()

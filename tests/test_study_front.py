@@ -17,7 +17,16 @@ from front_report import DEFAULTS, are_same, at_equal_time, in_force, make_repor
 from front_spans import IGNORED, answer_sentence, answer_tags, best_span, span_f1, true_span
 from front_tasks import SETTINGS
 from PIL import Image
-from study_front import FULL, Contender, arguments, contenders, prepare_model, settings_of, unknown_policies
+from study_front import (
+    FULL,
+    Contender,
+    arguments,
+    contenders,
+    is_chosen,
+    prepare_model,
+    settings_of,
+    unknown_policies,
+)
 from transformers import BertForTokenClassification
 
 from hf_pipetransformer.arguments import FREEZE_POLICIES
@@ -137,6 +146,13 @@ def test_every_contender_can_be_run(name: str, tmp_path: Path) -> None:
     for contender in contenders(settings).values():
         args = arguments({}, settings, contender, 3, str(tmp_path))
         assert (args.num_train_epochs, args.seed, args.pipeline_size) == (contender.num_epochs, 3, 1)
+
+
+def test_contenders_are_chosen_by_name_or_pattern() -> None:
+    names = ["first 1/3 frozen", "first 1/3 frozen, time budget", "LoRA"]
+    assert [is_chosen(name, None) for name in names] == [True, True, True]
+    assert [is_chosen(name, ["first 1/3 frozen"]) for name in names] == [True, False, False]
+    assert [is_chosen(name, ["first*", "LoRA"]) for name in names] == [True, True, True]
 
 
 def test_prefixes_are_shares_of_the_layers() -> None:
