@@ -92,9 +92,10 @@ def paired(differences: Mapping[int, float]) -> dict[str, Any]:
 
 
 def curves_by_seed(runs: Runs, full: Sequence[str], metric: str) -> dict[int, Curve]:
-    """Full fine-tuning over its numbers of epochs, of the seeds that have them all."""
-    seeds = set.intersection(*(set(runs[name]) for name in full)) if full else set()
-    return {seed: sorted(_point(runs[name][seed], metric) for name in full) for seed in sorted(seeds)}
+    """Full fine-tuning of the seeds that have its longest run, over those numbers of epochs that they all have."""
+    seeds = set(runs[full[-1]]) if full else set()
+    shared = [name for name in full if seeds <= set(runs[name])]
+    return {seed: sorted(_point(runs[name][seed], metric) for name in shared) for seed in sorted(seeds)}
 
 
 def _point(record: dict[str, Any], metric: str) -> tuple[float, float]:

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import study_front
 from front_picture import ticks, write_picture
-from front_report import DEFAULTS, are_same, at_equal_time, in_force, make_report, paired, read_records, seconds_to
+from front_report import (
+    DEFAULTS,
+    are_same,
+    at_equal_time,
+    curves_by_seed,
+    in_force,
+    make_report,
+    paired,
+    read_records,
+    seconds_to,
+)
 from front_spans import IGNORED, answer_sentence, answer_tags, best_span, span_f1, true_span
 from front_tasks import SETTINGS
 from PIL import Image
@@ -121,6 +131,15 @@ def test_contenders_are_compared_with_the_curve_of_their_own_seed(report: dict[s
     assert rows["long"]["against_full_at_equal_time"]["points"] == [0.5]
     assert rows["long"]["runs_longer_than_full"] == 1
     assert "against_full_at_equal_time" not in rows[f"{FULL}2"]
+
+
+def test_a_length_that_some_seed_lacks_is_in_no_curve() -> None:
+    runs = {
+        "1": {0: record("1", 0, 10, 60)}, "2": {seed: record("2", seed, 20, 70 + seed) for seed in (0, 1)},
+        "3": {seed: record("3", seed, 30, 80 + seed) for seed in (0, 1)},
+    }  # fmt: skip
+    assert curves_by_seed(runs, ["1", "2", "3"], "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
+    assert curves_by_seed({"1": {}}, ["1"], "accuracy") == curves_by_seed({}, [], "accuracy") == {}
 
 
 def test_the_picture_shows_every_contender(report: dict[str, Any], tmp_path: Path) -> None:
