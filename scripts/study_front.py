@@ -95,11 +95,12 @@ class Contender:
 def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> dict[str, Contender]:
     """All contenders, by name; without those whose policy is not `known`."""
     longest, num_layers = task.num_epochs, task.num_layers
-    table = {f"{FULL}{epochs}": Contender("full", epochs) for epochs in (0.5, *range(1, longest + 1))}
+    table = {f"{FULL}{epochs}": Contender("full", epochs) for epochs in (0.5, 1, 1.5, *range(2, longest + 1))}
     for name, share in PREFIXES.items():
         num_frozen = round(share * num_layers)
         options = {"freeze_policy": "fixed", "freeze_at": f"0:{num_frozen}", "activation_cache": "on"}
         table[f"first {name} frozen"] = Contender("full", longest, options)
+        table[f"first {name} frozen, half of the epochs"] = Contender("full", math.ceil(longest / 2), options)
         table[f"first {name} frozen, twice the epochs"] = Contender("full", 2 * longest, options)
         table[f"first {name} frozen, time budget"] = Contender("full", longest, {**options, **TIME_BUDGET})
     table["top 1/3 only, no cache"] = Contender("top", longest, num_top_layers=round(num_layers / 3))
