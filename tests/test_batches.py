@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
+from hf_pipetransformer.autodp.draws import SharedDraws, States, present_states
 from hf_pipetransformer.autodp.reading import Samples
 from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
 from hf_pipetransformer.autodp.shares import replica_slice
@@ -174,3 +175,33 @@ def test_a_stream_goes_on_where_a_run_was_saved() -> None:
     loader = stream(10, batch=2).starting_at(2)
     assert [batch["x"].tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
     assert [batch["x"].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def drawing_stream(states: States) -> StreamLoader:
+    loader = DataLoader(Rows(12), batch_size=2, collate_fn=lambda rows: {"x": torch.tensor(rows), "y": torch.rand(2)})
+    return StreamLoader(loader, ALONE, frozenset(), 5.0, 2, is_training=True, shared=SharedDraws(states))
+
+
+def drawn(batches: Iterator[Any], most: int = 100) -> list[Any]:
+    return [(batch["x"].tolist(), batch["y"].tolist()) for _, batch in zip(range(most), batches, strict=False)]
+
+
+@pytest.mark.parametrize("num_read", [3, 5, 6, 7])
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_batches_that_were_read_ahead_are_drawn_again_by_a_run_that_goes_on(num_read: int, num_ahead: int) -> None:
+    first = drawing_stream(present_states())
+    first.num_under_way = 3
+    batches = iter(first)
+    before = drawn(batches, num_read)
+    first.num_ahead = num_ahead
+    position, states, ahead = min(num_read, 6) - num_ahead, first.shared.states, first.ahead()
+    expected = before[position:] + drawn(batches)
+    second = drawing_stream(states).starting_at(position, ahead=ahead)
+    batches = iter(second)
+    found = drawn(batches, 1)
+    if ahead is not None:
+        # Saved once more, while some of the batches lie there still.
+        third = drawing_stream(second.shared.states).starting_at(position + 1, ahead=second.ahead())
+        assert drawn(iter(third)) == expected[1:]
+    assert found + drawn(batches) == expected
+    assert torch.equal(second.shared.torch_state, first.shared.torch_state)

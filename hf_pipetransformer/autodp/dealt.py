@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,8 +44,10 @@ class DealtLoader(PipelineLoader):
         """Samples of all replicas since the epoch began."""
         self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
         self._coming: Iterator[Any] = iter(())
-        self._ahead: Any = None
-        self._drawn_from: States | None = None
+        # Batches that were read ahead, None behind the last one of an epoch.
+        self._ahead: deque[Any] = deque()
+        # What the latest batches were drawn from, in the order in which they were.
+        self._drawn_from: deque[States] = deque()
         self._size = 0
         self._last: int | None = None
 
@@ -52,9 +55,14 @@ class DealtLoader(PipelineLoader):
         self._flush()
         self.groups = groups
 
-    def ahead_states(self) -> States | None:
-        """What the batch that was read ahead was drawn from, and will be by a run that goes on from here."""
-        return None if self._ahead is None else self._drawn_from
+    def ahead(self) -> tuple[States, int] | None:
+        """A run that goes on from here draws these batches again, and then from the generators as they are now."""
+        is_at_end = not self.num_ahead and (not self._ahead or self._ahead[0] is None)
+        if is_at_end or not self._reads:
+            return None
+        # An iterator that has come to its end has nothing ahead, and looked once too often.
+        count = self.num_ahead + max(1, len(self._ahead))
+        return self._drawn_from[-count], count
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.begin()
@@ -79,7 +87,8 @@ class DealtLoader(PipelineLoader):
                 yield pinned(part["batch"]) if self.pins_memory else part["batch"]
             self._flush()
         finally:
-            self._coming, self._ahead = iter(()), None
+            self._coming = iter(())
+            self._ahead.clear()
             self.end()
 
     @property
@@ -88,13 +97,14 @@ class DealtLoader(PipelineLoader):
 
     def _open(self) -> None:
         """Begin to read. A run that goes on within an epoch had drawn what is drawn to come to its place."""
-        saved, self._saved_ahead = self._saved_ahead, None
+        (saved, count), self._saved_ahead = self._saved_ahead or (None, 1), None
         present = self._states() if self._next else None
         with self._drawing():
             self._coming = self._at_next()
             if saved is not None:
                 set_states(saved)
-        self._ahead = self._fetch()
+        for _ in range(count):
+            self._ahead.append(self._fetch())
         if present is not None and self.shared is not None:
             self.shared.states = present
         elif present is not None:
@@ -111,7 +121,9 @@ class DealtLoader(PipelineLoader):
             return iter(self.loader)
 
     def _fetch(self) -> Any:
-        self._drawn_from = self._states()
+        self._drawn_from.append(self._states())
+        while len(self._drawn_from) > self.num_under_way + len(self._ahead) + 1:
+            self._drawn_from.popleft()
         with self._drawing():
             return next(self._coming, None)
 
@@ -160,12 +172,15 @@ class DealtLoader(PipelineLoader):
 
     def _global_batch(self) -> dict[str, Any]:
         """The next global batch and its size, whether there is none or none after it, and what torch has drawn."""
-        is_none, batch = self._ahead is None, {} if self._ahead is None else dict(self._ahead)
-        self._ahead = None if is_none else self._fetch()
+        batch = self._ahead.popleft()
+        is_none = batch is None
+        if not self._ahead:
+            self._ahead.append(None if is_none else self._fetch())
+        batch = {} if is_none else dict(batch)
         return {
             "batch": batch,
             "size": batch_size(batch),
             "is_none": is_none,
-            "is_last": self._ahead is None,
+            "is_last": self._ahead[0] is None,
             "torch": None if self.shared is None else self.shared.torch_state,
         }

@@ -104,7 +104,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self._arrangement: Arrangement | None = None
         self._origin = (0, 0)
         self._order_state: torch.Tensor | None = None
-        self._saved_ahead: States | None = None
+        self._saved_ahead: tuple[States, int] | None = None
         self._seed_state: torch.Tensor | None = None
         self._was_open = False
         self._next = 0
@@ -261,7 +261,7 @@ class PipelineLoader(DataLoaderStateMixin):
         order_state: torch.Tensor | None = None,
         num_done: int | None = None,
         arrangement: Arrangement | None = None,
-        ahead: States | None = None,
+        ahead: tuple[States, int] | None = None,
     ) -> PipelineLoader:
         """Skip this many global batches of the next epoch that is read: where a resumed run goes on.
 
@@ -271,7 +271,7 @@ class PipelineLoader(DataLoaderStateMixin):
             num_done: samples that it had been trained with, if its batches were of another size: the others are dealt
                 anew, to the batches that are left.
             arrangement: its `arrangement`, if it had begun that epoch.
-            ahead: its `ahead_states`.
+            ahead: its `ahead`.
         """
         self._first, self._order_state, self._saved_ahead = num_batches, order_state, ahead
         self._num_done, self._arrangement = num_done, arrangement
@@ -298,8 +298,8 @@ class PipelineLoader(DataLoaderStateMixin):
             self._batches = None
             self.end()
 
-    def ahead_states(self) -> States | None:
-        """What a batch that was read ahead was drawn from, for `starting_at`; None without."""
+    def ahead(self) -> tuple[States, int] | None:
+        """What the batches that were read ahead were drawn from, and how many, for `starting_at`; None without."""
         return None
 
     def _drawing(self) -> AbstractContextManager[None]:

@@ -41,7 +41,10 @@ SHARED = "shared"
 """Name of the states that stand for the generators of one process."""
 
 AHEAD = "ahead"
-"""Name of the states that the batch which was read ahead was drawn from."""
+"""Name of the states that the batches which were read ahead were drawn from."""
+
+NUM_AHEAD = "num_ahead"
+"""Key of their number."""
 
 
 @dataclass
@@ -137,7 +140,8 @@ class Checkpoints:
         if order is not None:
             tensors[ORDER] = order
         shared = None if self.pipeline.shared_draws is None else self.pipeline.shared_draws.states
-        for name, states in ((SHARED, shared), (AHEAD, None if loader is None else loader.ahead_states())):
+        ahead, values[NUM_AHEAD] = (None if loader is None else loader.ahead()) or (None, 0)
+        for name, states in ((SHARED, shared), (AHEAD, ahead)):
             if states is not None:
                 named_tensors, named_values = under_name(name, states)
                 tensors |= named_tensors

@@ -24,7 +24,7 @@ from hf_pipetransformer.plain_checkpoint import (
 from hf_pipetransformer.refusals import check_same_kinds
 from hf_pipetransformer.report.events import announce
 from hf_pipetransformer.run.resumption import Resumption
-from hf_pipetransformer.run.saving import AHEAD, ORDER, POSITION, SHARED, Checkpoints
+from hf_pipetransformer.run.saving import AHEAD, NUM_AHEAD, ORDER, POSITION, SHARED, Checkpoints
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class RandomNumbers:
         return of_name(SHARED, self.tensors, self.values)
 
     @property
-    def ahead(self) -> States | None:
-        """What the batch that was read ahead was drawn from; None without."""
-        return of_name(AHEAD, self.tensors, self.values)
+    def ahead(self) -> tuple[States, int] | None:
+        """What the batches that were read ahead were drawn from, and how many; None without."""
+        states = of_name(AHEAD, self.tensors, self.values)
+        return None if states is None else (states, self.values[NUM_AHEAD])
 
     def set(self, shared: SharedDraws | None, device: torch.device) -> None:
         """Draw from them from now on; `shared` stands for the generators of one process."""
@@ -164,11 +165,11 @@ def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNum
     )
     taken = [common if into.topology.world_size == 1 else under_name(SHARED, common)]
     if first.ahead is not None:
-        taken.append(under_name(AHEAD, first.ahead))
+        taken.append(under_name(AHEAD, first.ahead[0]))
     for more_tensors, more_values in taken:
         tensors |= more_tensors
         values |= more_values
     if ORDER in first.tensors:
         tensors[ORDER] = first.tensors[ORDER]
-    values |= {key: value for key, value in first.values.items() if key in (POSITION, "last_logged_step")}
+    values |= {key: value for key, value in first.values.items() if key in (POSITION, NUM_AHEAD, "last_logged_step")}
     return RandomNumbers(tensors, values | {"unlogged_loss": resumption.state["unlogged_loss"]})

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -30,7 +32,7 @@ from tests.models import build_model, collate, make_dataset
 
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-MODEL, GLOBAL_BATCH = "bert_sequence", 8
+MODEL, GLOBAL_BATCH, NUM_EVALUATED = "bert_sequence", 8, 6
 KINDS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd"},
@@ -57,6 +59,7 @@ class AsyncCase:
         asks: steps after which a callback asks for a checkpoint, for an evaluation, or reads the model.
         ends: other steps after which a window ends.
         resumes: goes on from that checkpoint in another run.
+        draws: the collator draws random numbers for training batches.
     """
 
     kind: str = "pipeoptim"
@@ -71,6 +74,12 @@ class AsyncCase:
     asks: dict[int, str] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
     resumes: str | None = None
+    draws: bool = False
+
+    @property
+    def collator(self) -> Any:
+        """Makes batches."""
+        return drawing_collate if self.draws else collate
 
     @property
     def num_steps(self) -> int:
@@ -98,6 +107,19 @@ class AsyncCase:
                 found.append(sizes)
                 sizes = []
         return found
+
+
+def drawing_collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """Some tokens are others; not in an evaluation, which the comparison in one process leaves out.
+
+    torch's generator is left alone: an evaluation's loader draws from it.
+    """
+    batch = collate(rows)
+    if len(rows) == NUM_EVALUATED:
+        return batch
+    tokens = batch["input_ids"]
+    is_other = torch.from_numpy(np.random.rand(*tokens.shape) < 0.3)
+    return batch | {"input_ids": torch.where(is_other, random.randint(5, 12), tokens)}
 
 
 def _cases() -> dict[str, AsyncCase]:
@@ -128,6 +150,7 @@ CASES = {
         asks={3: "save", 5: "evaluate", 8: "read", 10: "read early"},
         layouts=((2, 1), (4, 1)),
         resumes="checkpoint-3",
+        draws=True,
     ),
     "saved": AsyncCase(
         "stashing",
@@ -205,8 +228,8 @@ def train(name: str, folder: Path, layout: tuple[int, int], checkpoint: str | No
         model=build_model(MODEL),
         args=args,
         train_dataset=make_dataset(MODEL, case.num_samples),
-        eval_dataset=make_dataset(MODEL, 6, seed=1),
-        data_collator=collate,
+        eval_dataset=make_dataset(MODEL, NUM_EVALUATED, seed=1),
+        data_collator=case.collator,
     )
     owners: dict[int, list[list[str]]] = {}
     trainer.add_callback(NotesOwners(trainer, owners))
@@ -386,8 +409,8 @@ def simulate(name: str, folder: Path, layout: tuple[int, int]) -> None:
         model=build_model(MODEL),
         args=args,
         train_dataset=make_dataset(MODEL, case.num_samples),
-        eval_dataset=make_dataset(MODEL, 6, seed=1),
-        data_collator=collate,
+        eval_dataset=make_dataset(MODEL, NUM_EVALUATED, seed=1),
+        data_collator=case.collator,
     )
     trainer.train()
     save(trainer, where.with_name(f"{where.name}-simulated"))
