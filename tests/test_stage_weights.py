@@ -145,6 +145,18 @@ def test_rates_come_from_the_schedule():
     assert rates(0) == [[], []]
 
 
+def test_nothing_moves_behind_the_last_update_of_a_run():
+    """SpecTrain and XPipe look further than a run goes, and its schedule may be a table that ends there."""
+    optimizer, table = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), [0.5, 0.25, 0.125]
+    scheduler = LambdaLR(optimizer, table.__getitem__)
+    rates = coming_rates(scheduler, optimizer, num_left=lambda: 2 - scheduler.last_epoch)
+    assert rates(4) == [[0.5, 0.25, 0.0, 0.0]]
+    for expected in ([[0.25, 0.0]], [[0.0, 0.0]]):
+        optimizer.step()
+        scheduler.step()
+        assert rates(2) == expected
+
+
 def test_rates_stay_where_no_schedule_tells():
     optimizer = Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
     rates = coming_rates(ReduceLROnPlateau(optimizer), optimizer)

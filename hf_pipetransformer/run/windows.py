@@ -215,12 +215,16 @@ class Windows:
         if made is not None and made.stage is stage and made.layout is stage.layout:
             return made
         optimizer, args, layout = host.torch_optimizer(trainer), trainer.args, stage.layout
+
+        def num_left() -> int:
+            return int(trainer.state.max_steps - trainer.state.global_step)
+
         weights = StageWeights(
             find_weights(args.pipeline_weights),
             stage.groups.position,
             layout.num_stages,
             optimizer,
-            coming_rates(trainer.lr_scheduler, optimizer),
+            coming_rates(trainer.lr_scheduler, optimizer, num_left),
             units_per_step(layout, args),
             casts=trainer.accelerator.native_amp,
             modules=stage.view.model.modules(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +14,33 @@ ComingRates = Callable[[int], list[list[float]]]
 """Gives per parameter group the learning rates of the next n updates."""
 
 
-def coming_rates(scheduler: Any, optimizer: torch.optim.Optimizer) -> ComingRates:
+def coming_rates(
+    scheduler: Any, optimizer: torch.optim.Optimizer, num_left: Callable[[], int] | None = None
+) -> ComingRates:
     """Asks the schedule of a run where it can tell (a `LambdaLR`, as most of Trainer's are), else the rate stays.
 
-    What a scheduler of another kind will do depends on what is measured until then.
+    What a scheduler of another kind will do depends on what is measured until then. Behind the run's last update
+    nothing moves, and a schedule is not asked: it may know no rate there.
 
     Args:
         scheduler: it is stepped after each update; None for none.
         optimizer: whose parameter groups are meant.
+        num_left: updates until the end of the run; None for no end.
     """
+    known: ComingRates = _Current(optimizer)
     if type(scheduler) is LambdaLR and len(scheduler.base_lrs) == len(optimizer.param_groups):
-        return _Scheduled(scheduler, optimizer)
-    return _Current(optimizer)
+        known = _Scheduled(scheduler, optimizer)
+    return known if num_left is None else _UntilEnd(known, num_left)
+
+
+@dataclass(frozen=True)
+class _UntilEnd:
+    known: ComingRates
+    num_left: Callable[[], int]
+
+    def __call__(self, num_updates: int) -> list[list[float]]:
+        count = min(num_updates, max(0, self.num_left()))
+        return [rates + [0.0] * (num_updates - count) for rates in self.known(count)]
 
 
 class _Scheduled:
