@@ -85,6 +85,8 @@ def _simulate_window(options: argparse.Namespace) -> None:
     for stage, in_flight in enumerate(held):
         copies = kind.copies(stage, options.stages, step_size) if stage >= frozen else 1
         print(f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})")
+    if kind.direction == "adam":
+        print(f"{kind.name} keeps two moments a weight beside an optimizer that has none of Adam's")
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:

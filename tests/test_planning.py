@@ -174,8 +174,8 @@ def test_bytes_of_a_rank_worked_by_hand(
     )
     assert rank_bytes(layout, SMALL, samples_per_pipeline=4) == expected
     alone = replace(layout, num_replicas=1)
-    samples_are_twice = rank_bytes(alone, SMALL, 8, state_bytes_per_parameter=0, weight_bytes=0)
-    assert samples_are_twice == [2 * each for each in rank_bytes(alone, SMALL, 4, 0, 0)]
+    weightless = replace(SMALL, parameters=(0, 0, 0, 0))
+    assert rank_bytes(alone, weightless, 8) == [2 * each for each in rank_bytes(alone, weightless, 4)]
 
 
 def test_only_replicas_need_buffers_to_sum_gradients_in() -> None:
@@ -637,6 +637,35 @@ def test_versions_of_the_weights_take_memory(weights: str, accumulation: int, ex
     assert found[3] == 40 * 16 + 1 * 2 * 4
     frozen = rank_bytes(replace(layout, num_frozen_layers=1), SMALL, 2, weights=weights)
     assert frozen[0] == 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("weights", "optim", "beside"),
+    [
+        ("xpipe", "adamw_torch_fused", 0), ("xpipe", "sgd", 1), ("xpipe", "adafactor", 2),
+        ("pipeoptim", "adamw_torch", 0), ("pipeoptim", "sgd", 0), ("spectrain", "adafactor", 1),
+        ("stashing", "adafactor", 0),
+    ],
+)  # fmt: skip
+def test_what_predictions_keep_of_their_own_takes_memory(weights: str, optim: str, beside: int) -> None:
+    layout = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4))
+    found, with_adam = (rank_bytes(layout, SMALL, 2, 1, weights, each) for each in (optim, "adamw_torch"))
+    assert found[0] - with_adam[0] == beside * 10 * 4
+    frozen = [rank_bytes(replace(layout, num_frozen_layers=1), SMALL, 2, 1, weights, each)[0] for each in (optim, "")]
+    assert frozen == [10 * 4] * 2
+
+
+def test_weights_of_half_precision_take_half_the_memory() -> None:
+    frozen = replace(SMALL, kept=(10, 20, 30, 0), activation_bytes=(0,) * 4)
+    half = replace(frozen, trained_bytes=(0, 0, 0, 160), kept_bytes=(20, 40, 60, 0))
+    tied = ((0, 3), 8)
+    found, whole = (
+        rank_bytes(replace(SMALL_LAYOUT, num_replicas=1), replace(costs, kept_shared=(tied,)), 1)
+        for costs in (half, frozen)
+    )
+    # The last stage has a copy of what it shares.
+    assert whole == [30 * 4, 30 * 4 + 40 * 16 + 8 * 4]
+    assert found == [30 * 2, 30 * 2 + 40 * 16 + 8 * 2]
 
 
 @pytest.mark.parametrize(

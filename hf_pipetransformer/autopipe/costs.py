@@ -9,7 +9,7 @@ from itertools import pairwise
 from hf_pipetransformer.autopipe.token_costs import TokenCosts
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.pipeline.weights import find_weights
+from hf_pipetransformer.pipeline.weights import copies_beside, find_weights
 from hf_pipetransformer.simulator import Durations, simulate, steady_seconds
 from hf_pipetransformer.token_slices import slice_bounds
 from hf_pipetransformer.units import first_above
@@ -17,6 +17,12 @@ from hf_pipetransformer.units import first_above
 
 GRADIENT_BYTES = 4
 """Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
+
+WEIGHT_BYTES = 4
+"""Bytes of an element of a weight where nothing else is said: fp32."""
+
+STATE_COPIES = 4
+"""What a trained weight takes, in weights: itself, its gradient and the two moments of Adam."""
 
 WEIGHT_SHARE = 0.5
 """Share of a unit's backward that the gradients of its weights take: the two products of a linear layer are alike."""
@@ -39,6 +45,8 @@ class UnitCosts:
         shared: what several units use, not by unit: stages that share it hold a copy each.
         kept: elements of `parameters` that the user froze; empty where all are trained.
         kept_shared: as `shared`, of what the user froze.
+        trained_bytes: bytes of the weights that are trained unless their layer freezes; empty where all are fp32.
+        kept_bytes: bytes of the weights that the user froze; empty where all are fp32.
         slices: what slices of tokens cost; None where sequences stay whole.
 
     Raises:
@@ -53,10 +61,13 @@ class UnitCosts:
     shared: Shared = ()
     kept: tuple[int, ...] = ()
     kept_shared: Shared = ()
+    trained_bytes: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
     slices: TokenCosts | None = None
 
     def __post_init__(self) -> None:
-        others = ("shared", "kept_shared", "slices", *(() if self.kept else ("kept",)))
+        empty = [name for name in ("kept", "trained_bytes", "kept_bytes") if not getattr(self, name)]
+        others = ("shared", "kept_shared", "slices", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
@@ -64,8 +75,22 @@ class UnitCosts:
     @property
     def trained(self) -> tuple[int, ...]:
         """Elements by unit that are trained unless their layer freezes."""
-        kept = self.kept or (0,) * len(self.parameters)
-        return tuple(whole - frozen for whole, frozen in zip(self.parameters, kept, strict=True))
+        return tuple(whole - frozen for whole, frozen in zip(self.parameters, self.kept_elements, strict=True))
+
+    @property
+    def kept_elements(self) -> tuple[int, ...]:
+        """Elements by unit that the user froze."""
+        return self.kept or (0,) * len(self.parameters)
+
+    @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """`trained_bytes`, whatever the weights are in."""
+        return self.trained_bytes or tuple(WEIGHT_BYTES * count for count in self.trained)
+
+    @property
+    def kept_sizes(self) -> tuple[int, ...]:
+        """`kept_bytes`, whatever the weights are in."""
+        return self.kept_bytes or tuple(WEIGHT_BYTES * count for count in self.kept_elements)
 
     def scaled(self, forward: float, backward: float) -> UnitCosts:
         """The same units with the times of forwards and of backwards multiplied by a factor each."""
@@ -217,10 +242,9 @@ def rank_bytes(
     layout: Layout,
     costs: UnitCosts,
     samples_per_pipeline: int,
-    state_bytes_per_parameter: float = 16,
-    weight_bytes: float = 4,
     accumulation: int = 1,
     weights: str = "pipeoptim",
+    optim: str = "adamw_torch",
 ) -> list[float]:
     """Bytes that each rank of a pipeline needs for training.
 
@@ -232,10 +256,9 @@ def rank_bytes(
         layout: how the model lies on the ranks.
         costs: of the model's units; their parameters and activation bytes are read.
         samples_per_pipeline: samples of one batch of one pipeline.
-        state_bytes_per_parameter: bytes of a trained parameter; 16 are fp32 weight, gradient and two moments of Adam.
-        weight_bytes: bytes of a frozen parameter, and of a further version of a trained one.
-        accumulation: batches per optimizer step; read, like the next, where the schedule is asynchronous.
+        accumulation: batches per optimizer step; read, like the next ones, where the schedule is asynchronous.
         weights: which versions passes see, a `pipeline_weights`.
+        optim: Trainer's name of the optimizer.
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
@@ -244,22 +267,30 @@ def rank_bytes(
     loads = list(find_schedule(layout.schedule).peaks(kept, *shape))
     trained = trained_elements(layout, costs)
     reduced = trained.copy()
-    for rank, parameters in enumerate(_by_rank(layout, _by_stage(layout, costs.parameters))):
-        loads[rank] += trained[rank] * state_bytes_per_parameter + (parameters - trained[rank]) * weight_bytes
-    shared = [*((entry, True) for entry in costs.shared), *((entry, False) for entry in costs.kept_shared)]
-    for (units, elements), is_trained in shared:
+    active = _by_rank(layout, _by_stage(layout, _active(layout, costs.trained_sizes)))
+    sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
+    for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
+        loads[rank] += STATE_COPIES * active[rank] + size - active[rank]
+    shared = [
+        *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
+        *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
+    ]
+    for (units, elements), is_trained, size_of, count_of in shared:
         first, *others = layout.ranks_of(units)
         is_trained = is_trained and units[0] >= layout.first_active_unit
         for rank in others:
-            loads[rank] += elements * (weight_bytes + (GRADIENT_BYTES if is_trained else 0))
+            # Of what is shared alone only the number of elements is known.
+            copy = elements * size_of[units[0]] / count_of[units[0]]
+            loads[rank] += copy + (GRADIENT_BYTES * elements if is_trained else 0)
         if others and is_trained:
             # Summed over all ranks that use it, by itself.
             reduced[first] -= elements
     if layout.is_asynchronous:
         kind, num_stages = find_weights(weights), layout.num_stages
-        for stage, own in enumerate(trained):
+        for stage, own in enumerate(active):
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
-            loads[stage] += own * weight_bytes * (versions - 1)
+            beside = copies_beside(kind.direction, optim) if kind.predicts(stage, num_stages) else 0
+            loads[stage] += own * (versions - 1 + beside)
     if layout.num_replicas > 1:
         loads = [load + GRADIENT_BYTES * count for load, count in zip(loads, reduced, strict=True)]
     return loads

@@ -53,6 +53,7 @@ class PlanRules:
         num_chunks: V that pipelines of several ranks shall have.
         token_slices: how sequences are cut, if the user says so.
         weights: which versions of the weights passes see where the schedule is asynchronous, a `pipeline_weights`.
+        optim: Trainer's name of the optimizer.
 
     Raises:
         ValueError: unknown compression.
@@ -70,6 +71,7 @@ class PlanRules:
     num_chunks: int = 1
     token_slices: Plans | None = None
     weights: str = "pipeoptim"
+    optim: str = "adamw_torch"
 
     def __post_init__(self) -> None:
         if self.compression not in ("memory", "throughput"):
@@ -283,8 +285,8 @@ def plan_transition(
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
     def judge(layout: Layout) -> Candidate:
-        samples, kind = samples_per_device * layout.pipeline_size, rules.weights
-        needed = max(rank_bytes(layout, costs, samples, accumulation=accumulation, weights=kind))
+        samples = samples_per_device * layout.pipeline_size
+        needed = max(rank_bytes(layout, costs, samples, accumulation, rules.weights, rules.optim))
         return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     samples_per_step = samples_per_device * current.pipeline_size * accumulation

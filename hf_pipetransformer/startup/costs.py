@@ -80,13 +80,15 @@ def measure_costs(
     num_samples = int(costs["num_samples"])
     message_bytes = int(costs["boundary_bytes"] * num_samples)
     hop, reduction = topology.measure(message_bytes)
-    parameters, kept = [0] * structure.num_units, [0] * structure.num_units
+    parameters, kept, trained_bytes, kept_bytes = ([0] * structure.num_units for _ in range(4))
     shared: dict[bool, list[tuple[tuple[int, ...], int]]] = {True: [], False: []}
     for name, parameter in subject.model.named_parameters():
         units = structure.units_of_parameter[name]
         # Of tied weights the first user keeps the state and takes the step.
         parameters[units[0]] += parameter.numel()
         kept[units[0]] += 0 if parameter.requires_grad else parameter.numel()
+        sizes = trained_bytes if parameter.requires_grad else kept_bytes
+        sizes[units[0]] += parameter.numel() * parameter.element_size()
         if len(units) > 1:
             shared[parameter.requires_grad].append((units, parameter.numel()))
     return MeasuredCosts(
@@ -95,6 +97,8 @@ def measure_costs(
             shared=tuple(shared[True]),
             kept=tuple(kept),
             kept_shared=tuple(shared[False]),
+            trained_bytes=tuple(trained_bytes),
+            kept_bytes=tuple(kept_bytes),
             forward=tuple(costs["forward"]),
             backward=tuple(costs["backward"]),
             edge_backward=tuple(costs["edge_backward"]),

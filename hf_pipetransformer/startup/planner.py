@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from transformers.training_args import OptimizerNames
+
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.costs import UnitCosts, predict_step, rank_bytes, unit_loads
@@ -125,6 +127,7 @@ class RunPlanner:
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
+            optim=OptimizerNames(args.optim).value,
         )
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
@@ -149,8 +152,9 @@ class RunPlanner:
 
             def largest_bytes(k: int) -> float:
                 layout = self._plan(k, samples_per_device, num_frozen)
-                kind = {"accumulation": self.args.gradient_accumulation_steps, "weights": self.args.pipeline_weights}
-                return max(rank_bytes(layout, self.costs.units, k * samples_per_device, **kind))
+                args, samples = self.args, k * samples_per_device
+                more = args.gradient_accumulation_steps, args.pipeline_weights, OptimizerNames(args.optim).value
+                return max(rank_bytes(layout, self.costs.units, samples, *more))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
             untried = [k for k in possible if k > self.unfit]

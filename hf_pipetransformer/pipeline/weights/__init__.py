@@ -17,7 +17,7 @@ PipeOptim, sections II and III, Tables I and II.
 from __future__ import annotations
 
 from hf_pipetransformer.pipeline.weights.double_buffer import DoubleBuffer
-from hf_pipetransformer.pipeline.weights.kind import WeightKind
+from hf_pipetransformer.pipeline.weights.kind import WeightKind, copies_beside
 from hf_pipetransformer.pipeline.weights.pipeoptim import PipeOptim
 from hf_pipetransformer.pipeline.weights.prediction_errors import MEASURED_EVERY, SAMPLED_WEIGHTS, PredictionErrors
 from hf_pipetransformer.pipeline.weights.rates import coming_rates
@@ -36,6 +36,7 @@ __all__ = [
     "StageWeights",
     "WeightKind",
     "coming_rates",
+    "copies_beside",
     "find_weights",
 ]
 

@@ -85,6 +85,23 @@ class WeightKind(Protocol):
         ...
 
 
+_WITH_ADAMS_MOMENTS = ("adamw_torch", "adamw_torch_fused")
+"""Names of Trainer's optimizers whose state is Adam's, and whose updates predictions know."""
+
+
+def copies_beside(direction: DirectionName, optim: str) -> int:
+    """What a prediction keeps beside weight, gradient and two moments of each trained weight, in weights.
+
+    Args:
+        direction: of the kind.
+        optim: Trainer's name of the optimizer.
+    """
+    if optim in _WITH_ADAMS_MOMENTS:
+        return 0
+    own = 2 if direction == "adam" else 1  # Moments of its own, or the weights before the last update.
+    return own - 1 if optim == "sgd" else own  # SGD has one moment at most.
+
+
 def steady_lag(stage: int, num_stages: int) -> int:
     """Units between a forward and its backward, in the steady state of 1F1B."""
     return num_stages - 1 - stage
