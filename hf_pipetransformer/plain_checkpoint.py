@@ -267,6 +267,12 @@ def _otherwise(state: Mapping[str, Any]) -> list[str]:
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "
             "instead."
         )
+    if not state["is_counted"]:
+        told.append(
+            "The run had gone on with batches of another size, or from the beginning of an epoch; plain Trainer finds "
+            "its place in the data by the number of steps, which leads to another one: some samples of the epoch come "
+            "twice, or not at all."
+        )
     if state["world_size"] > 1:
         told.append(
             f"The run had {state['world_size']} processes: start as many, or change per_device_train_batch_size so "

@@ -22,8 +22,8 @@ FREEZES = {"freeze_policy": "fixed", "freeze_at": "4:2"}
 def make(base: type[Trainer], folder: Path, seed: int = 0, own_order: bool = False, **options: Any) -> Any:
     kind = TrainingArguments if base is Trainer else PipeTransformerArguments
     args = kind(
-        output_dir=str(folder), max_steps=6, per_device_train_batch_size=4, logging_steps=1, save_steps=1,
-        use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-3, **options,
+        output_dir=str(folder), max_steps=6, logging_steps=1, save_steps=1, use_cpu=True, report_to="none",
+        disable_tqdm=True, learning_rate=1e-3, **{"per_device_train_batch_size": 4, **options},
     )  # fmt: skip
     model = build_model("bert_sequence", seed)
     # As a user may give them: not as the model has them, and in groups of their own.
@@ -116,3 +116,15 @@ def test_an_epoch_that_was_dealt_to_nodes_is_none_of_trainers(tmp_path: Path) ->
     }
     assert [len(texts) for texts in said.values()] == [1, 0]
     assert "The epoch under way was dealt to nodes" in said[3][0]
+
+
+def test_a_place_that_no_number_of_steps_tells_is_none_of_trainers(tmp_path: Path) -> None:
+    """A step of four samples and one of six: Trainer would believe in two of six, and leave two samples out."""
+    make(PipeTransformerTrainer, tmp_path / "first", **FREEZES).train()
+    trainer = make(PipeTransformerTrainer, tmp_path, per_device_train_batch_size=6, **FREEZES)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
+    found = [{path.name for path in (tmp_path / f"checkpoint-{step}").iterdir()} & TRAINERS for step in (2, 3)]
+    assert found == [set(), TRAINERS], "the third step ends the epoch"
+    said = [export_checkpoint(str(tmp_path / f"checkpoint-{step}"), str(tmp_path / f"{step}")) for step in (2, 3)]
+    assert [len(texts) for texts in said] == [1, 0]
+    assert "which leads to another one" in said[0][0]

@@ -26,6 +26,7 @@ from hf_pipetransformer.run.budget import Budget
 from hf_pipetransformer.run.description import RunDescription
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.pipeline import Pipeline
+from hf_pipetransformer.run.remainder import find_remainder
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.transition import check_replicas_agree
@@ -107,11 +108,11 @@ class Checkpoints:
 
     @property
     def are_trainers_too(self) -> bool:
-        """Whether Trainer could go on from here: the optimizer is whole, and the epoch in an order that it knows."""
+        """Whether Trainer could go on from here: the optimizer is whole, and it finds the place in the data."""
         stage = self.pipeline.stage
         if stage.layout.pipeline_size > 1 or not stage.store.trains_all:
             return False
-        return not is_dealt_to_nodes(self._place())
+        return self._is_counted and not is_dealt_to_nodes(self._place())
 
     def save_optimizer(self, folder: str) -> None:
         """The state of what this rank trains; replicas agree on it, the first one writes."""
@@ -161,6 +162,7 @@ class Checkpoints:
             "step": state.global_step,
             "epoch": state.epoch,
             "place": self._place(),
+            "is_counted": self._is_counted,
             "unlogged_loss": self._unlogged_loss,
             "layout": self.pipeline.layout.as_event(),
             "first_layout": self.first_layout.as_event(),
@@ -190,6 +192,23 @@ class Checkpoints:
             "global_batch": loader.total_batch_size,
             **loader.arrangement.as_json(),
         }
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the number of steps tells the place in the data, as Trainer believes.
+
+        Not where a run has gone on with batches of another size, or did not skip what had been done.
+        """
+        place, loader, args = self._place(), self.loader, self.trainer.args
+        if place is None or loader is None:
+            return True
+        sizes = (
+            loader.num_samples,
+            loader.total_batch_size,
+            args.dataloader_drop_last,
+            args.gradient_accumulation_steps,
+        )
+        return find_remainder(place, self.trainer.state.global_step, *sizes, skips=True) is None
 
     def check_savable(self) -> None:
         """Raises ValueError for an optimizer or schedule that no checkpoint can hold."""
