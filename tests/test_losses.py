@@ -43,14 +43,16 @@ VALUES = torch.tensor([[1.0, 4.0, 0.0], [9.0, 0.0, 0.0], [16.0, 25.0, 36.0]])
 LABELS = torch.tensor([[1, 2, -100], [3, -100, -100], [4, 5, 6]])
 
 
-def found_for(loss: Callable[[torch.Tensor, int], torch.Tensor], labels: torch.Tensor = LABELS) -> FoundRule:
+def found_for(
+    loss: Callable[[torch.Tensor, int], torch.Tensor], labels: torch.Tensor = LABELS, is_split: bool = True
+) -> FoundRule:
     """The rule of a loss of the labelled values of a batch, given them and the number of items to divide by."""
 
     def measure(parts: Any, total: int) -> torch.Tensor:
         terms = [loss(part["values"][part["labels"] != -100], total) * weight for part, weight in parts if weight]
         return torch.stack(terms).sum().double().reshape(1)
 
-    return find_loss_rule(measure, {"labels": labels, "values": VALUES}, count_items)
+    return find_loss_rule(measure, {"labels": labels, "values": VALUES}, count_items, is_split)
 
 
 def test_means_sums_and_losses_divided_by_items_are_told_apart() -> None:
@@ -79,6 +81,13 @@ def test_losses_that_are_not_made_of_their_parts_are_named(loss: Any, reason: st
     refusal = found_for(loss).refusal
     assert refusal is not None
     assert reason in refusal
+
+
+def test_where_no_batch_is_split_no_split_is_tried() -> None:
+    assert found_for(lambda kept, total: kept.max(), is_split=False).refusal is None
+    assert found_for(lambda kept, total: kept.sum() / total, is_split=False) == found_for(
+        lambda kept, total: kept.sum() / total
+    )
 
 
 # ---- the samples that it is decided on ----

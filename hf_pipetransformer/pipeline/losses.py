@@ -66,7 +66,10 @@ _REMEDY = (
 
 
 def find_loss_rule(
-    measure: Measure, inputs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
+    measure: Measure,
+    inputs: Mapping[str, Any],
+    count: Callable[[Mapping[str, Any]], int],
+    is_split: bool = True,
 ) -> FoundRule:
     """Decide how losses add up, and check on several splits of a batch that they do.
 
@@ -77,6 +80,7 @@ def find_loss_rule(
         measure: computes loss and gradient in full precision.
         inputs: a tiny batch, with different labels where there are any.
         count: items of a batch that the model's mean runs over.
+        is_split: whether the run computes batches in parts; else no split is tried.
 
     Returns:
         The rule; with a refusal if none holds (a loss that compares samples with each other, say), or if only a part
@@ -104,7 +108,8 @@ def find_loss_rule(
     if not with_items:
         return FoundRule(LossRule.MEAN, ignores)
     rule = _rule_of(measure, inputs, with_items, total)
-    refusals = (_refused_split(measure, inputs, count, rows, rule, whole) for rows in _splits(inputs, with_items))
+    splits = _splits(inputs, with_items) if is_split else []
+    refusals = (_refused_split(measure, inputs, count, rows, rule, whole) for rows in splits)
     return FoundRule(rule, ignores, next((text for text in refusals if text is not None), None))
 
 

@@ -171,7 +171,7 @@ def _padding(exact: Subject, args: PipeTransformerArguments, topology: Topology,
 
 
 def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topology) -> FoundRule:
-    inputs = exact.inputs
+    inputs, is_whole = exact.inputs, topology.world_size == 1 and args.num_microbatches in (None, 1)
     is_alone = batch_size(inputs) == 1
     if is_alone:
         # Two of them with gradients may not fit into memory: then the losses alone are compared.
@@ -189,11 +189,10 @@ def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topolog
             return torch.cat([sum_of_losses.reshape(1), gradient_norms(exact.model).double().cpu()])
 
     def find() -> list[Any]:
-        found = find_loss_rule(measure, with_two_labels(inputs), exact.count)
+        found = find_loss_rule(measure, with_two_labels(inputs), exact.count, not is_whole)
         return [found.rule.value, found.ignores_num_items, found.refusal]
 
     rule, ignores_num_items, refusal = topology.decide(find)
-    is_whole = topology.world_size == 1 and args.num_microbatches in (None, 1)
     if refusal is not None and not is_whole:
         raise LossDoesNotDecomposeError(refusal)
     return FoundRule(LossRule(rule), ignores_num_items, refusal)
