@@ -60,6 +60,7 @@ LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 
 NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
 PREFIXES = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
+STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
 TIME_BUDGET = {"freeze_budget": "time"}
 POLICIES: dict[str, dict[str, Any]] = {
     "gradient_norm": {},
@@ -97,12 +98,17 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     longest, num_layers = task.num_epochs, task.num_layers
     table = {f"{FULL}{epochs}": Contender("full", epochs) for epochs in (0.5, 1, 1.5, *range(2, longest + 1))}
     for name, share in PREFIXES.items():
-        num_frozen = round(share * num_layers)
-        options = {"freeze_policy": "fixed", "freeze_at": f"0:{num_frozen}", "activation_cache": "on"}
+        options = {**STORED, "freeze_at": f"0:{round(share * num_layers)}"}
         table[f"first {name} frozen"] = Contender("full", longest, options)
         table[f"first {name} frozen, half of the epochs"] = Contender("full", math.ceil(longest / 2), options)
         table[f"first {name} frozen, twice the epochs"] = Contender("full", 2 * longest, options)
         table[f"first {name} frozen, time budget"] = Contender("full", longest, {**options, **TIME_BUDGET})
+    deep, steps = round(2 / 3 * num_layers), math.ceil(task.num_training / task.batch)
+    halfway, thawing = f"{steps * longest // 2}:{deep}", f"0:{deep},{steps}:0"
+    table["first 2/3 frozen halfway"] = Contender("full", longest, {**STORED, "freeze_at": halfway})
+    table["first 2/3 frozen for an epoch, then none"] = Contender(
+        "full", longest - 1, {**STORED, "freeze_at": thawing}
+    )
     table["top 1/3 only, no cache"] = Contender("top", longest, num_top_layers=round(num_layers / 3))
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
