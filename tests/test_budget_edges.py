@@ -128,17 +128,28 @@ def test_other_epochs_are_said_to_change_nothing() -> None:
     assert other is not None and "num_train_epochs=5 (was 3)" in other
 
 
+def trainer_with(kind: type[torch.optim.Optimizer]) -> Any:
+    return SimpleNamespace(
+        optimizer=None, model=None, args=SimpleNamespace(max_grad_norm=1.0),
+        get_optimizer_cls_and_kwargs=lambda *_: (kind, {}),
+    )  # fmt: skip
+
+
+def test_an_optimizer_that_may_wait_for_other_ranks_is_not_made_on_one() -> None:
+    class Sharded(torch.optim.SGD):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise SystemExit("a collective call")
+
+    assert optimizer_seconds(trainer_with(Sharded), [nn.Parameter(torch.ones(4))]) > 0
+
+
 @pytest.mark.parametrize("fails", ["__init__", "step"])
 @pytest.mark.parametrize("error", [KeyError("state"), AttributeError("train"), torch.OutOfMemoryError("none left")])
 def test_an_odd_optimizer_is_measured_as_adamw(fails: str, error: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    kind = type("Odd", (torch.optim.SGD,), {fails: fail})
-    trainer: Any = SimpleNamespace(
-        optimizer=None, model=None, args=SimpleNamespace(max_grad_norm=1.0),
-        get_optimizer_cls_and_kwargs=lambda *_: (kind, {}),
-    )  # fmt: skip
+    trainer = trainer_with(type("Odd", (torch.optim.SGD,), {fails: fail, "__module__": "torch.optim.odd"}))
     assert optimizer_seconds(trainer, [nn.Parameter(torch.ones(4))]) > 0
     assert optimizer_seconds(trainer, []) == 0
 

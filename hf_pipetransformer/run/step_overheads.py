@@ -21,6 +21,8 @@ MOST_ELEMENTS = 2**25
 FEW_ELEMENTS = 2**22
 """The same, where a rough figure will do."""
 NUM_REPEATS = 5
+KNOWN_PACKAGES = ("torch.optim.", "transformers.")
+"""Of optimizers that one rank may make and step alone; those of others may wait for all ranks."""
 
 
 def optimizer_seconds(
@@ -28,7 +30,8 @@ def optimizer_seconds(
 ) -> float:
     """Seconds that clipping and an optimizer step take for one trained parameter: copies of some are stepped.
 
-    AdamW stands for an optimizer that cannot be made or stepped so. Where that cannot either, nothing is known: 0.
+    AdamW stands for an optimizer that cannot be made or stepped so, or of which that is not known. Where AdamW cannot
+    either, nothing is known: 0.
 
     Args:
         trainer: of the optimizer.
@@ -79,6 +82,8 @@ def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Opti
     else:
         own = host.torch_optimizer(trainer)
         kind, options = type(own), own.defaults
+    if not f"{kind.__module__}.".startswith(KNOWN_PACKAGES):
+        return _adamw(trainer, parameters)
     made: torch.optim.Optimizer = kind(parameters, **options)
     return made
 
