@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from hf_pipetransformer.freeze.policies import (
     make_clock,
     make_policy,
 )
+from hf_pipetransformer.freeze.policies.protocol import MOST_ASKED
 from hf_pipetransformer.freeze.similarity import SimilarityMonitor, linear_cka
 from hf_pipetransformer.freeze.weights import WeightMonitor, relative_changes
 from hf_pipetransformer.option_values import parse_freeze_at
@@ -434,6 +436,26 @@ def test_the_outlook_looks_only_at_steps_that_are_due(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DecisionClock, "is_due", ask)
     assert coming(Schedule(1 / 3), 40)[0] == [(20, 2), (30, 4)]
     assert coming(Fixed({3: 1, 10**12: 5}), 10**11)[0] == [(3, 1)]
+
+
+def test_a_policy_that_counts_what_it_is_asked_is_the_same_after_the_outlook() -> None:
+    class Counting(Schedule):
+        asked: list[int] = []
+
+        def is_due(self, step: int, clock: DecisionClock) -> bool:
+            self.asked.append(step)
+            return len(self.asked) % 5 == 0
+
+        def state(self) -> dict[str, Any]:
+            return {"asked": self.asked}
+
+        def load_state(self, state: Mapping[str, Any]) -> None:
+            self.asked = state["asked"]
+
+    policy = Counting(0.5)
+    policy.asked = [7]
+    assert coming(policy, 10)[0] and policy.asked == [7]
+    assert coming(policy, 10**12)[0][-1][0] < MOST_ASKED
 
 
 def test_the_outlook_in_words_says_when_nothing_can_freeze() -> None:

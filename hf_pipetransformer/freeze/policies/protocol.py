@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from hf_pipetransformer.freeze.policies.clock import DecisionClock
 from hf_pipetransformer.freeze.policies.signal import GRADIENT_NORMS, FreezeSignal
+
+
+MOST_ASKED = 100_000
+"""Steps of a run for which an `is_due` of a user's own is asked before it, to say what may freeze."""
 
 
 class FreezePolicy(ABC):
@@ -80,15 +85,22 @@ class FreezePolicy(ABC):
         return signal.num_layers
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
-        """Whether to decide before optimizer step number `step`. Asked at the start and after each decision."""
+        """Whether to decide before optimizer step number `step`.
+
+        Asked at the start and after each decision, for the steps that come, up to the first that is due; and once
+        before a run for up to `MOST_ASKED` of its steps, after which `load_state` gets back what `state` was.
+        """
         return clock.is_due(step)
 
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
-        """All steps of a run that are due, in their order."""
+        """All steps of a run that are due, in their order; of an `is_due` of your own, among the first `MOST_ASKED`."""
         # Of another `is_due` than the clock's nothing is known.
         if type(self).is_due is FreezePolicy.is_due:
             return clock.due_steps()
-        return (step for step in range(clock.max_steps) if self.is_due(step, clock))
+        before = deepcopy(dict(self.state()))
+        found = [step for step in range(min(clock.max_steps, MOST_ASKED)) if self.is_due(step, clock)]
+        self.load_state(before)
+        return found
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
         """The step before which layers that are frozen at `step` are thawed, as far as that is known.
