@@ -73,3 +73,15 @@ def test_a_half_uses_no_other_weights_than_the_structure_says(name: str) -> None
 def test_the_generic_splitter_cuts_them_between_layers() -> None:
     model = make_decoder("llama").eval()
     assert probed(model, GenericSplitter()).structure.cut_positions() == [0, 1, 3, 5, 7, 9, 10]
+
+
+def test_gpt2_may_read_what_an_encoder_said() -> None:
+    """Its cross attention belongs to the first half of a layer."""
+    torch.manual_seed(0)
+    model = make_decoder("gpt2", initializer_range=0.2, add_cross_attention=True).eval()
+    batch = collate_tokens(make_rows(4))
+    batch["encoder_hidden_states"] = torch.randn(4, 3, model.config.n_embd)
+    batch["encoder_attention_mask"] = torch.tensor([[1, 1, 0]] * 4)
+    found = probe_model(model, find_splitter(model), lambda inputs: model(**inputs).loss, batch, "input_ids").structure
+    assert found.cuts_inside_layers
+    assert found.units_of_parameter["transformer.h.1.crossattention.c_attn.weight"] == (3,)

@@ -267,3 +267,60 @@ def test_activations_without_a_row_a_sample_are_refused_in_words(kind: str, monk
     model, inputs = Numbers(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
     with pytest.raises(UnsupportedModelError, match="one row a sample"):
         probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+
+
+class ToldBlock(Block):
+    def forward(self, hidden: torch.Tensor, told: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(hidden if told is None else hidden + told)
+
+
+class Between(Stack):
+    """Code between its layers reads weights: for the next layer to take, or to change what goes from layer to layer.
+
+    Args:
+        kind: of the code.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([ToldBlock() for _ in range(L)])
+        self.gates = nn.ModuleList([nn.Linear(2, WIDTH) for _ in range(L)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.entry(x)
+        for index, block in enumerate(self.blocks):
+            told = None
+            if index and self.kind == "modules":
+                told = self.gates[index](x)
+            elif index and self.kind == "reads":
+                told = nn.functional.linear(x, self.entry.weight)
+            elif index and self.kind == "norm":
+                hidden = self.norm(hidden)
+            elif index and self.kind == "scale":
+                hidden = hidden * self.scale
+            hidden = block(hidden, told)
+        y = self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+def structure_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = Between(kind)
+    batch = {"x": torch.randn(4, LENGTH, 2), "labels": torch.randn(4)}
+    return probe_model(model, OwnSplitter(), lambda inputs: model(**inputs)[0], batch, "x").structure
+
+
+@pytest.mark.parametrize(("kind", "name"), [("modules", "gates.2.weight"), ("reads", "entry.weight")])
+def test_a_weight_that_is_read_between_layers_is_on_every_stage(kind: str, name: str) -> None:
+    users = structure_of(kind).units_of_parameter
+    assert users[name] == tuple(range(2 * L + 2))
+    assert users["blocks.1.line.weight"] == (3,) and users["head.weight"] == (2 * L + 1,)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("norm", "norm.weight"), ("scale", "scale")])
+def test_a_weight_that_changes_activations_between_layers_is_refused_in_words(kind: str, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"Between reads {name} between layers 0 and 1.*inside a layer"):
+        structure_of(kind)

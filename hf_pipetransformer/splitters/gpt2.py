@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,13 +26,22 @@ class GPT2Splitter(GenericSplitter):
         hidden: torch.Tensor,
         past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
-        *_encoder: Any,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        for name in ("encoder_hidden_states", "encoder_attention_mask"):
-            kwargs.pop(name, None)
         attention, _ = layer.attn(layer.ln_1(hidden), past_key_values, attention_mask, **kwargs)
-        return hidden + attention
+        hidden = hidden + attention
+        if encoder_hidden_states is None:
+            return hidden
+        across, _ = layer.crossattention(
+            layer.ln_cross_attn(hidden),
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+        )
+        return cast(torch.Tensor, hidden + across)
 
     def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + layer.mlp(layer.ln_2(hidden))

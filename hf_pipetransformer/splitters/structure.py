@@ -66,17 +66,33 @@ class _Trace:
         self.stack: list[nn.Module] = []
         self.spanning: list[nn.Module] = []
         self.before: list[tuple[nn.Module, nn.Module | None]] = []
-        self.after: list[nn.Module] = []
+        self.after: list[tuple[nn.Module, int]] = []
         self.outputs: dict[int, tuple[Any, int | None]] = {}
         self.versions: list[tuple[Any, int | None]] = []
         self.layer_calls: list[int] = []
         self.layer_outputs: list[Any] = []
         self.entered_input: Any = None
         self.reads: dict[int, int] = {}
+        self.reads_between: set[int] = set()
+        self.reads_since_layer: list[int] = []
+        self.changes_between: list[tuple[int, int]] = []
+
+    @property
+    def is_between_layers(self) -> bool:
+        """Whether some layers have run, none is running, and another may come."""
+        return 0 < len(self.layer_outputs) == len(self.layer_calls)
+
+    def enter_layer(self, hidden: Any) -> None:
+        """The next layer begins with `hidden`: what was read since the last one was read between two layers."""
+        last, version = self.versions[-1] if self.versions else (None, None)
+        if self.layer_outputs and self.reads_since_layer and not (hidden is last and _version(hidden) == version):
+            self.changes_between.append((len(self.layer_outputs), self.reads_since_layer[0]))
+        self.reads_between.update(self.reads_since_layer)
+        self.reads_since_layer = []
 
 
 class _Reads(TorchFunctionMode):
-    """Notes for each parameter how many layers had run when it was last read, by whatever code."""
+    """Notes for each parameter how many layers had run when it was last read, and whether between two, by any code."""
 
     def __init__(self, model: nn.Module, trace: _Trace) -> None:
         super().__init__()
@@ -85,10 +101,14 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
+        result, trace = func(*args, **(kwargs or {})), self._trace
         for value in chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in given):
             if id(value) in self._ids:
-                self._trace.reads[id(value)] = len(self._trace.layer_outputs)
-        return func(*args, **(kwargs or {}))
+                trace.reads[id(value)] = len(trace.layer_outputs)
+                # Shape and dtype are known on every stage.
+                if trace.is_between_layers and isinstance(result, (torch.Tensor, list, tuple)):
+                    trace.reads_since_layer.append(id(value))
+        return result
 
 
 def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any]) -> Structure:
@@ -114,6 +134,14 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     if trace.layer_calls != list(range(len(layers))):
         raise UnsupportedModelError(
             f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
+        )
+    if trace.changes_between:
+        index, key = trace.changes_between[0]
+        weight = next(weight for weight, parameter in model.named_parameters() if id(parameter) == key)
+        raise UnsupportedModelError(
+            f"{name} reads {weight} between layers {index - 1} and {index}, and changes the activation that goes from "
+            "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
+            "use transformers.Trainer."
         )
     outer = [module for module, parent in trace.before if parent in trace.spanning]
     found = {key: output for key, (output, version) in trace.outputs.items() if version == trace.versions[0][1]}
@@ -155,6 +183,7 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
             if not trace.layer_calls:
                 trace.spanning = list(trace.stack)
                 trace.entered_input = hidden
+            trace.enter_layer(hidden)
             trace.versions.append((hidden, _version(hidden)))
             trace.layer_calls.append(index_of[id(module)])
         elif id(module) not in inside:
@@ -171,7 +200,7 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
                 trace.before.append((module, trace.stack[-1] if trace.stack else None))
                 trace.outputs[id(module)] = output, _version(output)
             elif module not in trace.spanning:
-                trace.after.append(module)
+                trace.after.append((module, len(trace.layer_calls)))
 
     handles: list[Any] = []
     for module in model.modules():
@@ -211,18 +240,21 @@ def _users(
         of_mlp = {id(tensor) for part in splitter.mlp_parts(layer) for tensor in _tensors(part)}
         for tensor in _tensors(layer):
             users.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
-    for module in trace.after:
-        add(module, [head], recurse=False)
+    for module, num_layers_before in trace.after:
+        add(module, [head] if num_layers_before == len(layers) else everywhere, recurse=False)
     for key, num_layers_before in trace.reads.items():
         if num_layers_before == len(layers):
             users.setdefault(key, set()).add(head)  # Maybe the weight of a module that ran before the layers.
+    for key in trace.reads_between:
+        users.setdefault(key, set()).update(everywhere)
     for module in beside:
         add(module, everywhere)
     for module in trace.spanning:
         # A parameter that hangs directly on a module around the stack may be used by any unit.
         add(module, everywhere, recurse=False)
     # So may that of a module beside the layers which never ran: its weight is read without calling it (DeBERTa).
-    ran = {id(part) for module in [*layers, *entries, *beside, *trace.after] for part in module.modules()}
+    after = [module for module, _ in trace.after]
+    ran = {id(part) for module in [*layers, *entries, *beside, *after] for part in module.modules()}
     for module in trace.spanning[-1].modules():
         if id(module) not in ran:
             add(module, everywhere, recurse=False)

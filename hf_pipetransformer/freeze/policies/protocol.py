@@ -93,7 +93,7 @@ class FreezePolicy(ABC):
         return clock.is_due(step)
 
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
-        """All steps of a run that are due, in their order; of an `is_due` of your own, among the first `MOST_ASKED`."""
+        """All steps of a run that are due, in order. Of an `is_due` of yours: those among the first `MOST_ASKED`."""
         # Of another `is_due` than the clock's nothing is known.
         if type(self).is_due is FreezePolicy.is_due:
             return clock.due_steps()
