@@ -6,6 +6,7 @@ PEFT is imported where a model has adapters only.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -123,6 +124,22 @@ def adapter_files(folder: str) -> list[str]:
     inner = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     names = [FILE, *(os.path.join(name, FILE) for name in inner)]
     return [name for name in names if os.path.isfile(os.path.join(folder, name))]
+
+
+def saved_names(model: Any) -> list[str] | None:
+    """Names of the parameters that PEFT saves of a model with adapters; None if that is not known."""
+    from peft import get_peft_model_state_dict
+
+    if model.save_pretrained.__module__.partition(".")[0] not in ("peft", "transformers"):
+        return None  # Code of a user's saves what it likes.
+    state = model.state_dict(keep_vars=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says the same when it saves.
+        of_adapters = [get_peft_model_state_dict(model, dict(state), name) for name in model.peft_config]
+    saved = {id(value) for found in of_adapters for value in found.values()}
+    if not saved <= {id(value) for value in state.values()}:
+        return None  # It makes other tensors of them.
+    return [name for name, parameter in model.named_parameters() if id(parameter) in saved]
 
 
 def load_adapters(model: Any, folder: str, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -7,7 +7,7 @@ anew around it (PipeTransformer sections 3.2 and 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -309,13 +309,18 @@ def make_whole(stage: Stage) -> None:
 
 
 @contextmanager
-def whole_on_first_rank(stage: Stage) -> Iterator[None]:
-    """Rank 0 holds the whole model inside, to save it. A collective call of replica 0; the others pass through."""
+def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> Iterator[None]:
+    """Rank 0 holds the whole model inside, to save it. A collective call of replica 0; the others pass through.
+
+    Args:
+        stage: this rank's.
+        only: names of parameters that are saved, if not all: of other stages' it gets no others.
+    """
     if stage.groups.pipeline_size == 1 or stage.groups.replica != 0:
         yield
         return
     held = set(stage.store.held())
-    stage.store.fill(_missing(stage, torch.device("cpu"), wanting=(0,)))
+    stage.store.fill(_missing(stage, torch.device("cpu"), (0,), only))
     _share_buffers(stage)
     try:
         yield
@@ -351,12 +356,17 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
             store.move(own, device)
 
 
-def _missing(stage: Stage, device: torch.device, wanting: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
-    """The parameters that this rank does not hold, on `device`; only at some positions, if not all want them."""
+def _missing(
+    stage: Stage,
+    device: torch.device,
+    wanting: tuple[int, ...] | None = None,
+    only: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The parameters that this rank does not hold, on `device`; only some, at some positions, if not all want all."""
     if not stage.is_spread:
         return {}
     timeout = stage.settings.timeout
-    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, wanting)
+    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, wanting, only)
 
 
 def _share_buffers(stage: Stage) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, PeftType
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -21,6 +22,7 @@ from hf_pipetransformer.run.frozen_weights import _context
 from hf_pipetransformer.run.need import Need, need_of
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.check import Probe, probe_model
+from hf_pipetransformer.splitters.ownership import ParameterStore
 from hf_pipetransformer.splitters.profile import middle_layer
 from hf_pipetransformer.units import attention_of, block_of, mlp_of
 from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
@@ -340,3 +342,33 @@ def test_what_has_not_been_tried_is_refused_by_its_name() -> None:
     model = adapted("llama", "lora")
     model.get_base_model().is_quantized = True
     assert "quantized" in str(adapters.why_unsplittable(model))
+
+
+QUICKLY_SAVED = ("biases", "whole-ends", "vera")
+
+
+@pytest.mark.parametrize(
+    ("method", "is_added"),
+    [
+        ("lora", True),
+        *((method, False) for method in QUICKLY_SAVED),
+        *(pytest.param(method, False, marks=pytest.mark.slow) for method in METHODS if method not in QUICKLY_SAVED),
+    ],
+)
+def test_adapters_are_saved_from_what_they_are_said_to_be_saved_from(
+    method: str, is_added: bool, tmp_path: Path
+) -> None:
+    model = adapted("llama", method, is_added)
+    model.save_pretrained(tmp_path / "whole")
+    names = adapters.saved_names(model)
+    assert names and len(names) < len(list(model.parameters()))
+    ParameterStore(model).release(keep=set(names))
+    model.save_pretrained(tmp_path / "part")
+    found, expected = (load_file(tmp_path / which / adapters.FILE) for which in ("part", "whole"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_what_code_of_a_user_saves_is_not_known() -> None:
+    model = adapted("gpt2", "lora")
+    model.save_pretrained = lambda folder: None
+    assert adapters.saved_names(model) is None

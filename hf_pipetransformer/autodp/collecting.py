@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ def collect_parameters(
     device: torch.device,
     timeout: float,
     wanting: Sequence[int] | None = None,
+    only: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The parameters that this rank does not hold, on `device`, from the first ranks that use them.
 
@@ -34,12 +35,13 @@ def collect_parameters(
             time, so that a whole model can be kept that no device holds.
         timeout: seconds that any rank may wait for another.
         wanting: positions of the ranks that want the parameters, if not all.
+        only: names of the parameters that they want, if not all.
     """
     wanting = range(place.pipeline_size) if wanting is None else wanting
     run_device = next(p.device for p in named.values() if not p.is_meta)
-    names = list(named)
+    names = [name for name in named if only is None or name in only]
     found: dict[str, torch.Tensor] = {}
-    for indices in in_rounds([_num_bytes(parameter) for parameter in named.values()]):
+    for indices in in_rounds([_num_bytes(named[name]) for name in names]):
         parcels, arriving = [], {}
         for name in (names[index] for index in indices):
             source, parameter = owners[name][0], named[name].detach()

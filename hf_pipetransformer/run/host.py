@@ -11,7 +11,8 @@ import datasets
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer.adapters import bare_model
+from hf_pipetransformer import adapters
+from hf_pipetransformer.adapters import bare_model, has_adapters
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
 
@@ -77,6 +78,12 @@ def is_overridden(trainer: Trainer, name: str) -> bool:
     package = __name__.partition(".")[0]
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] != package]
     return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
+
+
+def saved_names(trainer: Trainer) -> list[str] | None:
+    """Names of the parameters that a saving of the model takes; None for all: code of a user's may take any."""
+    is_users = is_overridden(trainer, "save_model") or is_overridden(trainer, "_save")
+    return None if is_users or not has_adapters(trainer.model) else adapters.saved_names(trainer.model)
 
 
 _NOT_CALLED_BELOW = (

@@ -392,14 +392,16 @@ class Run:
 
     @contextmanager
     def whole_on_first_rank(self) -> Iterator[None]:
-        """Rank 0 holds the whole model inside, to save it. In training a collective call."""
+        """Rank 0 holds all of the model inside that is saved. In training a collective call."""
         stage = None if self.in_force is None else self.in_force.stage
         if stage is None or stage.reducer is None:
             with self.patience.reporting_faults(together=False):
                 yield
             return
         self.pipeline.settle()
-        with self.patience.reporting_faults(), whole_on_first_rank(stage):
+        is_spread = stage.groups.pipeline_size > 1
+        only = self.topology.decide(lambda: host.saved_names(self.trainer)) if is_spread else None
+        with self.patience.reporting_faults(), whole_on_first_rank(stage, only):
             yield
             self.topology.barrier()
 

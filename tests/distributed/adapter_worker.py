@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,18 @@ class Holdings(TrainerCallback):
         }
 
 
+def note_what_is_held(trainer: Any, held: list[int]) -> None:
+    """When rank 0 saves: weights of the model that lie there then, in elements."""
+    save = trainer.model.save_pretrained
+
+    @wraps(save)
+    def noting(*args: Any, **kwargs: Any) -> None:
+        held.append(sum(p.numel() for p in trainer.model.parameters() if not p.is_meta))
+        save(*args, **kwargs)
+
+    trainer.model.save_pretrained = noting
+
+
 def make_trainer(case: AdapterCase, folder: Path, layout: tuple[int, int], is_plain: bool = False) -> Any:
     common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
@@ -142,12 +155,14 @@ def run(name: str, case: AdapterCase, layout: tuple[int, int], folder: Path) -> 
     if is_ours and layout != ONE_STAGE:
         holdings = Holdings(trainer)
         trainer.add_callback(holdings)
+    held: list[int] = []
+    note_what_is_held(trainer, held)
     trainer.train()
     trainer.save_model()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
     if is_ours:
-        found["layout"] = trainer.layout.as_event()
+        found |= {"layout": trainer.layout.as_event(), "held_at_saves": held}
     if is_ours and layout != ONE_STAGE:
         (folder / f"{where}-{trainer.args.process_index}.json").write_text(json.dumps(holdings.found))
     if trainer.is_world_process_zero():

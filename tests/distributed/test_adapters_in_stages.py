@@ -109,6 +109,14 @@ def assert_only_adapters_cost(folder: Path, shape: str) -> None:
     assert total
 
 
+def test_only_what_is_saved_comes_to_the_first_rank(on_two: Path) -> None:
+    """In the middle of a run; at its end the model is whole."""
+    *during, after = end(on_two, "bert-lora", (2, 1))["held_at_saves"]
+    stages = [json.loads((on_two / f"bert-lora-2x1-{rank}.json").read_text()) for rank in (0, 1)]
+    saved = stages[0]["weights"] + stages[1]["adapters"]
+    assert during and all(stages[0]["weights"] < held <= saved for held in during) and saved < after
+
+
 def test_a_checkpoint_of_two_stages_goes_on_on_one_and_in_plain_trainer(on_two: Path, tmp_path: Path) -> None:
     name, expected = "bert-lora", end(on_two, "bert-lora")["loss"]
     saved = str(on_two / f"{name}-2x1" / f"checkpoint-{SAVED_AT}")
