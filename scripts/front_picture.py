@@ -1,4 +1,8 @@
-"""The picture of the study of accuracy against time, as SVG: one panel a task, the last one for the names."""
+"""The picture of the study of accuracy against time, as SVG: one panel a task, the last one for the names.
+
+A point lies above or below the mean curve of full fine-tuning by its difference to the curve, paired by seed: not all
+contenders need to have run with all seeds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from front_report import Curve, at_equal_time
 
 
 WIDTH, HEIGHT, NUM_COLUMNS = 380, 300, 3
@@ -20,7 +26,7 @@ POLICY = "#009e73"
 
 def write_picture(report: dict[str, Any], path: Path) -> None:
     """Draw the report of `front_report.py`."""
-    tasks = {name: task for name, task in report["tasks"].items() if task["rows"]}
+    tasks = {name: task for name, task in report["tasks"].items() if task["curve"]}
     numbers: dict[str, int] = {}
     for task in tasks.values():
         for row in task["rows"]:
@@ -47,12 +53,14 @@ def is_full(row: dict[str, Any]) -> bool:
 
 def panel(name: str, task: dict[str, Any], numbers: dict[str, int]) -> list[str]:
     """Axes, the curve of full fine-tuning, and a numbered point with its bar for each other contender."""
-    curve = sorted((row["mean_seconds"], row["mean_score"]) for row in task["rows"] if is_full(row))
-    others = [row for row in task["rows"] if not is_full(row)]
+    curve = task["curve"]
+    others = [(row, height_of(row, curve)) for row in task["rows"] if not is_full(row)]
     # The start of the curve, far below everything else, would leave no height for the rest: it is cut off.
-    heights = [score for _, score in curve[1:] or curve] + [row["mean_score"] for row in others]
-    heights += [row["mean_score"] + sign * bar_of(row) for row in others for sign in (-1, 1)]
-    most_seconds = max([seconds for seconds, _ in curve] + [row["mean_seconds"] for row in others])
+    heights = [score for _, score in curve[1:] or curve] + [height for _, height in others]
+    # An interval over few seeds may be many times as long as all points lie apart: it is cut off too.
+    room = (max(heights) - min(heights)) / 2
+    heights += [height + sign * min(bar_of(row), room) for row, height in others for sign in (-1, 1)]
+    most_seconds = max([seconds for seconds, _ in curve] + [row["mean_seconds"] for row, _ in others])
     to_x = scale(0.0, 1.05 * most_seconds, LEFT, WIDTH - RIGHT)
     pad = 0.06 * (max(heights) - min(heights)) or 1.0
     lowest, highest = min(heights) - pad, max(heights) + pad
@@ -78,11 +86,11 @@ def panel(name: str, task: dict[str, Any], numbers: dict[str, int]) -> list[str]
         f'<polyline points="{corners}" fill="none" stroke="{CURVE}" stroke-width="1.5"/>',
         *(circle(to_x(x), to_y(y), 3, CURVE) for x, y in curve),
     ]
-    for row in others:
-        x, y, bar = to_x(row["mean_seconds"]), to_y(row["mean_score"]), bar_of(row)
+    for row, height in others:
+        x, y, bar = to_x(row["mean_seconds"]), to_y(height), bar_of(row)
         colour = colour_of(row["contender"])
         if bar:
-            parts += [line(x, to_y(row["mean_score"] - bar), x, to_y(row["mean_score"] + bar), colour)]
+            parts += [line(x, to_y(height - bar), x, to_y(height + bar), colour)]
         parts += [circle(x, y, 3.5, colour), text(x + 5, y - 4, str(numbers[row["contender"]]), colour=colour)]
     return [*parts, "</g>"]
 
@@ -99,6 +107,14 @@ def legend(numbers: dict[str, int]) -> list[str]:
         parts += [circle(25, y - 4, 3.5, colour_of(name)), text(42, y, f"{number}  {name}")]
     bars = "Bars: 95 % interval of the difference to full"
     return [*parts, text(16, HEIGHT - 20, bars), text(16, HEIGHT - 6, "fine-tuning at equal time, paired by seed.")]
+
+
+def height_of(row: dict[str, Any], curve: Curve) -> float:
+    """Where a contender lies: its mean score, if it shares no seed or no time with the curve."""
+    difference = row.get("against_full_at_equal_time", {}).get("mean")
+    there = at_equal_time(curve, row["mean_seconds"])
+    score: float = row["mean_score"] if difference is None or there is None else there + difference
+    return score
 
 
 def bar_of(row: dict[str, Any]) -> float:

@@ -98,6 +98,14 @@ def curves_by_seed(runs: Runs, full: Sequence[str], metric: str) -> dict[int, Cu
     return {seed: sorted(_point(runs[name][seed], metric) for name in shared) for seed in sorted(seeds)}
 
 
+def mean_curve(curves: Mapping[int, Curve]) -> Curve:
+    """Over seeds."""
+    return [
+        (statistics.mean(x for x, _ in points), statistics.mean(y for _, y in points))
+        for points in zip(*curves.values(), strict=True)
+    ]
+
+
 def _point(record: dict[str, Any], metric: str) -> tuple[float, float]:
     return record["seconds"], record["scores"][metric]
 
@@ -110,10 +118,7 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
         metric: of the scores, in percent.
     """
     curves = curves_by_seed(runs, full, metric)
-    mean_curve = [
-        (statistics.mean(x for x, _ in points), statistics.mean(y for _, y in points))
-        for points in zip(*curves.values(), strict=True)
-    ]
+    mean = mean_curve(curves)
     longest = {seed: curve[-1] for seed, curve in curves.items()}
     rows = []
     for name, by_seed in runs.items():
@@ -132,7 +137,7 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
         shared = [seed for seed in points if seed in curves]
         if name not in full and shared:
             then = {seed: at_equal_time(curves[seed], points[seed][0]) for seed in shared}
-            reached = seconds_to(mean_curve, statistics.mean(points[seed][1] for seed in shared))
+            reached = seconds_to(mean, statistics.mean(points[seed][1] for seed in shared))
             row |= {
                 "against_full_at_equal_time": paired(
                     {seed: points[seed][1] - other for seed, other in then.items() if other is not None}
@@ -171,8 +176,10 @@ def make_report(
         num_kept = sum(len(by_seed) for by_seed in runs.values())
         if num_kept < len(records):
             print(f"{task}: left out {len(records) - num_kept} runs with other settings, or done twice.")
-        rows = compare(runs, [name for name in by_contender if name.startswith(full)], metrics[task])
-        tasks[task] = {"metric": metrics[task], "num_runs": num_kept, "rows": rows}
+        of_curve = [name for name in by_contender if name.startswith(full)]
+        rows = compare(runs, of_curve, metrics[task])
+        curve = mean_curve(curves_by_seed(runs, of_curve, metrics[task]))
+        tasks[task] = {"metric": metrics[task], "num_runs": num_kept, "curve": curve, "rows": rows}
         _print_table(task, metrics[task], rows)
     return {
         "what": (

@@ -12,7 +12,7 @@ import front_tasks
 import numpy as np
 import pytest
 import study_front
-from front_picture import ticks, write_picture
+from front_picture import height_of, ticks, write_picture
 from front_report import (
     DEFAULTS,
     are_same,
@@ -149,6 +149,15 @@ def test_the_picture_shows_every_contender(report: dict[str, Any], tmp_path: Pat
     words = ["".join(element.itertext()) for element in drawn.iter() if element.tag.endswith("text")]
     assert {"sst2", "1  other", "2  quick", "3  long"} <= set(words)
     assert "squad" not in words
+
+
+def test_a_point_lies_off_the_curve_by_its_difference(report: dict[str, Any]) -> None:
+    task = report["tasks"]["sst2"]
+    rows = {row["contender"]: row for row in task["rows"]}
+    # The mean curve of two seeds is at 75 after 15 seconds.
+    assert task["curve"] == [(10, 65), (20, 85)]
+    assert height_of(rows["other"], task["curve"]) == 77
+    assert height_of(rows["quick"], task["curve"]) == rows["quick"]["mean_score"] == 50
 
 
 def test_ticks_are_round_numbers() -> None:
