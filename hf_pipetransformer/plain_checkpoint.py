@@ -267,7 +267,7 @@ def _otherwise(state: Mapping[str, Any]) -> list[str]:
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "
             "instead."
         )
-    if not state["is_counted"]:
+    if not state.get("is_counted", True):
         told.append(
             "The run had gone on with batches of another size, or from the beginning of an epoch; plain Trainer finds "
             "its place in the data by the number of steps, which leads to another one: some samples of the epoch come "

@@ -48,7 +48,7 @@ class RandomNumbers:
     def ahead(self) -> tuple[States, int] | None:
         """What the batches that were read ahead were drawn from, and how many; None without."""
         states = of_name(AHEAD, self.tensors, self.values)
-        return None if states is None else (states, self.values[NUM_AHEAD])
+        return None if states is None else (states, self.values.get(NUM_AHEAD, 1))
 
     def set(self, shared: SharedDraws | None, device: torch.device) -> None:
         """Draw from them from now on; `shared` stands for the generators of one process."""
