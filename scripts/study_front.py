@@ -59,7 +59,7 @@ LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 """Name of a module or parameter of a transformer layer."""
 
 NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
-PREFIXES = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
+PREFIXES = {"1/6": 1 / 6, "1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
 STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
 TIME_BUDGET = {"freeze_budget": "time"}
 POLICIES: dict[str, dict[str, Any]] = {

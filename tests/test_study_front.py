@@ -185,8 +185,8 @@ def test_contenders_are_chosen_by_name_or_pattern() -> None:
 
 def test_prefixes_are_shares_of_the_layers() -> None:
     table = contenders(SETTINGS["cifar10"])
-    frozen = [table[f"first {share} frozen"].options["freeze_at"] for share in ("1/3", "1/2", "2/3")]
-    assert frozen == ["0:4", "0:6", "0:8"]
+    frozen = [table[f"first {share} frozen"].options["freeze_at"] for share in ("1/6", "1/3", "1/2", "2/3")]
+    assert frozen == ["0:2", "0:4", "0:6", "0:8"]
     assert table["top 1/3 only, no cache"].num_top_layers == 4
 
 
