@@ -110,7 +110,7 @@ class PipeTransformerArguments(TrainingArguments):
             step; between steps `ddp_timeout`.
 
     Parameters that control freezing (PipeTransformer section 3.1):
-        freeze_policy (`str`, *optional*, defaults to `"gradient_norm"`): who decides how many layers are frozen.
+        freeze_policy (`str`, *optional*, defaults to `"none"`): who decides how many layers are frozen.
         freeze_alpha (`float`, *optional*, defaults to 1/3): alpha of Eq. 1.
         freeze_rule (`str`, *optional*, defaults to `"inclusive"`): reading of the argmin in Eq. 1.
         freeze_interval (`str`, *optional*, defaults to `"epoch"`): time between two decisions.
@@ -218,12 +218,12 @@ class PipeTransformerArguments(TrainingArguments):
         },
     )
     freeze_policy: str = field(
-        default="gradient_norm",
+        default="none",
         metadata={
-            "help": "How layers are frozen, from the bottom, while training: by 'gradient_norm' (PipeTransformer, "
-            "Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients ('gradient_change') or "
-            "outputs of layers ('plasticity') still change, by what the loss gains from layers for their time "
-            "('saliency'), 'fixed' by freeze_at, or 'none'. 'timely' freezes nothing for good: each step skips the "
+            "help": "How layers are frozen, from the bottom, while training: not at all ('none'), by 'gradient_norm' "
+            "(PipeTransformer, Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients "
+            "('gradient_change') or outputs of layers ('plasticity') still change, by what the loss gains from layers "
+            "for their time ('saliency'), or 'fixed' by freeze_at. 'timely' freezes nothing for good: each step skips the "
             "weight gradients of some layers, where that makes it shorter.",
             "choices": FREEZE_POLICIES,
         },

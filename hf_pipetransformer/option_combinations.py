@@ -21,6 +21,17 @@ POLICY_OF_OPTION = {
 }
 """The one policy that each of these options is for."""
 
+NOT_FREEZING = ("none", "timely")
+_DECIDING = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency")
+POLICIES_READING = {
+    "freeze_alpha": ("gradient_norm", "schedule"),
+    "freeze_rule": ("gradient_norm",),
+    "freeze_interval": _DECIDING,
+    "freeze_warmup": (*_DECIDING, "timely"),
+    "freeze_min_active_layers": _DECIDING,
+}
+"""The policies that read each of these options; a policy of the user's own reads all but the first two."""
+
 SKIPPING_SCHEDULES = ("1f1b", "gpipe", "zb_h1")
 """Under which weight gradients may be skipped."""
 
@@ -160,13 +171,14 @@ def check_budget_options(args: Options) -> None:
         )
 
 
-def unused_when_skipping(args: Options) -> list[str]:
-    """What the user should hear of options that do nothing where weight gradients are skipped and no layer freezes."""
+def unused_freeze_options(args: Options, policy: str) -> list[str]:
+    """What the user should hear of options that do nothing with a policy, named as in `freeze_policy`."""
     defaults = {field.name: field.default for field in fields(args)}
     return [
-        f"{name}={getattr(args, name)!r} does nothing with freeze_policy={args.freeze_policy!r}: no layer freezes."
-        for name in ("freeze_interval", "freeze_min_active_layers")
-        if getattr(args, name) != defaults[name]
+        f"{name}={getattr(args, name)!r} does nothing with freeze_policy={policy!r}: "
+        + ("no layer freezes." if policy in NOT_FREEZING else f"expected one of {readers}.")
+        for name, readers in POLICIES_READING.items()
+        if policy not in readers and getattr(args, name) != defaults[name]
     ]
 
 

@@ -19,6 +19,7 @@ model = ViTForImageClassification(
 args = PipeTransformerArguments(
     output_dir="outputs/quick_start",
     pipeline_parallel_size=2,
+    freeze_policy="gradient_norm",
     num_train_epochs=4,
     per_device_train_batch_size=32,
     learning_rate=2e-3,

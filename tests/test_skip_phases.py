@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.adapters import check_skipping_model
 from hf_pipetransformer.execution import StageRunner
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.option_combinations import unused_when_skipping
+from hf_pipetransformer.option_combinations import unused_freeze_options
 from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.report.events import EventLog, SkipPhase, read_skips
 from hf_pipetransformer.run import skipping as run_skipping
@@ -231,12 +231,26 @@ def test_adapters_are_refused() -> None:
         check_skipping_model(adapted, "layout_plan='a'")
 
 
-def test_options_without_a_use_are_told(tmp_path: Path) -> None:
-    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, freeze_policy="timely")
-    assert unused_when_skipping(args) == []
-    args = PipeTransformerArguments(
-        str(tmp_path), use_cpu=True, freeze_policy="timely", freeze_interval="5", freeze_min_active_layers=1
-    )
-    assert [text.split()[0] for text in unused_when_skipping(args)] == [
-        "freeze_interval='5'", "freeze_min_active_layers=1"
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "given", "unused"),
+    [
+        ("timely", {}, []),
+        ("timely", {"freeze_warmup": 0.1}, []),
+        ("timely", {"freeze_interval": "5", "freeze_min_active_layers": 1}, ["interval", "min_active_layers"]),
+        ("none", {}, []),
+        ("none", {"freeze_alpha": 0.5, "freeze_warmup": 0.1}, ["alpha", "warmup"]),
+        ("none", {"freeze_rule": "exclusive", "freeze_interval": "5"}, ["rule", "interval"]),
+        ("schedule", {"freeze_rule": "exclusive", "freeze_alpha": 0.5}, ["rule"]),
+        ("gradient_norm", {"freeze_rule": "exclusive", "freeze_interval": "5", "freeze_warmup": 0.1}, []),
+        ("fixed", {"freeze_at": "0:1", "freeze_warmup": 0.1}, ["warmup"]),
+    ],
+)
+def test_options_without_a_use_are_told(
+    tmp_path: Path, policy: str, given: dict[str, Any], unused: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none", freeze_policy=policy, **given)
+    texts = unused_freeze_options(args, policy)
+    assert [text.split("=")[0] for text in texts] == [f"freeze_{name}" for name in unused]
+    with caplog.at_level("WARNING"):
+        PipeTransformerTrainer(nn.Linear(2, 2), args)
+    assert [record.message for record in caplog.records if "does nothing" in record.message] == texts

@@ -23,7 +23,6 @@ from hf_pipetransformer.decisions import Decisions
 from hf_pipetransformer.freeze.policies import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.layer_probe import LayerProbe
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.option_combinations import unused_when_skipping
 from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.report.events import SkipPhase, announce, logger, read_known_microbatches
 from hf_pipetransformer.run import host
@@ -260,8 +259,6 @@ class Beginning:
         args, policy = self.trainer.args, self.policy
         num_layers = self.pipeline.layout.num_layers
         warnings = list(check_policy(policy, num_layers, max_steps, args.freeze_min_active_layers))
-        if policy.most_skipped:
-            warnings += unused_when_skipping(args)
         steps_per_epoch = max_steps
         if has_length(loader):
             steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))

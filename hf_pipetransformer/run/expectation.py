@@ -126,7 +126,8 @@ def coming_spans(
 def in_words(seconds: float, full_seconds: float, is_certain: bool) -> str:
     """A predicted time beside that of a run that freezes nothing, as a sentence."""
     at_least = "" if is_certain else "at least "
+    share = f"{seconds / full_seconds:.2f}"
     return (
-        f"Predicted time of its steps: {at_least}{seconds:.3g} s, {seconds / full_seconds:.2f} of what they take with "
-        "nothing frozen."
+        f"Predicted time of its steps: {at_least}{seconds:.3g} s, {share} of what they take with nothing frozen. "
+        f"Freezing may cost accuracy: training everything for {share} of the epochs takes as long."
     )

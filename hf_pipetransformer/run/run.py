@@ -20,7 +20,7 @@ from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.option_combinations import check_skipping
+from hf_pipetransformer.option_combinations import check_skipping, unused_freeze_options
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.refusals import comparable
 from hf_pipetransformer.report.events import EventLog, announce, logger
@@ -109,6 +109,9 @@ class Run:
             args.freeze_max_ratio,
         )
         check_budget(args, self.policy)
+        if policy is None and self.topology.rank == 0:
+            for text in unused_freeze_options(args, args.freeze_policy):
+                logger.warning(text)
         if self.policy.most_skipped:
             check_skipping(args, f"freeze_policy={self.policy.name!r}")
         self._policys_start = deepcopy(dict(self.policy.state()))
