@@ -39,6 +39,7 @@ def test_a_run_says_what_it_will_take(
     assert (event["step"], event["seconds"], event["full_seconds"]) == (0, frozen, full)
     said = f"Predicted time of its steps: {frozen:.3g} s, {frozen / full:.2f} of what they take with nothing frozen."
     assert said in caplog.text
+    assert f"training everything for {frozen / full:.2f} of the epochs, which takes as long." in caplog.text
 
 
 def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
@@ -48,6 +49,7 @@ def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
     (event,) = expected(tmp_path, freeze_policy="gradient_norm", freeze_at=None, freeze_warmup=0.0)
     assert event["seconds"] < event["full_seconds"]
     assert "Predicted time of its steps: at least " in caplog.text
+    assert "training everything for fewer epochs." in caplog.text
 
 
 def test_where_nothing_can_freeze_or_layers_thaw_nothing_is_said(tmp_path: Path) -> None:

@@ -129,5 +129,6 @@ def in_words(seconds: float, full_seconds: float, is_certain: bool) -> str:
     share = f"{seconds / full_seconds:.2f}"
     return (
         f"Predicted time of its steps: {at_least}{seconds:.3g} s, {share} of what they take with nothing frozen. "
-        f"Freezing may cost accuracy: training everything for {share} of the epochs takes as long."
+        "Freezing may cost accuracy: compare it with training everything for "
+        + (f"{share} of the epochs, which takes as long." if is_certain else "fewer epochs.")
     )
