@@ -115,7 +115,7 @@ def test_a_model_that_is_wrapped_is_known_by_its_own_name() -> None:
 @pytest.mark.parametrize("make", [with_adapters, with_added_adapter])
 def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_path: Path) -> None:
     assert need_of(arguments(tmp_path, **NOTHING), None, None, make()) is Need.NONE
-    assert need_of(arguments(tmp_path), None, None, make()) is Need.MUST
+    assert need_of(arguments(tmp_path, freeze_policy="gradient_norm"), None, None, make()) is Need.MUST
     assert (
         need_of(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2), None, None, make()) is Need.MUST
     )
@@ -212,7 +212,7 @@ def test_what_stored_activations_hang_on_names_the_adapters(tmp_path: Path) -> N
 
 
 def test_saved_adapters_load_and_merge_and_what_they_merge_into_trains_on(tmp_path: Path) -> None:
-    trainer = trainer_of(with_adapters(), tmp_path / "adapters")
+    trainer = trainer_of(with_adapters(), tmp_path / "adapters", freeze_policy="gradient_norm")
     trainer.train()
     trainer.save_model()
     batch = collate(list(make_dataset("bert_sequence", 4)))
@@ -301,7 +301,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
 # ---- adapters that no stage would own ----
 
 
-@pytest.mark.parametrize("more", [{}, {"freeze_policy": "none", "activation_cache": "on"}])
+@pytest.mark.parametrize("more", [{"freeze_policy": "gradient_norm"}, {"freeze_policy": "none", "activation_cache": "on"}])
 def test_what_freezes_and_stores_is_left_out_with_one_sentence(
     more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,7 +321,7 @@ def test_a_function_that_makes_a_model_with_prompts_is_told_of_in_training(
 ) -> None:
     given = {**BERT["given"](), "model_init": with_prompts}
     usage = Usage(**{**BERT, "model": lambda: None, "given": lambda: given})
-    ours = outcome(usage, PipeTransformerTrainer, {}, tmp_path / "ours")
+    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
     assert len([record for record in caplog.records if SAID in record.message]) == 1
     assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
 

@@ -212,7 +212,7 @@ class EvaluatesWithin(TrainerCallback):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_evaluation_within_another_leaves_it_as_it_was(tmp_path: Path, fails: bool) -> None:
-    trainer = trainer_of(build_model("bert_sequence"), tmp_path, per_device_eval_batch_size=4)
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, freeze_policy="gradient_norm", per_device_eval_batch_size=4)
     trainer.eval_dataset = make_dataset("bert_sequence", 8)
     own = trainer.gather_function
     callback = EvaluatesWithin(fails)
@@ -227,7 +227,7 @@ def test_an_evaluation_within_another_leaves_it_as_it_was(tmp_path: Path, fails:
 
 
 def test_a_model_that_a_failure_left_in_parts_is_no_other_model(tmp_path: Path) -> None:
-    trainer = trainer_of(build_model("bert_sequence"), tmp_path)
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, freeze_policy="gradient_norm")
     trainer.train()
     ParameterStore(trainer.model).release(keep={"classifier.weight"})  # As on a stage of several.
     with pytest.raises(PipelineError, match="The model is not whole"):

@@ -26,7 +26,7 @@ def test_one_process_without_freezing_is_trainer(name: str, tmp_path: Path) -> N
 
 
 def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ours = outcome(USAGES["a tuple with the loss first"], PipeTransformerTrainer, {}, tmp_path / "ours")
+    ours = outcome(USAGES["a tuple with the loss first"], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
     assert_same(ours, outcome(USAGES["a tuple with the loss first"], Trainer, {}, tmp_path / "plain"))
     said = [record.message for record in caplog.records if "freezes and stores nothing" in record.message]
     assert len(said) == 1 and "Line has no config.model_type" in said[0]
@@ -35,7 +35,7 @@ def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog
 @pytest.mark.parametrize("name", ["gone on with", "gone on with from the start"])
 def test_what_was_left_to_trainer_is_gone_on_with(name: str, tmp_path: Path) -> None:
     """Freezing is asked for, so it is looked at anew what the model can."""
-    ours = outcome(USAGES[name], PipeTransformerTrainer, {}, tmp_path / "ours")
+    ours = outcome(USAGES[name], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
     assert_same(ours, outcome(USAGES[name], Trainer, {}, tmp_path / "plain"))
 
 

@@ -63,13 +63,13 @@ def test_another_trainer_of_transformers_gets_a_pipeline(tmp_path: Path) -> None
 
 def test_little_is_set_on_the_trainer(tmp_path: Path) -> None:
     plain = train(Trainer, TrainingArguments, tmp_path / "plain")
-    ours = train(PipeTransformerTrainer, PipeTransformerArguments, tmp_path / "ours")
+    ours = train(PipeTransformerTrainer, PipeTransformerArguments, tmp_path / "ours", freeze_policy="gradient_norm")
     own = set(vars(ours)) - set(vars(plain)) - set(vars(Trainer))
     assert "pipeline_run" in own and len(own) <= MOST_ATTRIBUTES
 
 
 def test_a_generated_evaluation_is_refused(tmp_path: Path) -> None:
-    args = Seq2SeqPipelineArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    args = Seq2SeqPipelineArguments(str(tmp_path), use_cpu=True, report_to="none", freeze_policy="gradient_norm")
     args.predict_with_generate = True
     with pytest.raises(ValueError, match="predict_with_generate"):
         Seq2SeqPipelineTrainer(build_model("bert_sequence"), args)
@@ -85,7 +85,7 @@ class OwnStepsBelow(PipeTransformerMixin, OwnSteps):
 
 
 def test_a_trainer_whose_own_steps_would_not_run_is_refused(tmp_path: Path) -> None:
-    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none", freeze_policy="gradient_norm")
     with pytest.raises(ValueError, match=r"OwnSteps\.training_step would not run.*compute_loss"):
         OwnStepsBelow(build_model("bert_sequence"), args)
 
@@ -100,7 +100,7 @@ class OwnSavingBelow(PipeTransformerMixin, OwnSaving):
 
 
 def test_whatever_a_pipeline_replaces_is_refused_below_it(tmp_path: Path) -> None:
-    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none", freeze_policy="gradient_norm")
     with pytest.raises(ValueError, match=r"OwnSaving\._save_optimizer_and_scheduler would not run"):
         OwnSavingBelow(build_model("bert_sequence"), args)
 

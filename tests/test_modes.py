@@ -105,7 +105,7 @@ class AsksWhetherItTrains(PipeTransformerTrainer):
 def test_a_loss_that_asks_whether_the_model_trains_gets_the_answer_of_trainer(tmp_path: Path) -> None:
     args = PipeTransformerArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=2, eval_strategy="steps", eval_steps=1,
-        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, freeze_policy="gradient_norm",
     )  # fmt: skip
     data = make_dataset("bert_sequence", 8)
     trainer = AsksWhetherItTrains(
