@@ -223,8 +223,8 @@ class PipeTransformerArguments(TrainingArguments):
             "help": "How layers are frozen, from the bottom, while training: not at all ('none'), by 'gradient_norm' "
             "(PipeTransformer, Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients "
             "('gradient_change') or outputs of layers ('plasticity') still change, by what the loss gains from layers "
-            "for their time ('saliency'), or 'fixed' by freeze_at. 'timely' freezes nothing for good: each step skips the "
-            "weight gradients of some layers, where that makes it shorter.",
+            "for their time ('saliency'), or 'fixed' by freeze_at. 'timely' freezes nothing for good: each step skips "
+            "the weight gradients of some layers, where that makes it shorter.",
             "choices": FREEZE_POLICIES,
         },
     )

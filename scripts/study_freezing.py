@@ -68,7 +68,7 @@ SETTINGS |= {
     "schedule 1/3, at least 3 active": {"freeze_min_active_layers": 3},
     "schedule 1/3, warm-up 0.5, at least 3 active": {"freeze_warmup": 0.5, "freeze_min_active_layers": 3},
 }
-# What anybody would do without a policy, in about the time of the defaults.
+# What anybody would do without a policy, in about the time of gradient_norm with warm-up 0.5.
 SETTINGS |= {
     "full fine-tuning for 3 epochs": {"freeze_policy": "none", "num_train_epochs": 3},
     "2 layers frozen from the start": {"freeze_policy": "fixed", "freeze_at": "0:2"},

@@ -301,7 +301,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
 # ---- adapters that no stage would own ----
 
 
-@pytest.mark.parametrize("more", [{"freeze_policy": "gradient_norm"}, {"freeze_policy": "none", "activation_cache": "on"}])
+@pytest.mark.parametrize("more", [{"freeze_policy": "gradient_norm"}, {"activation_cache": "on"}])
 def test_what_freezes_and_stores_is_left_out_with_one_sentence(
     more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

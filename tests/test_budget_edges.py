@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.optimization import Adafactor
 
 from hf_pipetransformer.autodp.shares import NodeOrder
 from hf_pipetransformer.freeze.policies import FreezeSignal
@@ -18,6 +19,7 @@ from hf_pipetransformer.freeze.policies.gradient_norm import GradientNorm
 from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.refusals import check_same_run
 from hf_pipetransformer.report.events import EventLog, read_events
+from hf_pipetransformer.run import step_overheads
 from hf_pipetransformer.run.budget import Budget, check_budget, planned_before
 from hf_pipetransformer.run.first_batches import TypicalBatches
 from hf_pipetransformer.run.journal import Journal
@@ -141,6 +143,21 @@ def test_an_optimizer_that_may_wait_for_other_ranks_is_not_made_on_one() -> None
             raise SystemExit("a collective call")
 
     assert optimizer_seconds(trainer_with(Sharded), [nn.Parameter(torch.ones(4))]) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.5}),
+        (Adafactor, {"scale_parameter": False}),
+    ],
+)
+def test_the_optimizer_of_the_run_is_the_one_that_is_stepped(kind: Any, options: dict[str, Any]) -> None:
+    parameters = [nn.Parameter(torch.ones(4))]
+    trainer: Any = SimpleNamespace(optimizer=kind(parameters, **options), args=SimpleNamespace(max_grad_norm=1.0))
+    made = step_overheads._alike(trainer, [nn.Parameter(torch.ones(4))])
+    assert type(made) is kind and made.defaults == trainer.optimizer.defaults
 
 
 @pytest.mark.parametrize("fails", ["__init__", "step"])

@@ -9,6 +9,7 @@ import pytest
 
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.run import beginning
+from hf_pipetransformer.run.expectation import in_words
 from tests.test_time_budget import planted, trainer_of
 
 
@@ -61,3 +62,15 @@ def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
     (event,) = expected(tmp_path, activation_cache="on")
     assert event["seconds"] > 0
     assert event["full_seconds"] > 0
+
+
+def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert expected(tmp_path, freeze_policy="none", freeze_at=None, activation_cache="on") == []
+    assert "activation_cache='on' has no use: no layer is or will be frozen" in caplog.text
+
+
+def test_the_words_of_an_expectation() -> None:
+    assert "0.80 of the epochs, which takes as long." in in_words(8, 10, True)
+    assert "at least 8 s, 0.80 of what they take with nothing more frozen. " in in_words(8, 10, False, 1)
+    for certain in (True, False):
+        assert in_words(10.3, 10, certain).endswith("with nothing frozen. Freezing saves no time in this run.")

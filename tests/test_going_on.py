@@ -212,7 +212,8 @@ class EvaluatesWithin(TrainerCallback):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_evaluation_within_another_leaves_it_as_it_was(tmp_path: Path, fails: bool) -> None:
-    trainer = trainer_of(build_model("bert_sequence"), tmp_path, freeze_policy="gradient_norm", per_device_eval_batch_size=4)
+    options = {"freeze_policy": "gradient_norm", "per_device_eval_batch_size": 4}
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, **options)
     trainer.eval_dataset = make_dataset("bert_sequence", 8)
     own = trainer.gather_function
     callback = EvaluatesWithin(fails)

@@ -26,8 +26,9 @@ def test_one_process_without_freezing_is_trainer(name: str, tmp_path: Path) -> N
 
 
 def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ours = outcome(USAGES["a tuple with the loss first"], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
-    assert_same(ours, outcome(USAGES["a tuple with the loss first"], Trainer, {}, tmp_path / "plain"))
+    usage = USAGES["a tuple with the loss first"]
+    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
     said = [record.message for record in caplog.records if "freezes and stores nothing" in record.message]
     assert len(said) == 1 and "Line has no config.model_type" in said[0]
 

@@ -297,6 +297,8 @@ class Between(Stack):
                 told = self.gates[index](x)
             elif index and self.kind == "reads":
                 told = nn.functional.linear(x, self.entry.weight)
+            elif index and self.kind == "shape":
+                hidden = hidden * (len(self.entry.weight.shape) / self.entry.weight.dim())
             elif index and self.kind == "norm":
                 hidden = self.norm(hidden)
             elif index and self.kind == "scale":
@@ -318,6 +320,10 @@ def test_a_weight_that_is_read_between_layers_is_on_every_stage(kind: str, name:
     users = structure_of(kind).units_of_parameter
     assert users[name] == tuple(range(2 * L + 2))
     assert users["blocks.1.line.weight"] == (3,) and users["head.weight"] == (2 * L + 1,)
+
+
+def test_the_shape_of_a_weight_is_known_on_every_stage() -> None:
+    assert structure_of("shape").units_of_parameter["entry.weight"] == (0,)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("norm", "norm.weight"), ("scale", "scale")])

@@ -737,6 +737,25 @@ def test_the_first_line_says_what_asynchronous_means(
     assert not planner.measures_microbatches
 
 
+@pytest.mark.parametrize(
+    ("num_frozen_layers", "num_frozen_by_user", "expected"),
+    [
+        (0, 0, "Freezing: none, quality as with Trainer."),
+        (1, 1, "Freezing: none, quality as with Trainer."),
+        (1, 0, "Freezing: none from here on, 1 layers stay frozen."),
+    ],
+)
+def test_the_first_line_says_what_is_frozen_without_a_policy(
+    tmp_path: Path, num_frozen_layers: int, num_frozen_by_user: int, expected: str
+) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
+    probe = SimpleNamespace(unit_flops=(), linearity=None)
+    measured = SimpleNamespace(units=SMALL, overheads=Overheads(), num_samples=1)
+    planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, num_frozen_by_user, has_dropout=True, unfit=0)
+    layout = replace(ASYNC, schedule="1f1b", num_frozen_layers=num_frozen_layers)
+    assert planner.describe(layout, 1, "none", freezes=False)["expectation"].startswith(expected)
+
+
 def test_more_stages_than_the_model_can_be_cut_into_are_refused() -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size=4 under zb_v needs 8 stages.*6 stages at most"):
         chunked("zb_v", 2, 4, 2, 4)

@@ -23,6 +23,7 @@ from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.replay import read_replayed_skips
 from hf_pipetransformer.run.skipping import TRIAL_STEPS, Skips
 from hf_pipetransformer.splitters.check import ActivationShape
+from tests.models import build_model
 from tests.skipped import write_plan
 
 
@@ -254,3 +255,14 @@ def test_options_without_a_use_are_told(
     with caplog.at_level("WARNING"):
         PipeTransformerTrainer(nn.Linear(2, 2), args)
     assert [record.message for record in caplog.records if "does nothing" in record.message] == texts
+
+
+def test_options_beside_a_replay_are_not_said_to_do_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What freezes is replayed, by whatever policy it was decided."""
+    plan = write_plan(tmp_path / "plan.jsonl", 1, 1)
+    args = PipeTransformerArguments(
+        str(tmp_path), use_cpu=True, report_to="none", layout_plan=str(plan), freeze_alpha=0.5
+    )
+    with caplog.at_level("WARNING"):
+        PipeTransformerTrainer(build_model("bert_sequence"), args)
+    assert "does nothing" not in caplog.text

@@ -173,10 +173,16 @@ class Beginning:
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
         decisions = self._decisions(clock, cache, began_under)
-        if self.topology.rank == 0 and self.replay is None and self.policy.freezes:
-            announce(decisions.outlook(stage.layout, steps_per_epoch))
-            if budget is None and self.resumption is None:
-                self._expect(cache, steps_per_epoch, max_steps)
+        if self.replay is None and self.policy.freezes:
+            predicts = budget is None and self.resumption is None
+
+            def foresee() -> None:
+                announce(decisions.outlook(stage.layout, steps_per_epoch))
+                if predicts:
+                    self._expect(cache, steps_per_epoch, max_steps)
+
+            # What a user's policy refuses here ends the run on every rank.
+            self.topology.decide(foresee)
         meter = pipeline.settings.meter
         samples, device = pipeline.start_up.samples, self.trainer.args.device
         probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
@@ -236,7 +242,7 @@ class Beginning:
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.journal.at(0, 0.0):
             self.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
-        announce(expected_in_words(seconds, full, policy.is_certain))
+        announce(expected_in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
         """What rank 0 decides with."""
@@ -275,6 +281,11 @@ class Beginning:
         if self.topology.is_first_here:
             remove_old_stores(self.trainer.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
+            if self.trainer.args.activation_cache == "on" and self.topology.rank == 0:
+                logger.warning(
+                    "activation_cache='on' has no use: no layer is or will be frozen, so nothing is stored. Choose a "
+                    "freeze_policy, or leave activation_cache out."
+                )
             return None
         if self._may_skip:
             return None
@@ -318,7 +329,8 @@ class Beginning:
         optimizer = host.torch_optimizer(self.trainer)
         groups = divide(optimizer, self.pipeline, self.names)
         # A cache for layers that are frozen from the start changes the cuts too, and the loss of one that was resumed.
-        adapts = elastic and (self.policy.freezes or cache is not None or layout.cache_level > 0)
+        freezes = self.policy.freezes or self.replay is not None
+        adapts = elastic and (freezes or cache is not None or layout.cache_level > 0)
         # A user's optimizer is put together again at the end.
         # Thawing may bring back the first length.
         longest = longest_pipeline(layout, began_under, self.policy, self.replay)

@@ -123,12 +123,12 @@ def coming_spans(
     return spans_of(coming, frozen, num_steps)
 
 
-def in_words(seconds: float, full_seconds: float, is_certain: bool) -> str:
-    """A predicted time beside that of a run that freezes nothing, as a sentence."""
-    at_least = "" if is_certain else "at least "
+def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:
+    """A predicted time beside that of a run in which no more than `num_frozen` layers are frozen, in sentences."""
+    at_least, more = "" if is_certain else "at least ", " more" if num_frozen else ""
     share = f"{seconds / full_seconds:.2f}"
-    return (
-        f"Predicted time of its steps: {at_least}{seconds:.3g} s, {share} of what they take with nothing frozen. "
-        "Freezing may cost accuracy: compare it with training everything for "
-        + (f"{share} of the epochs, which takes as long." if is_certain else "fewer epochs.")
-    )
+    begin = f"Predicted time of its steps: {at_least}{seconds:.3g} s, {share} of what they take with nothing{more} frozen. "
+    if float(share) >= 1:
+        return f"{begin}Freezing saves no time in this run."
+    epochs = f"{share} of the epochs, which takes as long." if is_certain else "fewer epochs."
+    return f"{begin}Freezing may cost accuracy: compare it with training everything for {epochs}"

@@ -109,7 +109,8 @@ class Run:
             args.freeze_max_ratio,
         )
         check_budget(args, self.policy)
-        if policy is None and self.topology.rank == 0:
+        # A replayed run takes the decisions of another policy.
+        if policy is None and args.layout_plan is None and self.topology.rank == 0:
             for text in unused_freeze_options(args, args.freeze_policy):
                 logger.warning(text)
         if self.policy.most_skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Iterable
@@ -81,7 +82,9 @@ def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Opti
         kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
         own = host.torch_optimizer(trainer)
-        kind, options = type(own), own.defaults
+        # Not all that an optimizer has as defaults may be given to it: AdamW sets one itself.
+        kind, known = type(own), inspect.signature(type(own)).parameters
+        options = {name: value for name, value in own.defaults.items() if name in known}
     if not f"{kind.__module__}.".startswith(KNOWN_PACKAGES):
         return _adamw(trainer, parameters)
     made: torch.optim.Optimizer = kind(parameters, **options)

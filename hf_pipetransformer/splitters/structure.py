@@ -106,7 +106,8 @@ class _Reads(TorchFunctionMode):
             if id(value) in self._ids:
                 trace.reads[id(value)] = len(trace.layer_outputs)
                 # Shape and dtype are known on every stage.
-                if trace.is_between_layers and isinstance(result, (torch.Tensor, list, tuple)):
+                gives_values = isinstance(result, (torch.Tensor, list, tuple)) and not isinstance(result, torch.Size)
+                if trace.is_between_layers and gives_values:
                     trace.reads_since_layer.append(id(value))
         return result
 

@@ -199,12 +199,15 @@ class RunPlanner:
         # Without frozen layers there is nothing to store.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.is_asynchronous
         cache = self.args.activation_cache if may_cache else "off"
-        quality = ", quality as with Trainer" if policy == "none" and not layout.is_asynchronous else ""
+        if policy == "none":
+            stays = layout.num_frozen_layers > self.num_frozen_by_user
+            quality = "" if layout.is_asynchronous else ", quality as with Trainer"
+            policy += f" from here on, {layout.num_frozen_layers} layers stay frozen" if stays else quality
         pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
         if self.args.is_asynchronous and not layout.is_asynchronous:
             pace += " One stage waits for nobody: async_1f1b and its options change nothing."
         return {
-            "expectation": f"Freezing: {policy}{quality}. Activation cache: {cache}. A step is expected "
+            "expectation": f"Freezing: {policy}. Activation cache: {cache}. A step is expected "
             f"to take {prediction.seconds * 1e3:.0f} ms.{pace}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),

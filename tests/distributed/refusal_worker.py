@@ -29,6 +29,8 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.freeze.policies import FreezeSignal
+from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.splitters.bert import BertSplitter
 from tests.models import build_model, collate, make_dataset
 
@@ -160,6 +162,13 @@ class LayerCuts(BertSplitter):
     cuts_inside_layers = False
 
 
+class Blind(Schedule):
+    """Cannot say what may freeze."""
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
+        raise ValueError("planted: nobody knows")
+
+
 def plan(line: str) -> Callable[[], str]:
     """Makes an events file with one line, the same on every rank, and returns its path."""
     path = FOLDER / f"plan-{hashlib.sha256(line.encode()).hexdigest()[:8]}.jsonl"
@@ -269,6 +278,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "plan_with_a_gap": {"options": {"layout_plan": plan_of(boundaries=[0, 5, 9])}},
     "plan_of_another_schedule": {"options": {"layout_plan": plan_of(schedule="zb_h1")}},
     "plan_from_the_middle": {"options": {"layout_plan": plan_of(step=5)}},
+    "policy_that_refuses_to_foresee": {"policy": Blind},
 }
 
 
@@ -289,7 +299,7 @@ def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
     args = change.get("arguments", PipeTransformerArguments)(**(options | changed))
     model = change.get("model", lambda: build_model("bert_sequence"))()
     extra = {"optimizers": change["optimizers"](model)} if "optimizers" in change else {}
-    extra |= {"splitter": change["splitter"]()} if "splitter" in change else {}
+    extra |= {name: change[name]() for name in ("splitter", "policy") if name in change}
     trainer = change.get("trainer", PipeTransformerTrainer)(
         model=model,
         args=args,

@@ -279,6 +279,7 @@ NAMED = {
     "plan_with_a_gap": "boundaries",
     "plan_of_another_schedule": "layout_plan.*step 0.*'zb_h1'.*set pipeline_schedule='zb_h1'",
     "plan_from_the_middle": "layout_plan.*step 5",
+    "policy_that_refuses_to_foresee": "planted: nobody knows",
     "batch_norm": "batch normalisation",
     "weighted_loss_on_sorted_data": "loss of 4 samples",
     "multiple_choice": "MultipleChoice.*shape",
