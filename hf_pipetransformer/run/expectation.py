@@ -127,8 +127,11 @@ def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: 
     """A predicted time beside that of a run in which no more than `num_frozen` layers are frozen, in sentences."""
     at_least, more = "" if is_certain else "at least ", " more" if num_frozen else ""
     share = f"{seconds / full_seconds:.2f}"
-    begin = f"Predicted time of its steps: {at_least}{seconds:.3g} s, {share} of what they take with nothing{more} frozen. "
+    time = f"{at_least}{seconds:.3g} s, {share} of what they take with nothing{more} frozen"
     if float(share) >= 1:
-        return f"{begin}Freezing saves no time in this run."
+        return f"Predicted time of its steps: {time}. Freezing saves no time in this run."
     epochs = f"{share} of the epochs, which takes as long." if is_certain else "fewer epochs."
-    return f"{begin}Freezing may cost accuracy: compare it with training everything for {epochs}"
+    return (
+        f"Predicted time of its steps: {time}. Freezing may cost accuracy: compare it with training everything for "
+        f"{epochs}"
+    )
