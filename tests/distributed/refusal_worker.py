@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.freeze.policies import FreezeSignal
+from hf_pipetransformer.freeze.policies.clock import DecisionClock
 from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.splitters.bert import BertSplitter
 from tests.models import build_model, collate, make_dataset
@@ -165,7 +165,7 @@ class LayerCuts(BertSplitter):
 class Blind(Schedule):
     """Cannot say what may freeze."""
 
-    def most_wanted(self, signal: FreezeSignal) -> float:
+    def due_steps(self, clock: DecisionClock) -> Iterable[int]:
         raise ValueError("planted: nobody knows")
 
 
@@ -278,7 +278,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "plan_with_a_gap": {"options": {"layout_plan": plan_of(boundaries=[0, 5, 9])}},
     "plan_of_another_schedule": {"options": {"layout_plan": plan_of(schedule="zb_h1")}},
     "plan_from_the_middle": {"options": {"layout_plan": plan_of(step=5)}},
-    "policy_that_refuses_to_foresee": {"policy": Blind},
+    "policy_that_refuses_to_foresee": {"policy": lambda: Blind(0.5)},
 }
 
 
