@@ -242,17 +242,19 @@ BEST = {
     "greater_is_better": True,
     "load_best_model_at_end": True,
 }
+FOUR = {"pipeline_parallel_size": 4, "pipeline_compression": "memory"}
+FOUR_BY_MEMORY = {**FOUR, "pipeline_parallel_num_microbatches": 4}
 BY_STEPS = {"freeze_interval": 4, "freeze_warmup": 0, "freeze_min_active_layers": 0, "pipeline_parallel_size": 4}
-BY_MEMORY = {**BY_STEPS, "pipeline_compression": "memory", "pipeline_parallel_num_microbatches": 4}
+BY_MEMORY = {**BY_STEPS, **FOUR_BY_MEMORY}
 
 WORKERS = {"dataloader_num_workers": 2}
 # A stream has no length: 35 steps are five times its 53 samples.
 STREAMED = {"max_steps": 35, "dataloader_num_workers": 1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-NOT_ELASTIC = {**BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"}
+NOT_ELASTIC = {**FOUR_BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"}
 # All stages but one go at step 2, and come back.
-THAWING = {**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "2:3,5:0,8:1"}
-OWN_PLANS = {**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
+THAWING = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "2:3,5:0,8:1"}
+OWN_PLANS = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
 
 # Followed through every step: bits around transitions, what freezes, traffic, samples.
 BROAD = planned("adamw-bert", "bert_sequence", changes=["buffers", "small_messages"])
@@ -297,7 +299,7 @@ CASES = [
         "bert_sequence",
         freeze_at="5:2",
         epochs=2,
-        pipeline_options={**BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "5:2"},
+        pipeline_options={**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "5:2"},
         changes=["freeze_prefix"],
     ),
     planned("user-froze-a-middle-layer", "bert_sequence", changes=["freeze_middle"]),
@@ -329,7 +331,7 @@ CASES = [
         "search-cut-short",
         epochs=2,
         freeze_at="4:4",
-        pipeline_options={**BY_STEPS, "pipeline_compression": "memory", "freeze_policy": "fixed", "freeze_at": "4:4"},
+        pipeline_options={**FOUR, "freeze_policy": "fixed", "freeze_at": "4:4"},
     ),
     TransitionCase("search-cut-short-replayed", epochs=2, freeze_at="4:4", follows="search-cut-short"),
     TransitionCase(
@@ -446,7 +448,7 @@ NODES = TransitionCase(
     freeze_at="5:2,10:4",
     epochs=2,
     pipeline_options={
-        **BY_MEMORY,
+        **FOUR_BY_MEMORY,
         "pipeline_parallel_size": 2,
         "freeze_policy": "fixed",
         "freeze_at": "5:2,10:4",

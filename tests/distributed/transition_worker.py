@@ -249,7 +249,7 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
     options |= {"pipeline_timeout": 60, "freeze_policy": "none", "activation_cache": "off"}
     if kind == "single":
         if case.freeze_at:
-            options |= {"freeze_policy": "fixed", "freeze_at": case.freeze_at, "freeze_min_active_layers": 0}
+            options |= {"freeze_policy": "fixed", "freeze_at": case.freeze_at}
         else:
             # No decision comes so late; a run that never freezes is left to Trainer.
             options |= {"freeze_policy": "schedule", "freeze_warmup": 0.999}
