@@ -92,10 +92,14 @@ def paired(differences: Mapping[int, float]) -> dict[str, Any]:
 
 
 def curves_by_seed(runs: Runs, full: Sequence[str], metric: str) -> dict[int, Curve]:
-    """Full fine-tuning of the seeds that have its longest run, over those numbers of epochs that they all have."""
+    """Full fine-tuning over the numbers of epochs that most seeds have which have its longest run.
+
+    Seeds that lack one of them have no curve.
+    """
     seeds = set(runs[full[-1]]) if full else set()
-    shared = [name for name in full if seeds <= set(runs[name])]
-    return {seed: sorted(_point(runs[name][seed], metric) for name in shared) for seed in sorted(seeds)}
+    lengths = [name for name in full if 2 * len(seeds & set(runs[name])) > len(seeds)]
+    whole = sorted(seed for seed in seeds if all(seed in runs[name] for name in lengths))
+    return {seed: sorted(_point(runs[name][seed], metric) for name in lengths) for seed in whole}
 
 
 def mean_curve(curves: Mapping[int, Curve]) -> Curve:
@@ -118,7 +122,6 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
         metric: of the scores, in percent.
     """
     curves = curves_by_seed(runs, full, metric)
-    mean = mean_curve(curves)
     longest = {seed: curve[-1] for seed, curve in curves.items()}
     rows = []
     for name, by_seed in runs.items():
@@ -137,14 +140,17 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
         shared = [seed for seed in points if seed in curves]
         if name not in full and shared:
             then = {seed: at_equal_time(curves[seed], points[seed][0]) for seed in shared}
-            reached = seconds_to(mean, statistics.mean(points[seed][1] for seed in shared))
+            score_of_shared = statistics.mean(points[seed][1] for seed in shared)
+            # Of means: a curve of one seed rises too unevenly.
+            mean = mean_curve({seed: curves[seed] for seed in shared})
+            reached = seconds_to(mean, score_of_shared)
             row |= {
                 "against_full_at_equal_time": paired(
                     {seed: points[seed][1] - other for seed, other in then.items() if other is not None}
                 ),
                 "runs_shorter_than_full": sum(other is None for other in then.values()),
                 "runs_longer_than_full": sum(points[seed][0] > longest[seed][0] for seed in shared),
-                # Of means: a curve of one seed rises too unevenly.
+                "score_is_beyond_full": score_of_shared > max(score for _, score in mean),
                 "times_as_fast_at_equal_score": None if reached is None else round(
                     reached / statistics.mean(points[seed][0] for seed in shared), 3
                 ),

@@ -63,7 +63,7 @@ class TaskSettings:
 
 
 SETTINGS = {
-    "sst2": TaskSettings("accuracy", 3_000, 4, 32, 6, {"full": 1e-4, "top": 1e-4, "lora": 1e-3}),
+    "sst2": TaskSettings("accuracy", 3_000, 4, 32, 6, {"full": 1e-4, "top": 1e-4, "lora": 2e-3}),
     "squad": TaskSettings("f1", 1_000, 4, 16, 6, {"full": 2e-4, "top": 2e-4, "lora": 2e-3}),
     "answers": TaskSettings("f1", 1_000, 4, 16, 6, {"full": 2e-4, "top": 2e-4, "lora": 2e-3}),
     "cifar10": TaskSettings("accuracy", 2_000, 5, 32, 12, {"full": 3e-4, "top": 3e-4, "lora": 2e-3}),

@@ -60,6 +60,7 @@ LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 
 NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
 PREFIXES = {"1/6": 1 / 6, "1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
+TOPS = {"1/3": 1 / 3, "2/3": 2 / 3}
 STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
 TIME_BUDGET = {"freeze_budget": "time"}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -84,6 +85,7 @@ class Contender:
         options: of freezing and the cache.
         num_top_layers: only they and the head are trained, by `requires_grad`; None for all.
         lora: options of LoRA on all linear layers, if any.
+        no_dropout: in any layer. What is frozen in a run has none, so that less of it may be what makes a difference.
     """
 
     kind: str
@@ -91,6 +93,7 @@ class Contender:
     options: dict[str, Any] = field(default_factory=lambda: dict(NOTHING_FROZEN))
     num_top_layers: int | None = None
     lora: dict[str, Any] | None = None
+    no_dropout: bool = False
 
 
 def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> dict[str, Contender]:
@@ -109,7 +112,9 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     table["first 2/3 frozen for an epoch, then none"] = Contender(
         "full", longest - 1, {**STORED, "freeze_at": thawing}
     )
-    table["top 1/3 only, no cache"] = Contender("top", longest, num_top_layers=round(num_layers / 3))
+    for name, share in TOPS.items():
+        table[f"top {name} only, no cache"] = Contender("top", longest, num_top_layers=round(share * num_layers))
+    table["all layers, no dropout"] = Contender("full", longest, no_dropout=True)
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
     for name, changes in POLICIES.items():
@@ -127,13 +132,16 @@ def unknown_policies(known: tuple[str, ...] = FREEZE_POLICIES) -> list[str]:
 def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
     """Everything that a run's result hangs on but its seed, as JSON gives it back."""
     settings = {"num_training": task.num_training, "batch": task.batch, "rate": task.rates[contender.kind]}
+    training = asdict(contender)
+    if not contender.no_dropout:
+        del training["no_dropout"]  # Younger than the first runs.
     policy = contender.options["freeze_policy"]
     if policy not in ("none", "fixed"):
         of_others = {name for name, owner in POLICY_OF_OPTION.items() if owner != policy}
         of_others |= TIME_BUDGET.keys()  # Younger than the first runs, and among the options of those that have it.
         options = [option for option in fields(PipeTransformerArguments) if option.name.startswith("freeze_")]
         settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in {*of_others, *contender.options}}
-    return json.loads(json.dumps({**settings, **asdict(contender)}))
+    return json.loads(json.dumps({**settings, **training}))
 
 
 def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
@@ -144,6 +152,10 @@ def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
             layer = LAYER.fullmatch(name)
             is_below = int(layer[1]) < lowest if layer else "embeddings." in name
             parameter.requires_grad_(not is_below)
+    if contender.no_dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
     if contender.lora is None:
         return model
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and LAYER.fullmatch(f"{n}.")]

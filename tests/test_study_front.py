@@ -12,6 +12,7 @@ import front_tasks
 import numpy as np
 import pytest
 import study_front
+import torch
 from front_picture import height_of, ticks, write_picture
 from front_report import (
     DEFAULTS,
@@ -37,6 +38,7 @@ from study_front import (
     settings_of,
     unknown_policies,
 )
+from torch import nn
 from transformers import BertForTokenClassification
 
 from hf_pipetransformer.arguments import FREEZE_POLICIES
@@ -130,13 +132,16 @@ def test_contenders_are_compared_with_the_curve_of_their_own_seed(report: dict[s
     assert rows["quick"]["runs_shorter_than_full"] == 1
     assert rows["long"]["against_full_at_equal_time"]["points"] == [0.5]
     assert rows["long"]["runs_longer_than_full"] == 1
+    # Beside the curve of its own seed, which ends at 80; that of both ends at 85.
+    assert rows["long"]["times_as_fast_at_equal_score"] is None
+    assert [rows[name]["score_is_beyond_full"] for name in ("other", "quick", "long")] == [False, False, True]
     assert "against_full_at_equal_time" not in rows[f"{FULL}2"]
 
 
-def test_a_length_that_some_seed_lacks_is_in_no_curve() -> None:
+def test_a_length_that_most_seeds_lack_is_in_no_curve_and_a_seed_that_lacks_one_has_none() -> None:
     runs = {
         "1": {0: record("1", 0, 10, 60)}, "2": {seed: record("2", seed, 20, 70 + seed) for seed in (0, 1)},
-        "3": {seed: record("3", seed, 30, 80 + seed) for seed in (0, 1)},
+        "3": {seed: record("3", seed, 30, 80 + seed) for seed in (0, 1, 2)},
     }  # fmt: skip
     assert curves_by_seed(runs, ["1", "2", "3"], "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
     assert curves_by_seed({"1": {}}, ["1"], "accuracy") == curves_by_seed({}, [], "accuracy") == {}
@@ -214,6 +219,8 @@ def test_settings_change_with_what_a_run_hangs_on() -> None:
         assert settings_of(other, contender) != settings
     assert settings_of(task, replace(contender, num_epochs=3)) != settings
     assert settings_of(replace(task, num_epochs=7), contender) == settings
+    assert settings_of(task, replace(contender, no_dropout=True)) != settings
+    assert "no_dropout" not in settings
 
 
 def test_runs_with_other_defaults_of_their_policy_are_not_the_same() -> None:
@@ -239,6 +246,17 @@ def test_top_layers_only_leaves_the_rest_as_it_is() -> None:
     assert {name.split(".")[3] for name in trained if ".layer." in name} == {"1"}
     assert {"classifier.weight", "classifier.bias"} <= trained
     assert not any("embeddings" in name for name in trained)
+
+
+def test_without_dropout_training_mode_changes_nothing() -> None:
+    inputs = torch.arange(8).reshape(2, 4)
+    for no_dropout in (True, False):
+        model = tiny_bert()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.5
+        model = prepare_model(model, Contender("full", 1, no_dropout=no_dropout), 2).train()
+        assert torch.equal(model(inputs).logits, model(inputs).logits) == no_dropout
 
 
 def test_lora_sits_on_every_linear_layer_and_the_head_is_trained() -> None:
