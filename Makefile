@@ -163,7 +163,7 @@ study: $(INSTALLED)
 # A day or more of one core; it goes on where it stopped, and several may run side by side, with other --tasks or --seeds.
 study-front: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/study_front.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder benchmarks/front --output benchmarks/front.json --picture docs/front.svg
+		--folder benchmarks/front --output benchmarks/front.json --picture docs/front.svg --table docs/front.md
 
 # Three hours of one core; it goes on where it stopped.
 study-views: $(INSTALLED)

@@ -1,7 +1,7 @@
 """Accuracy against time: full fine-tuning for few and for many epochs beside everything that is to be cheaper.
 
     python scripts/study_front.py --data ../shared/data --models ../shared/models --folder benchmarks/front \
-        --output benchmarks/front.json --picture docs/front.svg
+        --output benchmarks/front.json --picture docs/front.svg --table docs/front.md
 
 Tasks are in `front_tasks.py`: MiniLM on SST-2, on SQuAD's questions and on tags of their answers, a small ViT on
 CIFAR-10 with and without augmentation. Each contender trains with `PipeTransformerTrainer` in one process with one
@@ -37,6 +37,7 @@ import torch
 from front_clock import Pace, SteadyClock
 from front_picture import write_picture
 from front_report import DEFAULTS, are_same, make_report, read_records
+from front_table import as_markdown
 from front_tasks import SETTINGS, TASKS, Task, TaskSettings
 from torch import nn
 from transformers import PrinterCallback, set_seed
@@ -281,8 +282,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the parquet files")
     parser.add_argument("--models", type=Path, required=True, help="folder of the small ViT")
     parser.add_argument("--folder", type=Path, required=True, help="for the lines of finished runs")
-    parser.add_argument("--output", type=Path, help="JSON file for the table")
+    parser.add_argument("--output", type=Path, help="JSON file for the report")
     parser.add_argument("--picture", type=Path, help="SVG file for the picture")
+    parser.add_argument("--table", type=Path, help="Markdown file for the table")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="several may run side by side")
     parser.add_argument("--contenders", nargs="+", help="names or patterns such as 'first*'; all by default")
@@ -313,6 +315,8 @@ def main() -> None:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     if options.picture is not None:
         write_picture(report, options.picture)
+    if options.table is not None:
+        options.table.write_text(as_markdown(report))
 
 
 if __name__ == "__main__":

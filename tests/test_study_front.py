@@ -26,6 +26,7 @@ from front_report import (
     seconds_to,
 )
 from front_spans import IGNORED, answer_sentence, answer_tags, best_span, span_f1, true_span
+from front_table import as_markdown, points
 from front_tasks import SETTINGS
 from PIL import Image
 from study_front import (
@@ -145,6 +146,20 @@ def test_a_length_that_most_seeds_lack_is_in_no_curve_and_a_seed_that_lacks_one_
     }  # fmt: skip
     assert curves_by_seed(runs, ["1", "2", "3"], "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
     assert curves_by_seed({"1": {}}, ["1"], "accuracy") == curves_by_seed({}, [], "accuracy") == {}
+
+
+def test_the_table_has_a_row_for_every_contender(report: dict[str, Any]) -> None:
+    lines = as_markdown(report).splitlines()
+    assert [line for line in lines if line.startswith("## ")] == ["## SST-2, accuracy"]
+    assert lines[-5:] == [
+        f"| {FULL}1 | 70.00 | 10 |  |  | -20.00, -20.00 | 0.50 | 3 |",
+        f"| {FULL}2 | 85.00 | 20 |  |  |  | 1.00 | 2 |",
+        "| other | 84.33 | 15 | +1.00, +3.00 | 1.07 | -9.00, -7.00 | 0.75 | 3 |",
+        "| quick | 50.00 | 5 |  | below | -30.00 | 0.25 | 1 |",
+        "| long | 80.50 | 30 | +0.50 | beyond | +0.50 | 1.50 | 1 |",
+    ]
+    assert points({"mean": 2.0, "points": [1.0, 2.0, 3.0], "interval_95": [-0.484, 4.484]}) == "+2.00 [-0.48, +4.48]"
+    assert points({"mean": None, "points": []}) == points(None) == ""
 
 
 def test_the_picture_shows_every_contender(report: dict[str, Any], tmp_path: Path) -> None:
