@@ -115,7 +115,9 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     )
     for name, share in TOPS.items():
         table[f"top {name} only, no cache"] = Contender("top", longest, num_top_layers=round(share * num_layers))
-    table["all layers, no dropout"] = Contender("full", longest, no_dropout=True)
+    lengths = {"": longest, ", one epoch less": longest - 1, ", half of the epochs": math.ceil(longest / 2)}
+    for name, epochs in lengths.items():
+        table[f"all layers, no dropout{name}"] = Contender("full", epochs, no_dropout=True)
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
     for name, changes in POLICIES.items():
