@@ -118,6 +118,8 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     lengths = {"": longest, ", one epoch less": longest - 1, ", half of the epochs": math.ceil(longest / 2)}
     for name, epochs in lengths.items():
         table[f"all layers, no dropout{name}"] = Contender("full", epochs, no_dropout=True)
+    third = {**STORED, "freeze_at": f"0:{round(num_layers / 3)}"}
+    table["first 1/3 frozen, no dropout"] = Contender("full", longest, third, no_dropout=True)
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
     for name, changes in POLICIES.items():
