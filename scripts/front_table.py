@@ -8,8 +8,11 @@ from typing import Any
 
 TITLES = {
     "sst2": "SST-2, accuracy",
+    "sst2_no_dropout": "SST-2 without dropout, accuracy",
     "squad": "SQuAD, F1",
+    "squad_no_dropout": "SQuAD without dropout, F1",
     "answers": "tags of SQuAD's answers, F1",
+    "answers_no_dropout": "tags of SQuAD's answers without dropout, F1",
     "cifar10": "CIFAR-10, accuracy",
     "cifar10_augmented": "CIFAR-10 with random crop and flip, accuracy",
 }

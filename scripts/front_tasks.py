@@ -6,7 +6,7 @@ Training samples are drawn by seed; the samples that are held out are the same f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from qa_metrics import squad_metrics
 from qa_utils import answer_texts
 from run_image_classification import augment
 from run_qa import QuestionDataArguments, make_windows
+from torch import nn
 from transformers import (
     AutoModelForImageClassification,
     AutoModelForQuestionAnswering,
@@ -62,13 +63,13 @@ class TaskSettings:
     rates: dict[str, float]
 
 
+_SST2 = TaskSettings("accuracy", 3_000, 4, 32, 6, {"full": 1e-4, "top": 1e-4, "lora": 2e-3})
+_QUESTIONS = TaskSettings("f1", 1_000, 4, 16, 6, {"full": 2e-4, "top": 2e-4, "lora": 2e-3})
+_CIFAR10 = TaskSettings("accuracy", 2_000, 5, 32, 12, {"full": 3e-4, "top": 3e-4, "lora": 2e-3})
 SETTINGS = {
-    "sst2": TaskSettings("accuracy", 3_000, 4, 32, 6, {"full": 1e-4, "top": 1e-4, "lora": 2e-3}),
-    "squad": TaskSettings("f1", 1_000, 4, 16, 6, {"full": 2e-4, "top": 2e-4, "lora": 2e-3}),
-    "answers": TaskSettings("f1", 1_000, 4, 16, 6, {"full": 2e-4, "top": 2e-4, "lora": 2e-3}),
-    "cifar10": TaskSettings("accuracy", 2_000, 5, 32, 12, {"full": 3e-4, "top": 3e-4, "lora": 2e-3}),
-    "cifar10_augmented": TaskSettings("accuracy", 2_000, 5, 32, 12, {"full": 3e-4, "top": 3e-4, "lora": 2e-3}),
-}
+    "sst2": _SST2, "sst2_no_dropout": _SST2, "squad": _QUESTIONS, "squad_no_dropout": _QUESTIONS,
+    "answers": _QUESTIONS, "answers_no_dropout": _QUESTIONS, "cifar10": _CIFAR10, "cifar10_augmented": _CIFAR10,
+}  # fmt: skip
 
 
 class Task(ABC):
@@ -277,6 +278,33 @@ def pixels_of(image: Any) -> torch.Tensor:
     return torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)
 
 
-TASKS: dict[str, type[Any]] = {
-    "sst2": Sst2, "squad": Squad, "answers": Answers, "cifar10": Cifar10, "cifar10_augmented": AugmentedCifar10,
-}  # fmt: skip
+class WithoutDropout(Task):
+    """Another task whose model has no dropout. Layers that are frozen in a run have none, all others else do."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.pool, self.arguments, self.given = task.pool, task.arguments, task.given
+
+    def model(self) -> Any:
+        model = self.task.model()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    def score(self, model: Any) -> dict[str, float]:
+        return self.task.score(model)
+
+
+TASKS: dict[str, Callable[[Path, Path], Task]] = {
+    "sst2": Sst2,
+    "sst2_no_dropout": lambda data, models: WithoutDropout(Sst2(data, models)),
+    "squad": Squad,
+    "squad_no_dropout": lambda data, models: WithoutDropout(Squad(data, models)),
+    "answers": Answers,
+    "answers_no_dropout": lambda data, models: WithoutDropout(Answers(data, models)),
+    # The small ViT has no dropout.
+    "cifar10": Cifar10,
+    "cifar10_augmented": AugmentedCifar10,
+}
+"""Made from the folders of data and models."""

@@ -3,10 +3,11 @@
     python scripts/study_front.py --data ../shared/data --models ../shared/models --folder benchmarks/front \
         --output benchmarks/front.json --picture docs/front.svg --table docs/front.md
 
-Tasks are in `front_tasks.py`: MiniLM on SST-2, on SQuAD's questions and on tags of their answers, a small ViT on
-CIFAR-10 with and without augmentation. Each contender trains with `PipeTransformerTrainer` in one process with one
-thread, and is evaluated on samples that no run trains on. Full fine-tuning runs for 1, 2, 3, ... epochs, each with a
-learning-rate schedule of its own; others are compared with it at equal time (`front_report.py`).
+Tasks are in `front_tasks.py`: MiniLM on SST-2, on SQuAD's questions and on tags of their answers, each with the
+dropout of its configuration and without; a small ViT on CIFAR-10 with and without augmentation. Each contender trains
+with `PipeTransformerTrainer` in one process with one thread, and is evaluated on samples that no run trains on. Full
+fine-tuning runs for 1, 2, 3, ... epochs, each with a learning-rate schedule of its own; others are compared with it at
+equal time (`front_report.py`).
 
 A finished run is a line of FOLDER/TASK.jsonl: start the script again and it goes on where it stopped; several may run
 side by side, with other tasks (`--tasks`) or seeds. `--report` runs nothing. A run with other settings than those in
@@ -86,7 +87,6 @@ class Contender:
         options: of freezing and the cache.
         num_top_layers: only they and the head are trained, by `requires_grad`; None for all.
         lora: options of LoRA on all linear layers, if any.
-        no_dropout: in any layer. What is frozen in a run has none, so that less of it may be what makes a difference.
     """
 
     kind: str
@@ -94,7 +94,6 @@ class Contender:
     options: dict[str, Any] = field(default_factory=lambda: dict(NOTHING_FROZEN))
     num_top_layers: int | None = None
     lora: dict[str, Any] | None = None
-    no_dropout: bool = False
 
 
 def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> dict[str, Contender]:
@@ -115,11 +114,6 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     )
     for name, share in TOPS.items():
         table[f"top {name} only, no cache"] = Contender("top", longest, num_top_layers=round(share * num_layers))
-    lengths = {"": longest, ", one epoch less": longest - 1, ", half of the epochs": math.ceil(longest / 2)}
-    for name, epochs in lengths.items():
-        table[f"all layers, no dropout{name}"] = Contender("full", epochs, no_dropout=True)
-    third = {**STORED, "freeze_at": f"0:{round(num_layers / 3)}"}
-    table["first 1/3 frozen, no dropout"] = Contender("full", longest, third, no_dropout=True)
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
     for name, changes in POLICIES.items():
@@ -137,16 +131,13 @@ def unknown_policies(known: tuple[str, ...] = FREEZE_POLICIES) -> list[str]:
 def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
     """Everything that a run's result hangs on but its seed, as JSON gives it back."""
     settings = {"num_training": task.num_training, "batch": task.batch, "rate": task.rates[contender.kind]}
-    training = asdict(contender)
-    if not contender.no_dropout:
-        del training["no_dropout"]  # Younger than the first runs.
     policy = contender.options["freeze_policy"]
     if policy not in ("none", "fixed"):
         of_others = {name for name, owner in POLICY_OF_OPTION.items() if owner != policy}
         of_others |= TIME_BUDGET.keys()  # Younger than the first runs, and among the options of those that have it.
         options = [option for option in fields(PipeTransformerArguments) if option.name.startswith("freeze_")]
         settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in {*of_others, *contender.options}}
-    return json.loads(json.dumps({**settings, **training}))
+    return json.loads(json.dumps({**settings, **asdict(contender)}))
 
 
 def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
@@ -157,10 +148,6 @@ def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
             layer = LAYER.fullmatch(name)
             is_below = int(layer[1]) < lowest if layer else "embeddings." in name
             parameter.requires_grad_(not is_below)
-    if contender.no_dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
     if contender.lora is None:
         return model
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and LAYER.fullmatch(f"{n}.")]

@@ -234,8 +234,6 @@ def test_settings_change_with_what_a_run_hangs_on() -> None:
         assert settings_of(other, contender) != settings
     assert settings_of(task, replace(contender, num_epochs=3)) != settings
     assert settings_of(replace(task, num_epochs=7), contender) == settings
-    assert settings_of(task, replace(contender, no_dropout=True)) != settings
-    assert "no_dropout" not in settings
 
 
 def test_runs_with_other_defaults_of_their_policy_are_not_the_same() -> None:
@@ -263,15 +261,29 @@ def test_top_layers_only_leaves_the_rest_as_it_is() -> None:
     assert not any("embeddings" in name for name in trained)
 
 
-def test_without_dropout_training_mode_changes_nothing() -> None:
-    inputs = torch.arange(8).reshape(2, 4)
-    for no_dropout in (True, False):
+class WithDropout(front_tasks.Task):
+    pool, arguments, given = None, {"a": 1}, {"b": 2}
+
+    def model(self) -> Any:
         model = tiny_bert()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.5
-        model = prepare_model(model, Contender("full", 1, no_dropout=no_dropout), 2).train()
-        assert torch.equal(model(inputs).logits, model(inputs).logits) == no_dropout
+        return model.train()
+
+    def score(self, model: Any) -> dict[str, float]:
+        return {"parameters": model.num_parameters()}
+
+
+def test_a_task_without_dropout_is_the_same_else() -> None:
+    task, inputs = WithDropout(), torch.arange(8).reshape(2, 4)
+    without = front_tasks.WithoutDropout(task)
+    for one, is_repeatable in ((task, False), (without, True)):
+        model = one.model()
+        assert torch.equal(model(inputs).logits, model(inputs).logits) == is_repeatable
+        assert one.score(model) == {"parameters": model.num_parameters()}
+    assert (without.pool, without.arguments, without.given) == (None, {"a": 1}, {"b": 2})
+    assert set(front_tasks.TASKS) == set(SETTINGS)
 
 
 def test_lora_sits_on_every_linear_layer_and_the_head_is_trained() -> None:
