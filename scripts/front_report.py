@@ -92,11 +92,8 @@ def paired(differences: Mapping[int, float]) -> dict[str, Any]:
 
 
 def curves_by_seed(runs: Runs, full: Sequence[str], metric: str) -> dict[int, Curve]:
-    """Full fine-tuning over the numbers of epochs that most seeds have which have its longest run.
-
-    Seeds that lack one of them have no curve.
-    """
-    seeds = set(runs[full[-1]]) if full else set()
+    """Full fine-tuning over the numbers of epochs that most seeds have; a seed that lacks one of them has no curve."""
+    seeds = {seed for name in full for seed in runs[name]}
     lengths = [name for name in full if 2 * len(seeds & set(runs[name])) > len(seeds)]
     whole = sorted(seed for seed in seeds if all(seed in runs[name] for name in lengths))
     return {seed: sorted(_point(runs[name][seed], metric) for name in lengths) for seed in whole}

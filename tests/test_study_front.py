@@ -142,9 +142,9 @@ def test_contenders_are_compared_with_the_curve_of_their_own_seed(report: dict[s
 def test_a_length_that_most_seeds_lack_is_in_no_curve_and_a_seed_that_lacks_one_has_none() -> None:
     runs = {
         "1": {0: record("1", 0, 10, 60)}, "2": {seed: record("2", seed, 20, 70 + seed) for seed in (0, 1)},
-        "3": {seed: record("3", seed, 30, 80 + seed) for seed in (0, 1, 2)},
+        "3": {seed: record("3", seed, 30, 80 + seed) for seed in (0, 1, 2)}, "4": {1: record("4", 1, 40, 90)},
     }  # fmt: skip
-    assert curves_by_seed(runs, ["1", "2", "3"], "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
+    assert curves_by_seed(runs, ["1", "2", "3", "4"], "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
     assert curves_by_seed({"1": {}}, ["1"], "accuracy") == curves_by_seed({}, [], "accuracy") == {}
 
 
