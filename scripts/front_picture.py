@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from front_report import Curve, at_equal_time
+from front_table import TITLES
 
 
 WIDTH, HEIGHT, NUM_COLUMNS = 380, 300, 3
@@ -67,7 +68,7 @@ def panel(name: str, task: dict[str, Any], numbers: dict[str, int]) -> list[str]
     to_y = scale(lowest, highest, HEIGHT - BOTTOM, TOP)
     frame = f'x="{LEFT}" y="{TOP}" width="{WIDTH - RIGHT - LEFT}" height="{HEIGHT - BOTTOM - TOP}"'
     parts = [
-        f'<text x="{LEFT}" y="{TOP - 10}" font-size="13" font-weight="bold">{escape(name)}</text>',
+        f'<text x="{LEFT}" y="{TOP - 10}" font-size="13" font-weight="bold">{escape(TITLES[name])}</text>',
         f'<rect {frame} fill="none" stroke="#999999"/>',
         f'<clipPath id="{escape(name)}"><rect {frame}/></clipPath>',
         text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "processor seconds of training", "middle"),

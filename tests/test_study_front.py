@@ -26,7 +26,7 @@ from front_report import (
     seconds_to,
 )
 from front_spans import IGNORED, answer_sentence, answer_tags, best_span, span_f1, true_span
-from front_table import as_markdown, points
+from front_table import TITLES, as_markdown, points
 from front_tasks import SETTINGS
 from PIL import Image
 from study_front import (
@@ -167,7 +167,7 @@ def test_the_picture_shows_every_contender(report: dict[str, Any], tmp_path: Pat
     write_picture(report, path)
     drawn = ElementTree.parse(path).getroot()
     words = ["".join(element.itertext()) for element in drawn.iter() if element.tag.endswith("text")]
-    assert {"sst2", "1  other", "2  quick", "3  long"} <= set(words)
+    assert {"SST-2, accuracy", "1  other", "2  quick", "3  long"} <= set(words)
     assert "squad" not in words
 
 
@@ -283,7 +283,7 @@ def test_a_task_without_dropout_is_the_same_else() -> None:
         assert torch.equal(model(inputs).logits, model(inputs).logits) == is_repeatable
         assert one.score(model) == {"parameters": model.num_parameters()}
     assert (without.pool, without.arguments, without.given) == (None, {"a": 1}, {"b": 2})
-    assert set(front_tasks.TASKS) == set(SETTINGS)
+    assert set(front_tasks.TASKS) == set(SETTINGS) == set(TITLES)
 
 
 def test_lora_sits_on_every_linear_layer_and_the_head_is_trained() -> None:
