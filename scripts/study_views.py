@@ -63,7 +63,7 @@ def finish(options: argparse.Namespace) -> None:
     path, wanted, tasks = options.folder / "views.jsonl", settings_in_force(), dict[str, Task]()
     for seed in options.seeds:
         for name, (task_name, contender) in contenders().items():
-            if is_done(path, name, seed, wanted[name]):
+            if name not in options.contenders or is_done(path, name, seed, wanted[name]):
                 continue
             settings = SETTINGS[task_name]
             if task_name not in tasks:
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the lines of finished runs")
     parser.add_argument("--output", type=Path, help="JSON file for the table")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--contenders", nargs="+", default=list(contenders()), choices=contenders())
     parser.add_argument("--report", action="store_true", help="write the table of what is there, run nothing")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
