@@ -44,13 +44,14 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def _row(row: Mapping[str, Any]) -> str:
+    is_longest = "against_full_at_equal_time" not in row and row.get("time_over_longest_full") == 1
     cells = [
         row["contender"],
         f"{row['mean_score']:.2f}",
         f"{row['mean_seconds']:.0f}",
         points(row.get("against_full_at_equal_time")),
         _speed(row),
-        points(row.get("against_longest_full")),
+        "" if is_longest else points(row.get("against_longest_full")),
         f"{row['time_over_longest_full']:.2f}" if "time_over_longest_full" in row else "",
         str(len(row["seeds"])),
     ]
@@ -71,8 +72,6 @@ def points(differences: Mapping[str, Any] | None) -> str:
     if differences is None or differences["mean"] is None:
         return ""
     values = differences["points"]
-    if not any(values):  # The longest full run beside itself.
-        return ""
     if len(values) == 2:
         return ", ".join(f"{value:+.2f}" for value in values)
     low, high = differences.get("interval_95", (None, None))
