@@ -164,7 +164,7 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
 def make_report(
     folder: Path, settings: Mapping[str, Mapping[str, dict[str, Any]]], metrics: Mapping[str, str], full: str
 ) -> dict[str, Any]:
-    """The tables of all tasks, printed too.
+    """What is told of all tasks; runs that are left out are printed.
 
     Args:
         folder: of the files of finished runs.
@@ -183,35 +183,16 @@ def make_report(
         rows = compare(runs, of_curve, metrics[task])
         curve = mean_curve(curves_by_seed(runs, of_curve, metrics[task]))
         tasks[task] = {"metric": metrics[task], "num_runs": num_kept, "curve": curve, "rows": rows}
-        _print_table(task, metrics[task], rows)
     return {
         "what": (
             "Accuracy against processor time of training, one process, one thread; scores in percent on samples that "
             "no run trains on. Differences in points, paired by seed, with 95 % intervals by Student's t. At equal "
             "time: the curve of full fine-tuning over its numbers of epochs, each with a learning-rate schedule of "
-            "its own, seed by seed, linear between its points and level after its last. Gauge: a fixed piece of work "
-            "just before and after a run; where it took longer, other work slowed that run down."
+            "its own, seed by seed, linear between its points and level after its last. Gauge: seconds of a fixed "
+            "piece of work before, between and after a run's steps; where it took longer, other work slowed that run "
+            "down."
         ),
         "date": str(date.today()), "machine": f"{platform.processor() or platform.machine()}, one thread a run",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "tasks": tasks,
     }  # fmt: skip
-
-
-def _print_table(task: str, metric: str, rows: Sequence[dict[str, Any]]) -> None:
-    if rows:
-        title = f"{task}, {metric}"
-        print(f"\n{title:40s}  seconds  score   points at equal time   to the longest         time")
-    for row in rows:
-        equal, longest = row.get("against_full_at_equal_time"), row.get("against_longest_full")
-        print(
-            f"{row['contender']:40s} {row['mean_seconds']:8.1f} {row['mean_score']:6.2f}   {_cell(equal):22s} "
-            f"{_cell(longest):22s} {row.get('time_over_longest_full', '')}  n={len(row['seeds'])}"
-        )
-
-
-def _cell(row: Mapping[str, Any] | None) -> str:
-    if row is None or row["mean"] is None:
-        return ""
-    ends = row.get("interval_95")
-    return f"{row['mean']:+.2f}" + (f" [{ends[0]:+.2f}, {ends[1]:+.2f}]" if ends else "")

@@ -279,7 +279,7 @@ def pixels_of(image: Any) -> torch.Tensor:
 
 
 class WithoutDropout(Task):
-    """Another task whose model has no dropout. Layers that are frozen in a run have none, all others else do."""
+    """Another task with a model without dropout, as layers that a run freezes are: all contenders are alike in it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task

@@ -62,7 +62,7 @@ LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 
 NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
 PREFIXES = {"1/6": 1 / 6, "1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
-TOPS = {"1/3": 1 / 3, "2/3": 2 / 3}
+TOPS = ("1/3", "2/3")
 STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
 TIME_BUDGET = {"freeze_budget": "time"}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -112,8 +112,9 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     table["first 2/3 frozen for an epoch, then none"] = Contender(
         "full", longest - 1, {**STORED, "freeze_at": thawing}
     )
-    for name, share in TOPS.items():
-        table[f"top {name} only, no cache"] = Contender("top", longest, num_top_layers=round(share * num_layers))
+    for name in TOPS:
+        num_top = round(PREFIXES[name] * num_layers)
+        table[f"top {name} only, no cache"] = Contender("top", longest, num_top_layers=num_top)
     table["LoRA"] = Contender("lora", longest, lora=LORA)
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
     for name, changes in POLICIES.items():
@@ -306,8 +307,10 @@ def main() -> None:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     if options.picture is not None:
         write_picture(report, options.picture)
+    table = as_markdown(report)
+    print(table)
     if options.table is not None:
-        options.table.write_text(as_markdown(report))
+        options.table.write_text(table)
 
 
 if __name__ == "__main__":

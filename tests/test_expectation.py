@@ -65,8 +65,10 @@ def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
 
 
 def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert expected(tmp_path, freeze_policy="none", freeze_at=None, activation_cache="on") == []
-    assert "activation_cache='on' has no use: no layer is or will be frozen" in caplog.text
+    cache = {"activation_cache": "on", "activation_cache_views": 2}
+    assert expected(tmp_path, freeze_policy="none", freeze_at=None, **cache) == []
+    for option in ("activation_cache='on'", "activation_cache_views=2"):
+        assert caplog.text.count(f"{option} has no use: no layer is or will be frozen") == 1
 
 
 def test_the_words_of_an_expectation() -> None:

@@ -281,10 +281,13 @@ class Beginning:
         if self.topology.is_first_here:
             remove_old_stores(self.trainer.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
-            if self.trainer.args.activation_cache == "on" and self.topology.rank == 0:
+            args = self.trainer.args
+            options = ("activation_cache", "activation_cache_views")
+            asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0)]
+            for name in asked if self.topology.rank == 0 else ():
                 logger.warning(
-                    "activation_cache='on' has no use: no layer is or will be frozen, so nothing is stored. Choose a "
-                    "freeze_policy, or leave activation_cache out."
+                    f"{name}={getattr(args, name)!r} has no use: no layer is or will be frozen, so nothing is stored. "
+                    f"Choose a freeze_policy, or leave {name} out."
                 )
             return None
         if self._may_skip:

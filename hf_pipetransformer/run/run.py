@@ -419,8 +419,6 @@ class Run:
             return pipeline.persistent_loaders[request.key]
         freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or trainer.args.layout_plan is not None
         may_store = bool(request.is_training and freezes)
-        if request.is_training and trainer.args.activation_cache_views and not freezes and self.topology.rank == 0:
-            logger.warning("activation_cache_views has no use: no layer is or will be frozen, so nothing is stored.")
         loader = make_loader(trainer, self.topology, pipeline, request, may_store)
         cache = None if self.in_training is None else self.in_training.cache
         if cache is not None and not request.is_training and not isinstance(loader, StreamLoader):
