@@ -254,6 +254,52 @@ def test_a_hash_knows_places(tmp_path: Path, change: str) -> None:
         store.read(np.array([0]), 6)
 
 
+# ---- stores that are another's ----
+
+
+def keep_rows(base: Path, key: str, value: float) -> Path:
+    """A kept store whose rows are all `value`; what it was kept for is `key`."""
+    folder, store = take_store(base, key, 4, PLAIN, 10**7, 1)
+    folder.keep()
+    rows = torch.full((4, 2, HIDDEN), value), np.full(4, 2), {}, np.zeros(4, np.uint64)
+    assert store.write(np.arange(4), store.weights_id("weights"), *rows) == 4
+    store.close()
+    folder.release()
+    return folder.path
+
+
+def test_a_store_under_the_name_of_another_is_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = keep_rows(tmp_path, "first", 1.0), keep_rows(tmp_path, "second", 2.0)
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    with pytest.raises(SystemExit) as ended:
+        main(["cache", "verify", "--activation_cache_dir", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1
+    assert "damaged: " in lines[0] and "store of 'second': expected 'first'" in lines[0]
+    assert lines[1].endswith("sound")
+    with caplog.at_level(logging.WARNING):
+        folder, store = take_store(tmp_path, "first", 4, PLAIN, 10**7, 1)
+    assert not store.weights_ids(np.arange(4)).any()
+    assert "is made anew" in caplog.text and "store of 'second': expected 'first'" in caplog.text
+    folder.remove()
+    # The other processes of a node open the store by the same name.
+    with pytest.raises(StoreDamagedError, match="expected 'first'"):
+        ActivationStore.open(second, 0, "first")
+    folder, store = take_store(tmp_path, "second", 4, PLAIN, 10**7, 1)
+    assert (store.weights_ids(np.arange(4)) == store.weights_id("weights")).all()
+
+
+def test_a_store_beside_one_that_is_in_use_is_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = StoreFolder.take(tmp_path, "key")
+    assert keep_rows(tmp_path, "key", 1.0).name == "key-2"
+    held.remove()
+    main(["cache", "verify", "--activation_cache_dir", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[0].endswith("sound")
+
+
 # ---- folders that are somebody else's, or lead there ----
 
 

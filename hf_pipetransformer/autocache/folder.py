@@ -145,8 +145,8 @@ def take_store(
     if folder.is_reusable(num_samples, row_format, num_writers):
         try:
             # The bound is this run's. What is there already is served, also beyond it.
-            replace(Header.read(folder.folder), max_bytes=max_bytes).write(folder.folder)
-            return folder, ActivationStore.open(folder.folder, 0)
+            replace(Header.read(folder.folder, key), max_bytes=max_bytes).write(folder.folder)
+            return folder, ActivationStore.open(folder.folder, 0, key)
         except StoreDamagedError as error:
             logger.warning(f"The activation cache of an earlier run is made anew: {error}")
     if not folder.clear():
@@ -154,7 +154,7 @@ def take_store(
         folder.release()
         folder = StoreFolder.take(base, key)
     try:
-        args = (folder.folder, num_samples, row_format, max_bytes, num_writers, row_length)
+        args = (folder.folder, num_samples, row_format, max_bytes, num_writers, row_length, key)
         return folder, ActivationStore.create(*args)
     except BaseException:
         folder.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from hf_pipetransformer.autocache.files import PrivateFolder
 from hf_pipetransformer.autocache.folder import StoreFolder, find_stores, open_root
+from hf_pipetransformer.autocache.header import Header
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 
@@ -50,11 +52,17 @@ def _lines(base: str | os.PathLike[str], look: Callable[[ActivationStore], str])
     lines = []
     for store, state in zip(stores, states, strict=True):
         try:
-            found = look(ActivationStore.open(store.folder, None))
+            found = look(ActivationStore.open(store.folder, None, _key_of(store.path.name, store.folder)))
         except StoreDamagedError as error:
             found = f"damaged: {error}"
         lines.append(f"{store.path.name}  {state}  {_size_of(store.folder)}  {found}")
     return lines
+
+
+def _key_of(name: str, folder: PrivateFolder) -> str:
+    """The key that a store in a folder of this name must have: `key-2` is that of a second run beside `key`."""
+    key = Header.read(folder).key
+    return key if re.fullmatch(re.escape(key) + r"-\d+", name) else name
 
 
 def _size_of(folder: PrivateFolder) -> str:

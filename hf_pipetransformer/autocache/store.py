@@ -47,6 +47,7 @@ class ActivationStore:
 
     def __init__(self, folder: PrivateFolder, header: Header, writer: int | None) -> None:
         self.folder = folder.path
+        self.key = header.key
         self.num_samples = header.num_samples
         self.row_format = header.row_format
         self._held = folder
@@ -68,6 +69,7 @@ class ActivationStore:
         max_bytes: int,
         num_writers: int,
         row_length: int = 0,
+        key: str | None = None,
     ) -> ActivationStore:
         """Make an empty store in `folder`, of which this process is writer 0; a store that was there is deleted.
 
@@ -78,6 +80,7 @@ class ActivationStore:
             max_bytes: bound on the size of all files, whoever writes them.
             num_writers: processes that may write.
             row_length: tokens of every row, 0 if they differ; known, the shards are few and large.
+            key: what the rows are of, see `folder.take_store`; the folder's name if not given.
 
         Raises:
             ValueError: the index alone is larger than `max_bytes`.
@@ -93,22 +96,29 @@ class ActivationStore:
             )
         for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *list_shards(held).values()):
             held.unlink(old)
-        header = Header(uuid.uuid4().hex, num_samples, max_bytes, num_writers, row_format, row_length)
+        header = Header(
+            uuid.uuid4().hex, key or held.path.name, num_samples, max_bytes, num_writers, row_format, row_length
+        )
         ArrowTable.create(held, INDEX_FILE, columns, num_samples, header.store_id)
         header.write(held)
         return cls(held, header, 0)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str] | PrivateFolder, writer: int | None) -> ActivationStore:
+    def open(
+        cls, folder: str | os.PathLike[str] | PrivateFolder, writer: int | None, key: str | None = None
+    ) -> ActivationStore:
         """Open the store that another process made, or an earlier run, as one of its writers; None: to read only.
 
+        Args:
+            key: what its rows must be of; not checked if not given.
+
         Raises:
-            StoreDamagedError: there is none, or a file of it was cut, changed or deleted.
+            StoreDamagedError: there is none, it is that of another key, or a file of it was cut, changed or deleted.
             ValueError: the folder is a link, another user's, or others may write to it.
             OSError: it is missing.
         """
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder)
-        header = Header.read(held)
+        header = Header.read(held, key)
         assert writer is None or 0 <= writer < header.num_writers
         return cls(held, header, writer)
 

@@ -41,11 +41,11 @@ class CacheStores:
             store = self._own_store(loader, source) if topology.is_first_here else None
         except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
-        made = topology.gather(["" if store is None else str(store.folder), error])
-        path, error = made[topology.ranks_here[0]]
+        made = topology.gather(["" if store is None else str(store.folder), "" if store is None else store.key, error])
+        path, key, error = made[topology.ranks_here[0]]
         try:
             if error is None and store is None:
-                store = ActivationStore.open(Path(path), topology.rank)
+                store = ActivationStore.open(Path(path), topology.rank, key)
         except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
         reason = self.inputs.first_told(error)
