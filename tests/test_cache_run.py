@@ -22,7 +22,7 @@ from hf_pipetransformer.run import beginning
 from hf_pipetransformer.run.cache import TrainingCache
 from hf_pipetransformer.run.cache_inputs import CacheInputs
 from hf_pipetransformer.run.cache_stores import CacheStores
-from tests.models import build_model, collate, make_dataset
+from tests.models import build_model, collate, make_dataset, make_rows
 from tests.test_store import fill
 
 
@@ -32,7 +32,9 @@ CHANGED_AT = 6
 
 def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
     given = {"train_dataset": make_dataset("bert_sequence", 12), "data_collator": collate} | {
-        name: changes.pop(name) for name in ("callbacks", "eval_dataset", "train_dataset") if name in changes
+        name: changes.pop(name)
+        for name in ("callbacks", "eval_dataset", "train_dataset", "data_collator")
+        if name in changes
     }
     options: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 12, "save_strategy": "no",
@@ -113,6 +115,86 @@ def test_weights_that_change_while_fewer_layers_are_cached_are_noticed_when_more
         if mode == "on":
             assert [event["hits"] for event in cache_events(trainer, "epoch")][-1] == 12
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+NUM_KNOWN = 64
+CHANGED = (1, 3, 31)
+"""Samples that the key of a store does not look at: it takes every other one of 64."""
+
+
+class Known(torch.utils.data.Dataset[Any]):
+    """Rows under a name that stays the same, as where only the collator differs, which counts what is read."""
+
+    _fingerprint = "rows"
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_read += 1
+        return self.rows[index]
+
+
+class ForgetReads(TrainerCallback):
+    """What was read for the probes and the key, which is before the first step, counts for nothing."""
+
+    def __init__(self, rows: Known) -> None:
+        self.rows = rows
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.rows.num_read = 0
+
+
+def test_a_kept_row_is_served_only_if_the_collator_still_gives_the_same_input(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = make_rows("bert_sequence", NUM_KNOWN)
+    changed = [rows[sample]["input_ids"] for sample in CHANGED]
+
+    def collate_others(samples: list[dict[str, Any]]) -> Any:
+        """Other words, as many, in a few samples."""
+        return collate(
+            [
+                {**row, "input_ids": [5 + (word + 7) % 50 for word in row["input_ids"]]}
+                if row["input_ids"] in changed
+                else row
+                for row in samples
+            ]
+        )
+
+    def train(name: str, collator: Any, **options: Any) -> PipeTransformerTrainer:
+        data = Known(rows)
+        usual = {
+            "activation_cache_keep": True, "activation_cache_dir": str(tmp_path / "cache"), "max_steps": 8,
+            "per_device_train_batch_size": 16,
+        }  # fmt: skip
+        trainer = trainer_of(
+            tmp_path / name, train_dataset=data, data_collator=collator, callbacks=[ForgetReads(data)],
+            **(usual | options),
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    train("first", collate)
+    with caplog.at_level(logging.INFO):
+        found = train("with", collate_others)
+    expected = train("without", collate_others, activation_cache="off")
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    epochs = cache_events(found, "epoch")
+    assert [event["hits"] for event in epochs] == [NUM_KNOWN - len(CHANGED), NUM_KNOWN]
+    # The first epoch reads each sample once, later ones what is read now and then.
+    assert epochs[0]["checked"] == NUM_KNOWN - len(CHANGED)
+    assert found.train_dataset.num_read <= NUM_KNOWN + 1
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(f"rows of an earlier run for {NUM_KNOWN} of {NUM_KNOWN} samples" in text for text in told) == 1
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "of other inputs" in warned and "computed anew" in warned
 
 
 @dataclass

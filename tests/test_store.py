@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer.autocache import folder as folder_module
-from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes
+from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes, take_store
 from hf_pipetransformer.autocache.rows import RowFormat, Rows
 from hf_pipetransformer.autocache.shards import Shards
 from hf_pipetransformer.autocache.store import ActivationStore, fitting_share
@@ -350,12 +350,19 @@ def test_every_flipped_bit_of_an_entry_is_noticed(store: ActivationStore) -> Non
     put(store, [0, 1], [5, 5], weights_id=6)
     table, size = store._index.table, store._index.dtype.itemsize
     place = table._places["entry"] + size
+    compared = store._index.dtype.fields["compared"][1]
+    both = np.array([0, 1])
     for byte in range(size):
         for bit in (0, 7):
             flip(table.path, place + byte, bit)
-            with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.arrow"):
-                store.read(np.array([0, 1]), 5)
+            if compared <= byte < compared + 8:
+                # The sample is read and compared once more.
+                assert store.are_compared(both, store.entries(both)).tolist() == [True, False]
+            else:
+                with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.arrow"):
+                    store.read(both, 5)
             flip(table.path, place + byte, bit)
+    assert store.are_compared(both, store.entries(both)).all()
     assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [6, 6]
 
 
@@ -659,6 +666,40 @@ def test_a_kept_folder_serves_a_later_run_of_the_same_rows(tmp_path: Path) -> No
     check_rows(reopened.read(np.array([3]), 4), activation, fields, [4], RICH)
     reopened.drop("a reason")
     assert not again.is_reusable(20, RICH, 1)
+
+
+def test_a_row_of_an_earlier_run_is_compared_once_for_all_processes_of_a_run(tmp_path: Path) -> None:
+    everyone = np.arange(20)
+
+    def take() -> tuple[StoreFolder, ActivationStore]:
+        folder, store = take_store(tmp_path, "key", 20, RICH, BOUND, 2)
+        folder.keep()
+        return folder, store
+
+    def compared(store: ActivationStore) -> list[int]:
+        return everyone[store.are_compared(everyone, store.entries(everyone))].tolist()
+
+    folder, store = take()
+    put(store, [3, 4, 5], [4] * 3)
+    assert compared(store) == [3, 4, 5]
+    folder.release()
+    folder, store = take()
+    other = ActivationStore.open(store.folder, writer=1)
+    assert compared(store) == compared(other) == []
+    digests = store.entries(np.array([3, 4]))["input_digest"]
+    # Of another input, and of another sample.
+    store.set_compared(np.array([3, 4]), digests[::-1].copy())
+    assert compared(other) == []
+    store.set_compared(np.array([3, 4]), digests)
+    put(other, [7], [4])
+    assert compared(store) == compared(other) == [3, 4, 7]
+    # More layers freeze: the row is another one, its input the same.
+    assert other.write(
+        np.array([3]), 2, *values_of(RICH, 1, 4)[:1], np.array([4]), values_of(RICH, 1, 4)[1], digests[:1]
+    )
+    assert compared(store) == [3, 4, 7]
+    folder.release()
+    assert compared(take()[1]) == []
 
 
 def test_a_folder_that_is_not_kept_is_emptied(tmp_path: Path) -> None:

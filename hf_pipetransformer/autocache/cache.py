@@ -36,8 +36,8 @@ MAX_BATCHES_IN_FLIGHT = 16
 class CacheCounts:
     """What a cache did since it was last asked: samples, rows, and seconds spent on rows.
 
-    A hit is a sample whose activation was read, a miss one that was read from the data set; a checked sample is a hit
-    whose input was read again and compared. Where nothing is to be stored, none of the samples counts.
+    A hit is a sample whose activation was read, a miss one that was computed; a checked sample is a hit whose input
+    was read from the data set all the same and compared. Where nothing is to be stored, none of the samples counts.
     """
 
     hits: int = 0
@@ -72,6 +72,7 @@ class ActivationCache:
         self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
         self._is_off = False
+        self._has_warned = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
         self._ahead: tuple[Indices, int, Future[Rows]] | None = None
         """Samples and length of the rows that are being read for the batch that is expected next."""
@@ -111,8 +112,11 @@ class ActivationCache:
     def select(self, samples: list[int]) -> list[int]:
         """Those of `samples` that must be read from the data set."""
         index = np.asarray(samples, dtype=np.int64)
-        levels = self._levels_of(index, self._entries(index))
-        return [sample for sample, level in zip(samples, levels, strict=True) if not level]
+        entries = self._entries(index)
+        is_served = (self._levels_of(index, entries) > 0) & self.store.are_compared(
+            self.source.rows_of(index), entries
+        )
+        return [sample for sample, served in zip(samples, is_served.tolist(), strict=True) if not served]
 
     def complete(
         self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
@@ -146,6 +150,7 @@ class ActivationCache:
         parts = Parts(self.source)
         # What was read although it is stored by now is taken from the store; what was counted on and is gone is read.
         is_read = positions_of(read, samples)
+        hit = self._compared(index, entries, hit, is_read, batch)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
         known = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
@@ -171,6 +176,31 @@ class ActivationCache:
         if rows is not None:
             levels[hit] = self._levels_in(index[hit], rows)
         return parts.joined(index, levels, rows, self.stamp, length)
+
+    def _compared(self, index: Indices, entries: Any, hit: Any, is_read: Any, batch: Mapping[str, Any]) -> Any:
+        """Those of `hit` whose rows are of the inputs that the data set gives in this run.
+
+        Rows that an earlier run left are compared with what was read; those whose sample was not read count for
+        nothing yet. The name of a store knows a few samples of the collator's only, and a change may be in others.
+        """
+        rows = self.source.rows_of(index)
+        known = hit & self.store.are_compared(rows, entries)
+        asked = hit & ~known & is_read
+        if not asked.any():
+            return known
+        _, found = self.source.digests(batch)
+        same = asked.copy()
+        same[is_read] &= found == entries["input_digest"][is_read]
+        self.store.set_compared(rows[same], entries["input_digest"][same])
+        self.counts.checked += int(same.sum())
+        others = index[asked & ~same]
+        if len(others) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"The activation cache of an earlier run has rows of other inputs than data set and collator give now "
+                f"(sample {self.source.sample_of(int(others[0]))} is the first): such samples are computed anew."
+            )
+        return known | same
 
     def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
         """A batch that was read whole, as without a cache."""

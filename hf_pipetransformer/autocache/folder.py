@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -145,7 +146,8 @@ def take_store(
     if folder.is_reusable(num_samples, row_format, num_writers):
         try:
             # The bound is this run's. What is there already is served, also beyond it.
-            replace(Header.read(folder.folder, key), max_bytes=max_bytes).write(folder.folder)
+            header = replace(Header.read(folder.folder, key), max_bytes=max_bytes, run_id=uuid.uuid4().hex)
+            header.write(folder.folder)
             return folder, ActivationStore.open(folder.folder, 0, key)
         except StoreDamagedError as error:
             logger.warning(f"The activation cache of an earlier run is made anew: {error}")

@@ -32,6 +32,8 @@ class Header:
     num_writers: int
     row_format: RowFormat
     row_length: int
+    run_id: str
+    """Of the run that has the store now; the one before may have read other inputs."""
 
     @classmethod
     def read(cls, folder: PrivateFolder, key: str | None = None) -> Header:

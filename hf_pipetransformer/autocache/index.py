@@ -14,7 +14,8 @@ from hf_pipetransformer.autocache.table import Array, ArrowTable, Columns, Store
 INDEX_FILE = "index.arrow"
 
 _WORD_BYTES = 8
-"""The last word of an entry is the id of the weights, the one before it the hash."""
+"""The last word of an entry is the id of the weights, before it come the hash and the word of comparing."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _NUM_TRIES = 10
 _MAX_BYTES = 1 << 28
 """Of one read; systems give 2 GB at most."""
@@ -44,6 +45,7 @@ class Index:
             )
         self.dtype = header.row_format.entry_dtype()
         self._seed = xxhash.xxh3_64_intdigest(header.store_id.encode())
+        self._run = np.uint64(xxhash.xxh3_64_intdigest(header.run_id.encode()))
 
     def entries(self, samples: Array) -> Array:
         """`(n,)` entries of the samples, see `RowFormat.entry_dtype`; all zero where nothing is stored.
@@ -86,18 +88,39 @@ class Index:
         for sample in samples.tolist():
             self.table.write("entry", sample, nothing, self.dtype.itemsize - _WORD_BYTES)
 
+    def are_compared(self, samples: Array, entries: Array) -> Array:
+        """`(n,)` bool: whether this run has read the input of each sample, and found it to be that of the entry."""
+        stored: Array = entries["compared"] == self._compared(samples, entries["input_digest"])
+        return stored
+
+    def set_compared(self, samples: Array, input_digests: Array) -> None:
+        """From now on, and in all processes, the inputs of these samples are known to have these digests.
+
+        It is a word of its own and valid for one digest in one run only: whatever else happens to the entry at this
+        moment, no row of another input counts for it.
+        """
+        words = self._compared(samples, input_digests)
+        place = int(self.dtype.fields["compared"][1])  # type: ignore[index]
+        for row, sample in enumerate(samples.tolist()):
+            self.table.write("entry", sample, words[row : row + 1], place)
+
+    def _compared(self, samples: Array, input_digests: Array) -> Array:
+        words: Array = input_digests ^ (samples.astype(np.uint64) * _SPREAD + self._run)
+        return words
+
     def put(self, samples: Array, entries: Array) -> None:
-        """Set entries that were cleared; their hashes are set here."""
+        """Set entries that were cleared; their inputs are those that this run has read. Their hashes are set here."""
+        entries["compared"] = self._compared(samples, entries["input_digest"])
         entries["hash"] = self._hashes(entries, samples)
         for sample, entry in zip(samples.tolist(), entries[:, None].view(np.uint8), strict=True):
             self.table.write("entry", sample, entry)
 
     def _hashes(self, entries: Array, samples: Array) -> Array:
-        """`(n,)` uint64, of all but the stored hashes."""
+        """`(n,)` uint64, of all but the stored hashes and the words of comparing, which change by themselves."""
         size, content = self.dtype.itemsize, entries.tobytes()
         hashes = []
         for sample, place in zip(samples.tolist(), range(0, len(content), size), strict=True):
             entry = content[place : place + size]
-            hashed = entry[: -2 * _WORD_BYTES] + entry[-_WORD_BYTES:]
+            hashed = entry[: -3 * _WORD_BYTES] + entry[-_WORD_BYTES:]
             hashes.append(xxhash.xxh3_64_intdigest(hashed, (self._seed + sample) % 2**64))
         return np.array(hashes, np.uint64)

@@ -70,8 +70,9 @@ class RowFormat:
         """An entry of the index.
 
         A row's tokens are `length` of the `capacity` ones from `start` on in a `shard`, and have the hash `tokens`.
-        `hash` is that of all but itself, of the sample's number and of the store. `weights_id` says what weights the
-        row was computed with, 0 if there is no row.
+        `hash` is that of all but itself and `compared`, of the sample's number and of the store. `weights_id` says
+        what weights the row was computed with, 0 if there is no row. `compared` says in which run the input was last
+        found to be that of `input_digest`, see `Index.are_compared`.
         """
         parts: list[Any] = [("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
         parts += [("shard", "<i4"), ("length", "<i4"), ("capacity", "<i4")]
@@ -80,7 +81,8 @@ class RowFormat:
             for name, (dtype, shape) in self.sample_fields.items()
         ]
         # Whole words: the id never lies on two pages.
-        parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,)), ("hash", "<u8"), ("weights_id", "<i8")]
+        parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,))]
+        parts += [("compared", "<u8"), ("hash", "<u8"), ("weights_id", "<i8")]
         return np.dtype(parts)
 
     def stored(

@@ -54,6 +54,8 @@ class ActivationStore:
         self._store_id = header.store_id
         self._index = Index(folder, header)
         self._shards = Shards(folder, header)
+        self.num_found = 0
+        """Rows that were there when a writer opened the store."""
         self._arena = None if writer is None else self._open_arena(header, writer)
         self._has_warned = False
         self._is_dropped = False
@@ -97,7 +99,14 @@ class ActivationStore:
         for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *list_shards(held).values()):
             held.unlink(old)
         header = Header(
-            uuid.uuid4().hex, key or held.path.name, num_samples, max_bytes, num_writers, row_format, row_length
+            store_id=uuid.uuid4().hex,
+            key=key or held.path.name,
+            num_samples=num_samples,
+            max_bytes=max_bytes,
+            num_writers=num_writers,
+            row_format=row_format,
+            row_length=row_length,
+            run_id=uuid.uuid4().hex,
         )
         ArrowTable.create(held, INDEX_FILE, columns, num_samples, header.store_id)
         header.write(held)
@@ -128,6 +137,7 @@ class ActivationStore:
                 self._held.unlink(name)
         # A row that another process is writing now has a place too.
         entries = self._index.read(np.arange(header.num_samples))
+        self.num_found = int(np.count_nonzero(entries["weights_id"]))
         entries = entries[(entries["capacity"] > 0) & (entries["shard"] // WRITER_FACTOR == writer)]
         own = {number for number in list_shards(self._held) if number // WRITER_FACTOR == writer}
         used = dict.fromkeys(sorted(own.union(entries["shard"].tolist())), 0)
@@ -190,6 +200,24 @@ class ActivationStore:
     def weights_ids(self, samples: Array) -> Array:
         """`(n,)` int64: the id of the weights of each sample's row, 0 where nothing is stored; raises as `entries`."""
         return self.entries(samples)["weights_id"]
+
+    def are_compared(self, samples: Array, entries: Array) -> Array:
+        """`(n,)` bool: whether the rows of these entries are known to be of inputs that the present run has read.
+
+        Those that the run wrote are; those that an earlier run left are after `set_compared`.
+        """
+        return self._index.are_compared(samples, entries)
+
+    def set_compared(self, samples: Array, input_digests: Array) -> None:
+        """Note, for all processes of the run, that it has read the inputs of samples and found these digests.
+
+        Raises:
+            StoreDamagedError: the index has vanished or was cut.
+        """
+        self._index.table.check()
+        # What cannot be noted is read and compared again.
+        with suppress(OSError):
+            self._index.set_compared(samples, input_digests)
 
     def read(self, samples: Array, length: int) -> Rows:
         """Copy rows out.

@@ -15,7 +15,7 @@ from hf_pipetransformer.autocache.parts import SampleSource
 from hf_pipetransformer.autocache.store import ActivationStore
 from hf_pipetransformer.autocache.table import StoreDamagedError
 from hf_pipetransformer.autodp.loader import PipelineLoader
-from hf_pipetransformer.report.events import logger
+from hf_pipetransformer.report.events import announce, logger
 from hf_pipetransformer.run.cache_inputs import CacheInputs
 
 
@@ -54,6 +54,12 @@ class CacheStores:
                 store.close()
             self.inputs.say_off(str(reason), is_training)
             return None
+        if topology.rank == 0 and store.num_found:
+            announce(
+                f"The activation cache has the rows of an earlier run for {store.num_found} of {store.num_samples} "
+                "samples. A row is used once its sample has been read again and found to be the same: the first epoch "
+                "saves computing, but still reads the data set."
+            )
         # All stores have one bound: what one takes the others cannot have.
         store.bytes_beside = partial(self._bytes_beside, store, taken)
         opened = ActivationCache(store, source, self.args.device)

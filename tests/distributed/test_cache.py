@@ -251,10 +251,12 @@ def test_trained_twice(outcome: Outcome):
 
 
 def test_kept_for_another_head(outcome: Outcome):
-    """A second run with another learning rate reads nothing from the data set but what it checks."""
+    """A second run with another learning rate reads each sample once, on whichever rank, to compare it."""
     assert outcome.read("first") == NUM_SAMPLES + NUM_KEY_SAMPLES
     assert outcome.read("without") == EPOCHS * NUM_SAMPLES
     assert outcome.read("with") == NUM_KEY_SAMPLES + outcome.total("with", "checked")
+    assert outcome.cache_events("with", "epoch")[0]["checked"] == NUM_SAMPLES
+    assert outcome.total("with", "checked") <= NUM_SAMPLES + EPOCHS
     assert outcome.total("with", "hits") == EPOCHS * NUM_SAMPLES
     assert_equal_runs(outcome)
     assert len(outcome.of("with", "left")) == 1
