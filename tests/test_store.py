@@ -315,6 +315,45 @@ def test_a_full_disk_keeps_what_is_stored(
     assert not list(store.folder.glob("*.tmp"))
 
 
+def disk_used(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+def test_the_disk_used_follows_the_rows_that_are_stored(tmp_path: Path) -> None:
+    """Also where the index has a place for each of very many samples, and shards are made for them."""
+    num_samples, length, hidden = 1_280_000, 65, 192
+    row_format = RowFormat(hidden, torch.float32, {}, {"labels": (torch.int64, ())})
+    store = ActivationStore.create(tmp_path, num_samples, row_format, 2**40, 2, row_length=length)
+    row_bytes, stored = length * hidden * 4, 0
+    for count in (8, 200):
+        samples = np.linspace(0, num_samples - 1, count, dtype=np.int64)
+        put(store, samples.tolist(), [length] * count)
+        stored = np.count_nonzero(store.weights_ids(np.arange(num_samples)))
+        # An entry of the index takes a page of the disk, or two.
+        needed = stored * (row_bytes + 2 * 4096)
+        assert row_bytes * stored <= store.bytes_stored <= disk_used(tmp_path) <= 1.06 * needed + 300_000
+    assert stored > 200
+    assert (store.read(samples, length).weights_ids == 1).all()
+
+
+def test_a_disk_that_has_no_page_for_an_entry_is_full(
+    store: ActivationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(store, [0], [4])
+    write = os.pwrite
+
+    def refuse_the_index(descriptor: int, content: Any, place: int) -> int:
+        if descriptor == store._index.table._fd and place >= store._index.table._place("entry", 5, 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content, place)
+
+    monkeypatch.setattr(os, "pwrite", refuse_the_index)
+    with caplog.at_level(logging.WARNING):
+        assert put(store, [0, 4, 5, 6], [4] * 4, weights_id=2)[0] == 2
+    assert np.flatnonzero(store.weights_ids(np.arange(20)) == 2).tolist() == [0, 4]
+    assert len(caplog.records) == 1 and "is full" in caplog.text
+
+
 def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).poisson(11, 2000) + 2
     fields = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), torch.int64)

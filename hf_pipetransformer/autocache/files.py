@@ -14,6 +14,8 @@ from pathlib import Path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NOT_A_FOLDER = (errno.ELOOP, errno.ENOTDIR)
+_BLOCK_BYTES = 512
+"""Of `st_blocks`, whatever the blocks of the disk are."""
 _REMEDY = "Set activation_cache_dir to a folder of your own, or activation_cache to off."
 
 
@@ -108,6 +110,12 @@ class PrivateFolder:
         status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         _check_own(status, self.path / name)
         return status.st_size
+
+    def bytes_on_disk(self, name: str) -> int:
+        """What a file takes of the disk, which is less than its size where nothing was written; raises as `open`."""
+        status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        _check_own(status, self.path / name)
+        return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
 
     def holds(self, name: str) -> bool:
         """Whether there is such a regular file of this user."""

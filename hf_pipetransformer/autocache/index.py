@@ -82,6 +82,14 @@ class Index:
             self.table.read("entry", first, whole[first : first + part])
         return whole[samples]
 
+    def make_room(self, sample: int) -> None:
+        """Write the entry of a sample of which nothing is stored, so that the disk has the space for it from now on.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self.table.write("entry", sample, np.zeros(self.dtype.itemsize, np.uint8))
+
     def clear(self, samples: Array) -> None:
         """From now on nothing is stored of these samples."""
         nothing = np.zeros(_WORD_BYTES, np.uint8)

@@ -69,7 +69,7 @@ def _size_of(folder: PrivateFolder) -> str:
     total = 0
     for name in folder.names():
         with suppress(OSError):
-            total += folder.size(name)
+            total += folder.bytes_on_disk(name)
     return f"{total / 1e6:.1f} MB"
 
 

@@ -19,13 +19,17 @@ from hf_pipetransformer.autocache.table import ROWS_TOGETHER, Array, ArrowTable,
 MIN_SHARD_BYTES = 256 * 1024
 MAX_SHARD_BYTES = 256 * 1000 * 1000
 GROWTH = 36
-"""A new shard is this part of what its writer has: little is reserved in vain, and the number of files stays small."""
+"""A new shard is this part of what its writer has: little of the bound is taken in vain, and files stay few. Space on
+the disk is reserved by the same rule, also within a shard that is larger."""
 
 NUM_OPEN_SHARDS = 16
 """The first of a writer's last shards that has room takes a row: what is left in older ones is too little."""
 
 WRITER_FACTOR = 1 << 16
 """The number of a shard is that of its writer times this, plus which of the writer's shards it is."""
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors that say so, of the disk or of the user's part of it."""
 
 _SHARD_NAME = re.compile(r"shard-(\d+)-(\d+)\.arrow")
 
@@ -66,15 +70,20 @@ class Shards(dict[int, ArrowTable]):
         table = self[shard] = ArrowTable.open(self.folder, shard_name(shard), self.columns, self.store_id)
         return table
 
-    def create(self, shard: int, num_tokens: int) -> ArrowTable:
-        """Make a shard; raises as `ArrowTable.create`, or StoreDamagedError: there is one already."""
+    def create(self, shard: int, num_tokens: int, num_reserved: int) -> ArrowTable:
+        """Make a shard with the space for its first tokens reserved.
+
+        Raises:
+            StoreDamagedError: there is one already.
+            OSError: as `ArrowTable.create`.
+        """
         if shard_name(shard) in self.folder.names():
             raise StoreDamagedError(
                 f"{self.folder.path / shard_name(shard)} exists already: two processes write to the store under the "
                 "same number."
             )
         table = self[shard] = ArrowTable.create(
-            self.folder, shard_name(shard), self.columns, num_tokens, self.store_id
+            self.folder, shard_name(shard), self.columns, num_tokens, self.store_id, num_reserved
         )
         return table
 
@@ -93,6 +102,8 @@ class Shards(dict[int, ArrowTable]):
 
 class Arena:
     """The shards that one writer makes, and the free tokens at their ends.
+
+    The disk's space is reserved a little ahead of the rows: a full disk shows before a row is written.
 
     Args:
         shards: where new shards are entered.
@@ -119,12 +130,14 @@ class Arena:
         self._own_bytes = sum(shards[shard].num_bytes for shard in used)
         self._next_shard = max(used, default=writer * WRITER_FACTOR - 1) + 1
         self._refused = math.inf  # Tokens of the shortest row that there was no room for: files never shrink.
+        self._reserved = dict(used)
+        self._is_full = False
 
     def allocate(self, length: int) -> tuple[int, int] | None:
         """Shard and start of `length` free tokens; None if the bound or the disk leaves no room."""
         for shard in list(self._used)[-NUM_OPEN_SHARDS:]:
-            start = self._used[shard]
-            if self._shards[shard].num_rows - start >= length:
+            start, end = self._used[shard], self._used[shard] + length
+            if end <= self._reserved[shard] or (end <= self._shards[shard].num_rows and self._reserve(shard, end)):
                 break
         else:
             if not self._grow(length):
@@ -132,6 +145,31 @@ class Arena:
             shard, start = self._next_shard - 1, 0
         self._used[shard] = start + length
         return shard, start
+
+    def note_full_disk(self) -> None:
+        """Take no more of the disk. Not tried again: it belongs to others too, each try takes what little is left."""
+        self._is_full = True
+        self._refuse(0, f"the disk of {self._shards.folder.path} is full")
+
+    def _reserve(self, shard: int, end: int) -> bool:
+        """Have the disk's space for the tokens of a shard up to `end`, and for some more."""
+        if self._is_full:
+            return False
+        table = self._shards[shard]
+        ahead = min(table.num_rows, end + self._tokens_ahead())
+        try:
+            table.reserve(self._reserved[shard], ahead)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            self.note_full_disk()
+            return False
+        self._reserved[shard] = ahead
+        return True
+
+    def _tokens_ahead(self) -> int:
+        used_bytes = sum(self._used.values()) * self._shards.token_bytes
+        return max(MIN_SHARD_BYTES, used_bytes // GROWTH) // self._shards.token_bytes
 
     def _grow(self, length: int) -> bool:
         """Make a shard with room for a row, if the bound and the disk allow one."""
@@ -141,13 +179,15 @@ class Arena:
             tokens = self._tokens_to_add(length, num_bytes)
             if tokens < length:
                 return self._refuse(length, f"the bound of {self._header.max_bytes} bytes is reached")
+            reserved = min(tokens, length + self._tokens_ahead())
             try:
-                table = self._shards.create(self._next_shard, tokens)
+                table = self._shards.create(self._next_shard, tokens, reserved)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in FULL_DISK:
                     raise
-                # Not tried again: a disk that is full belongs to others too, each try takes what little is left.
-                return self._refuse(0, f"the disk of {self._shards.folder.path} is full")
+                self.note_full_disk()
+                return False
+        self._reserved[self._next_shard] = reserved
         self._next_shard += 1
         self._own_bytes += table.num_bytes
         return True

@@ -15,7 +15,15 @@ from hf_pipetransformer.autocache.files import PrivateFolder
 from hf_pipetransformer.autocache.header import DROPPED_FILE, HEADER_FILE, Header
 from hf_pipetransformer.autocache.index import INDEX_FILE, Index, index_columns
 from hf_pipetransformer.autocache.rows import RowFormat, Rows, as_numpy, as_torch, field_column
-from hf_pipetransformer.autocache.shards import WRITER_FACTOR, Arena, Shards, hash_of, list_shards, shard_name
+from hf_pipetransformer.autocache.shards import (
+    FULL_DISK,
+    WRITER_FACTOR,
+    Arena,
+    Shards,
+    hash_of,
+    list_shards,
+    shard_name,
+)
 from hf_pipetransformer.autocache.table import Array, ArrowTable, StoreDamagedError, table_bytes
 from hf_pipetransformer.report.events import logger
 
@@ -79,14 +87,14 @@ class ActivationStore:
             folder: on a disk of this node, see `folder.StoreFolder`.
             num_samples: samples of the data set; every one has its place in the index.
             row_format: what a row holds.
-            max_bytes: bound on the size of all files, whoever writes them.
+            max_bytes: bound on the size of all files, whoever writes them; they are sparse, so the disk used is less.
             num_writers: processes that may write.
             row_length: tokens of every row, 0 if they differ; known, the shards are few and large.
             key: what the rows are of, see `folder.take_store`; the folder's name if not given.
 
         Raises:
             ValueError: the index alone is larger than `max_bytes`.
-            OSError: the disk has no room for the index, or cannot be written.
+            OSError: the disk is full, or cannot be written.
         """
         assert num_samples > 0 and num_writers > 0
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder, create=True)
@@ -153,11 +161,21 @@ class ActivationStore:
             yield self._num_bytes() + self.bytes_beside()
 
     @property
-    def bytes_stored(self) -> int:
-        """Size of the index and of the shards of all writers; of the index alone if the folder is gone."""
+    def bytes_taken(self) -> int:
+        """Size of the index and of the shards of all writers, by which the bound goes.
+
+        Of the index alone if the folder is gone.
+        """
         with suppress(OSError):
             return self._num_bytes()
         return self._index.table.num_bytes
+
+    @property
+    def bytes_stored(self) -> int:
+        """What these files take of the disk: they are sparse. 0 if the folder is gone."""
+        with suppress(OSError):
+            return sum(map(self._held.bytes_on_disk, (INDEX_FILE, *list_shards(self._held).values())))
+        return 0
 
     def _num_bytes(self) -> int:
         return self._index.table.num_bytes + sum(map(self._held.size, list_shards(self._held).values()))
@@ -314,7 +332,9 @@ class ActivationStore:
         rows = np.fromiter(last_row.values(), np.int64, len(last_row))
         entries = self._index.entries(targets)
         entries["length"] = np.asarray(lengths)[rows]
-        is_placed = np.array([self._place(entry, arena) for entry in entries], bool)
+        is_placed = [
+            self._place(sample, entry, arena) for sample, entry in zip(targets.tolist(), entries, strict=True)
+        ]
         targets, rows, entries = targets[is_placed], rows[is_placed], entries[is_placed]
         places = entries[_PLACE].tolist()
         values = [
@@ -336,12 +356,14 @@ class ActivationStore:
         self._index.put(targets, entries)
         return len(targets)
 
-    def _place(self, entry: np.void, arena: Arena) -> bool:
+    def _place(self, sample: int, entry: np.void, arena: Arena) -> bool:
         """Find room for a row; it keeps its place as long as it fits there."""
         length = int(entry["length"])
         if entry["capacity"] >= length:
             return True
         slot = arena.allocate(length)
+        if slot is not None and not entry["capacity"] and not self._has_entry(sample, arena):
+            slot = None
         if slot is not None:
             entry["shard"], entry["start"] = slot
             entry["capacity"] = length
@@ -352,6 +374,17 @@ class ActivationStore:
                 "in it are used, the others are computed anew each time."
             )
         return slot is not None
+
+    def _has_entry(self, sample: int, arena: Arena) -> bool:
+        """Whether the disk has the space for the entry of a sample, which had none; from now on it has."""
+        try:
+            self._index.make_room(sample)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            arena.note_full_disk()
+            return False
+        return True
 
     def close(self) -> None:
         """Let go of the shards; the files stay."""

@@ -67,10 +67,21 @@ class ArrowTable:
         os.close(self._fd)
 
     @classmethod
-    def create(cls, folder: PrivateFolder, name: str, columns: Columns, num_rows: int, store_id: str) -> ArrowTable:
-        """Make the file, all zeros, with its space on the disk reserved, and open it.
+    def create(
+        cls, folder: PrivateFolder, name: str, columns: Columns, num_rows: int, store_id: str, num_reserved: int = 0
+    ) -> ArrowTable:
+        """Make the file, all zeros and sparse, and open it.
 
-        It gets its name when it is whole: no process ever sees a part of it.
+        It gets its name when it is whole: no process ever sees a part of it. Only what is written takes space on the
+        disk, and what is reserved.
+
+        Args:
+            folder: of the file.
+            name: of the file.
+            columns: of the table.
+            num_rows: how many it has room for.
+            store_id: of the store that it belongs to.
+            num_reserved: rows from the first on whose space is reserved, see `reserve`.
 
         Raises:
             OSError: the disk is full (nothing is left behind), or the folder cannot be written.
@@ -80,8 +91,8 @@ class ArrowTable:
         try:
             descriptor = folder.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             table = cls(folder.path / name, descriptor, columns, num_rows)
-            # Without a reservation a full disk would show only when a row is written.
-            os.posix_fallocate(descriptor, 0, table.num_bytes)
+            os.ftruncate(descriptor, table.num_bytes)
+            table.reserve(0, num_reserved)
             num_blanks = _head_bytes(columns) - _bare_head_bytes(tuple(columns.items()))
             head = _head(columns, num_rows, store_id, num_blanks)
             assert len(head) == _head_bytes(columns), len(head)
@@ -142,6 +153,16 @@ class ArrowTable:
                 f"{self.path} has {self.num_rows} rows: the index of the store names row {row}. {_CHANGED}"
             )
         return start + row * row_bytes
+
+    def reserve(self, first: int, end: int) -> None:
+        """Reserve the disk's space for rows, so that writing them cannot fail for want of it.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        for name, row_bytes in self._row_bytes.items():
+            if end > first:
+                os.posix_fallocate(self._fd, self._places[name] + first * row_bytes, (end - first) * row_bytes)
 
     def check(self) -> None:
         """Notice a vanished or cut file.

@@ -36,7 +36,7 @@ class CacheStores:
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """A store for the samples of a loader; None if there is no room, on any node. A collective call."""
         topology, store, error = self.topology, None, None
-        taken = self._bytes_stored()
+        taken = self._bytes_taken()
         try:
             store = self._own_store(loader, source) if topology.is_first_here else None
         except (OSError, ValueError, StoreDamagedError) as found:
@@ -71,14 +71,14 @@ class CacheStores:
         asked = self.args.activation_cache_max_gb
         if asked is None:
             return safe_max_bytes(self.inputs.base)
-        return max(0.0, asked * 1e9 - self._bytes_stored())
+        return max(0.0, asked * 1e9 - self._bytes_taken())
 
-    def _bytes_stored(self) -> int:
-        return sum(cache.store.bytes_stored for cache in self._opened)
+    def _bytes_taken(self) -> int:
+        return sum(cache.store.bytes_taken for cache in self._opened)
 
     def _bytes_beside(self, store: ActivationStore, taken: int) -> int:
         """What other stores have taken since they had taken `taken`."""
-        return self._bytes_stored() - store.bytes_stored - taken
+        return self._bytes_taken() - store.bytes_taken - taken
 
     def close(self) -> None:
         """Nothing is left behind, unless it was asked for."""
