@@ -22,7 +22,9 @@ from hf_pipetransformer.run import beginning
 from hf_pipetransformer.run.cache import TrainingCache
 from hf_pipetransformer.run.cache_inputs import CacheInputs
 from hf_pipetransformer.run.cache_stores import CacheStores
+from hf_pipetransformer.run.frozen_weights import _context
 from tests.models import build_model, collate, make_dataset, make_rows
+from tests.test_cache_safety import NUM_SAMPLES, SOURCE
 from tests.test_store import fill
 
 
@@ -226,6 +228,35 @@ def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
         fill(training.store, part)
     assert 0.8e6 < training.store.bytes_stored + evaluation.store.bytes_stored <= 1e6
     stores.close()
+
+
+def test_a_kept_store_is_of_one_padding_where_the_loss_sees_it(tmp_path: Path) -> None:
+    """Digests of inputs are cut to the real tokens, but rows hold what the layers gave for padding too."""
+    stores = CacheStores(Inputs(tmp_path))
+    loader = SimpleNamespace(dataset=Known(make_rows("bert_sequence", NUM_SAMPLES)), views=None)
+
+    def key(**changes: Any) -> str | None:
+        return stores._data_key(loader, replace(SOURCE, **changes))
+
+    other = replace(SOURCE.report, fill_values={"attention_mask": 1})
+    assert key(pad_token_id=7) == key(report=other) == key()
+    assert len({key(keeps_padding=True, **change) for change in ({}, {"pad_token_id": 7}, {"report": other})}) == 3
+
+
+def test_rows_are_of_one_device_and_one_precision_of_products(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    model, args = trainer.model, trainer.args
+    names = {_context(model, args)}
+    for settings in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv):
+        before = settings.fp32_precision
+        settings.fp32_precision = "ieee" if before == "tf32" else "tf32"
+        try:
+            names.add(_context(model, args))
+        finally:
+            settings.fp32_precision = before
+    elsewhere = SimpleNamespace(fp16=False, bf16=False, device=torch.device("cuda"))
+    assert _context(model, SimpleNamespace(fp16=False, bf16=False, device=torch.device("cpu"))) in names
+    assert len({*names, _context(model, elsewhere)}) == 5
 
 
 class Wasteful(torch.utils.data.Dataset[Any]):

@@ -124,5 +124,8 @@ class CacheStores:
         row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
         # Draws are the seed's.
         drawn = "" if loader.views is None else f"\0{source.num_views}\0{loader.views.seed}"
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}".encode())
+        # Digests of inputs end with the real tokens, rows may not.
+        fills = sorted(source.report.fill_values.items())
+        padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}{padded}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

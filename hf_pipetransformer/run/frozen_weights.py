@@ -59,10 +59,18 @@ class FrozenWeights:
 def _context(model: Any, args: PipeTransformerArguments) -> str:
     """All that stored activations hang on beside the weights."""
     attention = config_value(model, "_attn_implementation")
-    parts = (type(model).__name__, attention, precision_of(args), transformers.__version__, torch.__version__)
+    versions = (transformers.__version__, torch.__version__)
+    parts = (type(model).__name__, attention, precision_of(args), *_arithmetic(args), *versions)
     # Saving a model writes these into its configuration, and the weights' dtype is in their digests.
     entries: dict[str, Any] = config_value(model, "to_dict", dict)()
     settings = {key: value for key, value in entries.items() if key not in NOT_SETTINGS}
     if adapters.has_adapters(model):
         settings = {**settings, "adapters": adapters.settings(model)}
     return " ".join([*map(str, parts), json.dumps(settings, sort_keys=True, default=str)])
+
+
+def _arithmetic(args: PipeTransformerArguments) -> tuple[str, ...]:
+    """Where float32 is computed, and how its products are rounded (TF32, bfloat16): a kept store outlives both."""
+    convolutions, products = torch.backends.cudnn.conv, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    backends = (torch.backends.cuda.matmul, convolutions, products)
+    return (args.device.type, *(str(backend.fp32_precision) for backend in backends))
