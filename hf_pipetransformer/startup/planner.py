@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.costs import UnitCosts, predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.autopipe.costs import UPDATE_WORK, costs_by_work, predict_step, rank_bytes, unit_loads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import (
     PlanRules,
@@ -72,6 +72,7 @@ class RunPlanner:
         num_frozen_by_user: leading layers that the script froze.
         has_dropout: whether the model draws random masks in training.
         unfit: the longest pipeline that ran out of memory under the same conditions: no new one is as short.
+        num_probed: samples of the batch that `probe` counts the operations of.
     """
 
     args: PipeTransformerArguments
@@ -82,6 +83,7 @@ class RunPlanner:
     num_frozen_by_user: int
     has_dropout: bool
     unfit: int
+    num_probed: int = 1
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """What the event of a fault under `layout` says of it, for `read_unfit`."""
@@ -102,12 +104,18 @@ class RunPlanner:
         return not (self.has_dropout or self.args.full_determinism)
 
     @property
-    def _cut_by(self) -> UnitCosts:
-        """What the first cuts even out: the units' times, or their work, where masks are drawn by stages."""
-        costs, work = self.costs.units, self.probe.unit_flops
-        if self._is_free:
-            return costs
-        return replace(costs, forward=work, backward=tuple(2 * flops for flops in work), edge_backward=work)
+    def _work(self) -> tuple[float, ...]:
+        """Operations per sample of each unit's forward where cuts change numbers, which clocks must not; else nothing.
+
+        Cuts say which stage draws which masks, and under an asynchronous schedule how old the weights are.
+        """
+        if self._is_free and not self.args.is_asynchronous:
+            return ()
+        counted = self.probe.unit_flops
+        if not any(counted):
+            # A model without matrix products has none that are counted.
+            return tuple(map(float, self.costs.units.parameters))
+        return tuple(each / self.num_probed for each in counted)
 
     def inputs(
         self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[tuple[int, int], int]
@@ -128,6 +136,8 @@ class RunPlanner:
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
             optim=OptimizerNames(args.optim).value,
+            work=self._work,
+            is_timeless=args.is_asynchronous or args.full_determinism,
         )
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
@@ -167,12 +177,12 @@ class RunPlanner:
         return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
 
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
-        structure, update = self.probe.structure, 0.0
-        if self.args.is_asynchronous and self._is_free:
-            samples_per_step = samples_per_device * size * self.args.gradient_accumulation_steps
-            update = self.costs.overheads.optimizer_per_parameter / samples_per_step
+        structure, costs, work, update = self.probe.structure, self.costs.units, self._work, 0.0
+        if self.args.is_asynchronous:
+            update = UPDATE_WORK / (samples_per_device * size * self.args.gradient_accumulation_steps)
+        cut_by = costs_by_work(costs, work) if work else costs
         layout = plan_layout(
-            unit_costs=unit_loads(self._cut_by, num_frozen, update_per_parameter=update),
+            unit_costs=unit_loads(cut_by, num_frozen, update_per_parameter=update),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
             pipeline_size=size,
