@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from transformers.training_args import OptimizerNames
@@ -19,12 +20,13 @@ from hf_pipetransformer.autopipe.planner import (
     largest_rank_size,
     plan_layout,
 )
-from hf_pipetransformer.autopipe.token_plans import cut_layout
+from hf_pipetransformer.autopipe.token_plans import WORTH, best_whole_and_cut, cut_layout
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import simulate_equal
 from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.startup.costs import MeasuredCosts, num_microbatches_at_start
+from hf_pipetransformer.token_slices import slice_bounds
 
 
 _MEANING = {
@@ -214,6 +216,7 @@ class RunPlanner:
             quality = "" if layout.is_asynchronous else ", quality as with Trainer"
             policy += f" from here on, {layout.num_frozen_layers} layers stay frozen" if stays else quality
         pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
+        pace += self._slices(layout, samples)
         if self.args.is_asynchronous and not layout.is_asynchronous:
             pace += " One stage waits for nobody: async_1f1b and its options change nothing."
         return {
@@ -237,6 +240,32 @@ class RunPlanner:
         parts = f"M={m}" if slices == 1 else f"M={m} with S={slices}"
         return f" Bubble: at most {1 - timeline.bubble:.0%} of {k} devices a pipeline are busy at {parts}."
 
+    def _slices(self, layout: Layout, samples: int) -> str:
+        """How sequences of the length that was measured are cut, as a sentence, or why they stay whole."""
+        costs, is_free = self.costs.units.slices, self.args.num_microbatches is None
+        if costs is None or not self.args.cuts_tokens:
+            return ""
+        length, size = costs.length, layout.pipeline_size
+        cut_in = [stop - start for start, stop in pairwise(slice_bounds(layout.token_slices, length))]
+        if len(cut_in) > 1:
+            return f" Sequences of {length} tokens run in slices of {_listed(cut_in)} tokens."
+        if self.args.token_slices is not None:
+            return f" Sequences of {length} tokens stay whole, as pipeline_token_slices says."
+        said = f" pipeline_token_slices='auto' keeps sequences of {length} tokens whole: "
+        if size == 1:
+            return said + "one stage waits for no other."
+        count = None if is_free else layout.num_microbatches
+        whole, cut = best_whole_and_cut(costs, samples, size, count, self.costs.overheads.hop)
+        if cut is None:
+            return said + "they are too short for slices, or any slice takes longer than the bubble that it fills."
+        share = 100 * (cut.seconds / whole.seconds - 1)
+        said += (
+            f"slices of {_listed(cut.lengths)} tokens with M={cut.num_microbatches} would take {abs(share):.2g} % "
+            f"{'less' if share < 0 else 'more'} time than the {whole.seconds:.3g} s a batch of whole ones with "
+            f"M={whole.num_microbatches}"
+        )
+        return said + (f", and measured times err by {100 * (1 - WORTH):.0f} % or more." if share < 0 else ".")
+
     def _rule(self, layout: Layout) -> str:
         """Why M is not tried, as a sentence, where it could be."""
         is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
@@ -258,3 +287,8 @@ class RunPlanner:
             f"one {updates} at most lie between a forward and its backward; "
             f"with pipeline_weights={kind!r} {_MEANING[kind]}.{rule}"
         )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    """Two numbers or more in words."""
+    return f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
