@@ -238,6 +238,7 @@ def test_numbers_of_trainers_that_no_run_can_use_are_refused(
         ("max_steps", -1, -1),
         ("max_grad_norm", math.inf, math.inf),
         ("max_grad_norm", None, None),
+        ("learning_rate", None, None),
         ("max_grad_norm", -1, -1),
         ("neftune_noise_alpha", None, None),
         ("eval_delay", math.inf, math.inf),
