@@ -81,6 +81,39 @@ READERS: dict[str, Reader] = {
 }
 """How each option of the pipeline is read, whatever a script, a YAML file or a sweep gave."""
 
+_at_least_one = whole_number("a positive whole number", least=1)
+_whole = whole_number("a whole number", least=-(10**18))
+_any_number = number("a number")
+_not_negative = number("a number, 0 or more", lambda x: x >= 0)
+_decay = number("a number in [0, 1)", lambda x: 0 <= x < 1)
+
+TRAINERS_NUMBERS: dict[str, Reader] = {
+    "gradient_accumulation_steps": _at_least_one,
+    "per_device_train_batch_size": _at_least_one,
+    "per_device_eval_batch_size": _at_least_one,
+    "eval_accumulation_steps": optional(_at_least_one),
+    "max_steps": _whole,
+    "num_train_epochs": number("a number of epochs, 0 or more", lambda x: x >= 0),
+    "learning_rate": optional(_not_negative),  # Adafactor may go without.
+    "warmup_steps": _not_negative,
+    "weight_decay": _any_number,
+    "adam_beta1": _decay,
+    "adam_beta2": _decay,
+    "adam_epsilon": _not_negative,
+    "max_grad_norm": optional(number("a number", may_be_infinite=True)),
+    "label_smoothing_factor": _any_number,
+    "neftune_noise_alpha": optional(_not_negative),
+    "logging_steps": optional(_any_number),
+    "eval_steps": optional(_any_number),
+    "save_steps": optional(_any_number),
+    "eval_delay": optional(number("a number", may_be_infinite=True)),
+    "save_total_limit": optional(_whole),
+    "seed": whole_number(f"a whole number from 0 to {2**32 - 1}", least=0, most=2**32 - 1),
+    "data_seed": optional(_whole),
+    "dataloader_num_workers": whole_number("a whole number, 0 or more", least=0),
+}
+"""What numbers of Trainer's own may be. Of others it trains nothing without a word, trains to NaN, or fails late."""
+
 
 _NO_PIPELINE = (
     "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
@@ -383,12 +416,29 @@ class PipeTransformerArguments(TrainingArguments):
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
         self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
+        self._read_trainers_numbers()
         check_combinations(self)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # There is nothing else; without the word accelerate would make each process a world of its own.
             self.use_cpu = True
         super().__post_init__()
         self._recompute_in_pipeline()
+
+    def _read_trainers_numbers(self) -> None:
+        """Refuse numbers that no run can use; those in text become numbers.
+
+        Raises:
+            ValueError: names the option, what was found and what is expected.
+        """
+        for name, read in TRAINERS_NUMBERS.items():
+            value = getattr(self, name)
+            if name == "num_train_epochs" and isinstance(self.max_steps, int) and self.max_steps > 0:
+                continue  # It is not read then.
+            found = read(name, value)
+            if isinstance(found, float) and isinstance(value, str) and found.is_integer():
+                found = int(found)
+            if isinstance(found, int) or isinstance(value, str):
+                setattr(self, name, found)
 
     def _recompute_in_pipeline(self) -> None:
         if self.activation_checkpointing and (self.pipeline_parallel_size != "1" or self.cuts_tokens):
@@ -457,6 +507,7 @@ class PipeTransformerArguments(TrainingArguments):
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     """Arguments as a pipeline reads them: plain ones get the default of each of its options."""
     if isinstance(args, PipeTransformerArguments):
+        args._read_trainers_numbers()
         args.is_taken = True
         return args
     kind = type(args)
@@ -470,6 +521,7 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     for option in fields(PipeTransformerArguments):
         if option.name not in vars(taken):
             setattr(taken, option.name, READERS[option.name](option.name, option.default))
+    taken._read_trainers_numbers()
     taken.is_taken = True
     taken._recompute_in_pipeline()
     return taken

@@ -189,4 +189,6 @@ class Layout:
         if not self.token_slices:
             return ""
         longest = self.token_slices[-1]
+        if set(longest) == {1}:
+            return f" of S={len(longest)} equal token slices"  # Their number is given, which no length follows from.
         return f" of S={len(longest)} token slices ({', '.join(map(str, longest))})"

@@ -54,16 +54,19 @@ def truth(name: str, value: Any) -> bool:
     raise _refusal(name, "True or False", value)
 
 
-def number(expected: str, is_allowed: Callable[[float], bool]) -> Reader:
-    """A finite number.
+def number(
+    expected: str, is_allowed: Callable[[float], bool] = lambda _: True, may_be_infinite: bool = False
+) -> Reader:
+    """A number; NaN is none.
 
     Args:
         expected: what is allowed, in words.
         is_allowed: whether a number is.
+        may_be_infinite: else it is finite.
     """
 
     def read(name: str, value: Any) -> float:
-        found = _finite(value)
+        found = _real(value) if may_be_infinite else _finite(value)
         if found is None or not is_allowed(found):
             raise _refusal(name, expected, value)
         return found
@@ -71,12 +74,12 @@ def number(expected: str, is_allowed: Callable[[float], bool]) -> Reader:
     return read
 
 
-def whole_number(expected: str, least: int) -> Reader:
-    """A whole number, at least `least`; `expected` says so in words."""
+def whole_number(expected: str, least: int, most: int = 10**18) -> Reader:
+    """A whole number from `least` to `most`; `expected` says so in words."""
 
     def read(name: str, value: Any) -> int:
         found = _whole(value)
-        if found is None or found < least:
+        if found is None or not least <= found <= most:
             raise _refusal(name, expected, value)
         return found
 
@@ -175,15 +178,21 @@ def parse_freeze_at(text: str) -> dict[int, int]:
     return dict(sorted(table.items()))
 
 
-def _finite(value: Any) -> float | None:
-    """A number, also one in text; None for anything else, and for infinity and NaN."""
+def _real(value: Any) -> float | None:
+    """A number, also one in text; None for anything else, and for NaN."""
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         return None
     try:
         found = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return None if math.isnan(found) else found
+
+
+def _finite(value: Any) -> float | None:
+    """As `_real`; None for infinity too."""
+    found = _real(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -304,9 +304,12 @@ def check_dataset(dataset: Any, what: str) -> None:
 
 
 def comparable(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as values that can be written, sent and compared: what JSON does not know as text."""
+    """Arguments as values that can be written, sent and compared: what JSON does not know, and NaN, as text."""
     plain = (bool, int, float, str, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in arguments.items()}
+    # NaN is not equal to itself.
+    return {
+        name: value if isinstance(value, plain) and value == value else str(value) for name, value in arguments.items()
+    }
 
 
 TOLD_ARGUMENTS = (

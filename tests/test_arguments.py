@@ -14,7 +14,8 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.arguments import READERS
+from hf_pipetransformer.arguments import READERS, with_pipeline_options
+from hf_pipetransformer.refusals import comparable
 
 
 OWN_FIELDS = sorted({f.name for f in fields(PipeTransformerArguments)} - {f.name for f in fields(TrainingArguments)})
@@ -182,6 +183,96 @@ def test_arguments_are_read_when_they_are_made(tmp_path: pathlib.Path):
     )
     with pytest.raises(ValueError, match="elastic must be True or False, found 'maybe'"):
         PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, elastic="maybe")
+
+
+def trainers(folder: pathlib.Path, name: str, value: Any) -> Any:
+    """What becomes of an option of Trainer's; the pipeline's own are left out."""
+    return getattr(PipeTransformerArguments(output_dir=str(folder), use_cpu=True, **{name: value}), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "meaningless"),
+    [
+        ("gradient_accumulation_steps", "a positive whole number", (0, -1, 0.5, math.inf, math.nan)),
+        ("per_device_train_batch_size", "a positive whole number", (0, -1, 0.5, math.inf, math.nan)),
+        ("per_device_eval_batch_size", "a positive whole number", (0, -1, math.nan)),
+        ("eval_accumulation_steps", "a positive whole number", (0, -1, math.nan)),
+        ("num_train_epochs", "a number of epochs, 0 or more", (-1, math.inf, math.nan)),
+        ("max_steps", "a whole number", (1.5, math.inf, math.nan)),
+        ("learning_rate", "a number, 0 or more", (-1e-3, math.inf, math.nan)),
+        ("warmup_steps", "a number, 0 or more", (-1, math.inf, math.nan)),
+        ("weight_decay", "a number", (math.inf, -math.inf, math.nan)),
+        ("adam_beta1", "a number in [0, 1)", (-0.1, 1.0, math.inf, math.nan)),
+        ("adam_beta2", "a number in [0, 1)", (-0.1, 1.0, math.inf, math.nan)),
+        ("adam_epsilon", "a number, 0 or more", (-1e-8, math.inf, math.nan)),
+        ("max_grad_norm", "a number", (math.nan,)),
+        ("label_smoothing_factor", "a number", (math.inf, math.nan)),
+        ("neftune_noise_alpha", "a number, 0 or more", (-1, math.inf, math.nan)),
+        ("logging_steps", "a number", (math.inf, math.nan)),
+        ("eval_steps", "a number", (math.inf, math.nan)),
+        ("save_steps", "a number", (math.inf, math.nan)),
+        ("eval_delay", "a number", (math.nan,)),
+        ("save_total_limit", "a whole number", (1.5, math.nan)),
+        ("seed", "a whole number from 0 to 4294967295", (-1, 0.5, 2**32, math.inf, math.nan)),
+        ("data_seed", "a whole number", (0.5, math.inf, math.nan)),
+        ("dataloader_num_workers", "a whole number, 0 or more", (-1, 0.5, math.inf, math.nan)),
+    ],
+)
+def test_numbers_of_trainers_that_no_run_can_use_are_refused(
+    tmp_path: pathlib.Path, name: str, expected: str, meaningless: tuple[Any, ...]
+):
+    for value in meaningless:
+        with pytest.raises(ValueError, match="must be") as caught:
+            trainers(tmp_path, name, value)
+        assert str(caught.value) == f"{name} must be {expected}, found {value!r}."
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("learning_rate", 0, 0),
+        ("learning_rate", "5e-5", 5e-5),  # What YAML makes of it.
+        ("gradient_accumulation_steps", "2", 2),
+        ("logging_steps", "1", 1),
+        ("num_train_epochs", 0, 0),
+        ("max_steps", -1, -1),
+        ("max_grad_norm", math.inf, math.inf),
+        ("max_grad_norm", None, None),
+        ("learning_rate", None, None),
+        ("max_grad_norm", -1, -1),
+        ("neftune_noise_alpha", None, None),
+        ("eval_delay", math.inf, math.inf),
+        ("save_total_limit", None, None),
+        ("weight_decay", -0.5, -0.5),
+        ("data_seed", -1, -1),
+    ],
+)
+def test_numbers_of_trainers_that_mean_something_are_taken(tmp_path: pathlib.Path, name: str, value: Any, meant: Any):
+    found = trainers(tmp_path, name, value)
+    assert found == meant and type(found) is type(meant)
+
+
+def test_epochs_do_not_count_where_steps_do(tmp_path: pathlib.Path):
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=5, num_train_epochs=math.inf)
+    assert args.num_train_epochs == math.inf
+
+
+def test_numbers_are_looked_at_again_when_a_trainer_takes_them(tmp_path: pathlib.Path):
+    """Also plain arguments, and what a script has set since."""
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, gradient_accumulation_steps=0)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must be a positive whole number, found 0"):
+        with_pipeline_options(plain)
+    changed = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True)
+    changed.learning_rate = math.nan
+    with pytest.raises(ValueError, match="learning_rate must be a number, 0 or more, found nan"):
+        with_pipeline_options(changed)
+
+
+def test_ranks_that_have_no_number_agree():
+    """NaN is not equal to itself."""
+    found = comparable({"some_number": math.nan, "another": math.inf})
+    assert found == comparable({"some_number": float("nan"), "another": math.inf})
+    assert found != comparable({"some_number": 1.0, "another": math.inf})
 
 
 def test_a_table_that_names_a_step_twice_is_refused_with_the_arguments(tmp_path: pathlib.Path):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.splitters import UnsupportedModelError
 from tests.usages import USAGES, Line, assert_same, outcome, points
 
 
@@ -31,6 +34,36 @@ def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog
     assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
     said = [record.message for record in caplog.records if "freezes and stores nothing" in record.message]
     assert len(said) == 1 and "Line has no config.model_type" in said[0]
+
+
+def training_without_layers(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
+    """A trainer of a BERT that is embeddings and a head."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "hidden_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(vocab_size=20, num_hidden_layers=0, **sizes))
+    rows = [{"input_ids": torch.tensor([index, 3, 7]), "labels": torch.tensor(index % 2)} for index in range(8)]
+    arguments = TrainingArguments if kind is Trainer else PipeTransformerArguments
+    options |= {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no", "report_to": "none"}
+    return kind(model, arguments(output_dir=str(folder), use_cpu=True, **options), train_dataset=rows)
+
+
+def test_a_model_of_no_layers_is_trainers_where_layers_freeze(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = training_without_layers(Trainer, tmp_path)
+    ours = training_without_layers(PipeTransformerTrainer, tmp_path, freeze_policy="gradient_norm")
+    for trainer in (plain, ours):
+        trainer.train()
+    found, expected = ours.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    said = [record.message for record in caplog.records if "freezes and stores nothing" in record.message]
+    assert len(said) == 1 and "BertForSequenceClassification has no layers" in said[0]
+
+
+def test_a_model_of_no_layers_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    trainer = training_without_layers(PipeTransformerTrainer, tmp_path, pipeline_parallel_num_microbatches=2)
+    with pytest.raises(UnsupportedModelError, match="has no layers, found num_hidden_layers=0: expected 1 or more"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("name", ["gone on with", "gone on with from the start"])

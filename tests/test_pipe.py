@@ -582,11 +582,20 @@ def test_deferred_batch_norm_counts_a_mini_batch_once(mode: str) -> None:
     assert int(pipe[0].num_batches_tracked) == int(pipe[1].num_batches_tracked) == 1
 
 
-def test_an_empty_sequential_is_legal() -> None:
-    pipe = Pipe(nn.Sequential())
+def test_an_empty_sequential_is_legal_and_told_of() -> None:
+    with pytest.warns(UserWarning, match="The nn.Sequential has no modules: what goes in comes out"):
+        pipe = Pipe(nn.Sequential())
+    with pytest.warns(UserWarning, match="no modules"):
+        GPipe(nn.Sequential(), balance=[])
     assert pipe(torch.tensor(42)).local_value() == 42
     with pytest.raises(TypeError):
         pipe(42)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, float("nan"), float("inf"), None, "many"])
+def test_a_number_of_micro_batches_that_is_none_is_refused(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=f"number of chunks must be positive, found {chunks}"):
+        Pipe(nn.Sequential(nn.Linear(1, 1)), chunks)
 
 
 def test_a_stage_can_be_computed_again_before_its_gradient_is_there() -> None:

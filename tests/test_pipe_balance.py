@@ -165,6 +165,53 @@ def test_a_module_may_change_its_input_in_place():
     assert torch.equal(sample.detach(), kept) and sample.grad is None
 
 
+def test_a_gradient_of_the_sample_stays_what_it_was():
+    """Each run measures with copies: nothing is added to what the caller holds, and nothing is reset."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    for function in (balance_by_time, balance_by_size):
+        options = {"timeout": 0.05} if function is balance_by_time else {"chunks": 2}
+        fresh, held = torch.randn(4, 3).requires_grad_(), torch.randn(4, 3).requires_grad_()
+        held.grad = expected = torch.randn(4, 3)
+        kept = expected.clone()
+        for sample in (fresh, held):
+            function(2, model, sample, device="cpu", **options)
+        assert fresh.grad is None
+        assert held.grad is expected and torch.equal(expected, kept)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert fresh.is_leaf and fresh.grad_fn is None and fresh._backward_hooks is None
+
+
+def test_gradients_of_parameters_are_kept_where_none_are_computed():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model(torch.rand(4, 3)).sum().backward()
+    held = [parameter.grad for parameter in model.parameters()]
+    kept = [gradient.clone() for gradient in held]
+    assert sum(balance_by_size(2, model, torch.rand(4, 3), device="cpu")) == 2
+    assert all(parameter.grad is own for parameter, own in zip(model.parameters(), held, strict=True))
+    assert all(map(torch.equal, held, kept))
+
+
+def test_each_run_begins_without_the_gradients_of_the_last():
+    """Else the times and the memory of adding up would be measured too."""
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, value):
+            # A run gets a copy, which it may change in place; gradients arrive at what was copied.
+            ((copied, _),) = value.grad_fn.next_functions
+            seen.append((self.weight.grad, copied.variable.grad))
+            return value * self.weight
+
+    model = nn.Sequential(Watched(), Watched())
+    balance_by_time(2, model, torch.rand(4, 3).requires_grad_(), timeout=0, device="cpu")
+    assert seen[:2] == [(None, None)] * 2 and seen[3:5] == [(None, None)] * 2
+    assert len(seen) == 6  # The third run of each is for the values of the next child.
+
+
 def test_a_gradient_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 3, 1))
     model(torch.rand(1, 3, 4, 4)).norm().backward()
@@ -278,6 +325,22 @@ def test_what_cannot_be_cut_is_refused(function):
             function(partitions, model, torch.rand(1, 1))
     with pytest.raises(TypeError, match="Found a Linear: expected an nn.Sequential"):
         function(1, model[0], torch.rand(1, 1))
+
+
+def test_a_sequential_without_children_is_refused():
+    for function in (balance_by_time, balance_by_size):
+        with pytest.raises(ValueError, match="The nn.Sequential has no children to cut into 1 partitions"):
+            function(1, nn.Sequential(), torch.rand(1, 1))
+
+
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_what_is_no_measure_is_refused(value):
+    """Measuring for ever would never end."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=f"timeout={value}: expected a number of seconds, 0 or more"):
+        balance_by_time(1, model, torch.rand(1, 1), timeout=value, device="cpu")
+    with pytest.raises(ValueError, match=f"param_scale={value}: expected a number, 0 or more"):
+        balance_by_size(1, model, torch.rand(1, 1), param_scale=value, device="cpu")
 
 
 def test_no_micro_batch_is_refused():

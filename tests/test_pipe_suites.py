@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from pathlib import Path
+
 import pipe_suite_plugin as plugin
 import pytest
-from run_pipe_suites import sorted_out, swapped
+from run_pipe_suites import DIFFERENT, THEIRS, revision_of, sorted_out, swapped
 
 
 SUITE = """import torch
@@ -40,6 +45,54 @@ def test_an_internal_skips_the_test_that_uses_it() -> None:
         with pytest.raises(pytest.skip.Exception, match="internal: Task"):
             use()
     assert not isinstance(1, task._backward_cls)
+
+
+@pytest.mark.parametrize("module", ["torchgpipe", "torch.distributed.pipeline.sync"])
+def test_a_test_that_patches_an_internal_by_its_name_is_not_applicable(module: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(pytest.skip.Exception, match=rf"internal: {module}.skip.portal.Portal.__init__"):
+            plugin.patch_or_skip(patch, f"{module}.skip.portal.Portal.__init__", lambda: None)
+        plugin.patch_or_skip(patch, "os.sep", "?")
+        plugin.patch_or_skip(patch, plugin, "INTERNAL", "!")
+        assert (os.sep, plugin.INTERNAL) == ("?", "!")
+    assert (os.sep, plugin.INTERNAL) == ("/", "internal: ")
+
+
+def test_the_last_release_of_torchgpipe_has_a_listed_test_that_patches_an_internal() -> None:
+    found = {"skip/test_leak.py::test_no_portal_without_gpipe[train]": ("failed", "no torchgpipe")}
+    table = sorted_out(found, DIFFERENT["torchgpipe"])
+    assert table["not applicable"] == {"skip/test_leak.py::test_no_portal_without_gpipe[train]": "internal: Portal"}
+
+
+def test_a_suite_is_known_by_its_commit_and_by_its_files(tmp_path: Path) -> None:
+    suite = tmp_path / "tests"
+    (suite / "skip").mkdir(parents=True)
+    (suite / "test_a.py").write_text("a = 1\n")
+    (suite / "skip" / "test_b.py").write_text("b = 1\n")
+    first = revision_of(suite)
+    assert first["commit"] is None and first["files"] == 2
+    (suite / "__pycache__").mkdir()
+    (suite / "__pycache__" / "test_a.pyc").write_text("compiled")
+    assert revision_of(suite) == first
+    (suite / "skip" / "test_b.py").rename(suite / "test_b.py")
+    assert revision_of(suite)["sha256"] != first["sha256"]
+    git = ["git", "-C", str(suite), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for command in (["init", "-q"], ["add", "test_a.py", "test_b.py"], ["commit", "-q", "-m", "suite"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert revision_of(suite)["commit"] == head
+    (suite / "test_a.py").write_text("a = 2\n")
+    assert revision_of(suite)["commit"] == f"{head}, with changes"
+
+
+def test_the_figures_say_of_which_revision_they_are() -> None:
+    file = Path(__file__).parents[1] / "benchmarks" / "pipe_suites.json"
+    results = json.loads(file.read_text())
+    for theirs in THEIRS.values():
+        assert results[theirs]["revision"], theirs
+    # What was reported of another revision stands apart from what was measured.
+    assert results["reported"]["torchgpipe"]["revision"] == "v0.0.7"
+    assert results["reported"]["torchgpipe"]["counts"] != results["torchgpipe"]["counts"]
 
 
 def test_no_warning_is_asked_for() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,6 +34,7 @@ from hf_pipetransformer.autopipe.planner import (
 )
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.startup.costs import MeasuredCosts
 from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
 
 
@@ -611,6 +615,93 @@ def test_cuts_of_an_asynchronous_pipeline_even_out_the_updates_too() -> None:
     cuts = [stage_boundaries(each, range(units + 1), 2) for each in loads]
     assert cuts == [(0, 5, 10), (0, 4, 10)]
     assert unit_loads(costs, 1, update_per_parameter=0.01)[:3] == [1.0] * 3
+
+
+class Alone(SimpleNamespace):
+    """A topology of four ranks on one machine, without the others."""
+
+    world_size = local_world_size = 4
+
+    def decide(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def check_pipeline_size(self, size: int) -> None:
+        assert self.world_size % size == 0
+
+
+def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: Any) -> list[Layout]:
+    """The layouts of a run of 12 layers with 0, 2 and 4 of them frozen, on a machine where some units are slow."""
+    args = PipeTransformerArguments(
+        str(folder), use_cpu=True, per_device_train_batch_size=8, pipeline_parallel_size=4, **options
+    )
+    costs, (first, last) = costs_of(12), (slow.start, slow.stop)
+    factors = [50.0 if first <= unit < last else 1.0 for unit in range(26)]
+    timed = replace(
+        costs,
+        **{
+            name: tuple(map(operator.mul, getattr(costs, name), factors))
+            for name in ("forward", "backward", "edge_backward")
+        },
+    )
+    flops = (0.0, *(8.0, 16.0) * 12, 1.0)
+    structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27))
+    probe = SimpleNamespace(structure=structure, unit_flops=flops)
+    # Where the first layers are slow, so is the network, and no pipeline shrinks for the clock's sake.
+    overheads = Overheads(hop=0.1 / (1 + first), reduction_per_byte=100.0 / (1 + first) ** 2, per_step=float(last))
+    planner = RunPlanner(
+        *(args, Alone(), probe, MeasuredCosts(timed, overheads, 1), 1e9, 0), has_dropout=has_dropout, unfit=0
+    )
+    found = [planner.layout(8)]
+    inputs = planner.inputs(found[0], 8, {})
+    for num_frozen in (2, 4):
+        change = plan_transition(found[-1], num_frozen, inputs.units, inputs.overheads, inputs.rules, 4, 8)
+        found.append(change.layout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "has_dropout", "hangs_on_clocks"),
+    [
+        ({"pipeline_schedule": "async_1f1b"}, False, False),
+        ({"pipeline_schedule": "async_1f1b"}, True, False),
+        ({"pipeline_schedule": "async_1f1b", "pipeline_compression": "memory"}, False, False),
+        ({"pipeline_schedule": "async_1f1b", "elastic": False}, False, False),
+        ({"full_determinism": True}, False, False),
+        ({"pipeline_compression": "memory"}, True, False),
+        ({"pipeline_compression": "memory"}, False, True),
+        ({}, False, True),
+    ],
+)
+def test_no_clock_chooses_a_layout_that_changes_numbers(
+    tmp_path: Path, options: dict[str, Any], has_dropout: bool, hangs_on_clocks: bool
+) -> None:
+    """The same model on machines that time its layers wildly differently, at the start and when layers freeze."""
+    head, middle, bottom = (
+        layouts_by_clock(tmp_path, slow, has_dropout, **options) for slow in (slice(20, 26), slice(8, 14), slice(0, 5))
+    )
+    if hangs_on_clocks:
+        assert head[0].boundaries != middle[0].boundaries != bottom[0].boundaries
+        assert head[1] != bottom[1]
+    else:
+        assert head == middle == bottom
+        # Not because nothing follows the work: each stage has some of it.
+        assert head[0].boundaries[1] in range(5, 9)
+
+
+def test_a_stage_with_a_large_embedding_gets_fewer_layers_by_work_too(tmp_path: Path) -> None:
+    """Nothing else is known of what an update takes where clocks say nothing."""
+    args = PipeTransformerArguments(
+        str(tmp_path), use_cpu=True, per_device_train_batch_size=1, pipeline_schedule="async_1f1b",
+        pipeline_parallel_size=2,
+    )  # fmt: skip
+    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+    probe = SimpleNamespace(structure=structure, unit_flops=(0.0, *(2e6,) * 8, 0.0))
+    found = []
+    for elements in (10, 100_000):
+        costs = replace(costs_of(4), parameters=(elements, *(10,) * 9))
+        planner = RunPlanner(args, Alone(), probe, MeasuredCosts(costs, Overheads(), 1), 1e9, 0, True, 0, num_probed=2)
+        found.append(planner.layout(1).boundaries)
+    assert found == [(0, 5, 10), (0, 3, 10)]
 
 
 def test_one_rank_is_not_asynchronous() -> None:

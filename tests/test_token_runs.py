@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,15 +23,19 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autopipe.costs import Overheads
 from hf_pipetransformer.autopipe.token_costs import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.autopipe.token_plans import WORTH, choose_slices, plan_buckets
+from hf_pipetransformer.autopipe.token_plans import WORTH, choose_slices, cut_layout, plan_buckets
 from hf_pipetransformer.batches import cut_tokens
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.startup.costs import MeasuredCosts
+from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.token_slices import slice_bounds
 from tests.decoders import collate_tokens, make_decoder, make_rows
 from tests.sft import make_tokenizer
+from tests.test_planning import costs_of, layout_of
 
 
 COSTS = TokenCosts(launch=0.01, sequence=0.0, context=1e-6, token=5e-5, attention=1e-8, length=2048)
@@ -80,6 +87,7 @@ def test_a_layout_with_slices_survives_json() -> None:
     layout = Layout(2, 0, 2, 1, (0, 3, 6), 2, "token", token_slices=((4,), (6, 2)))
     assert Layout.from_event(layout.as_event()) == layout
     assert "of S=2 token slices (6, 2)" in str(layout)
+    assert "of S=3 equal token slices," in str(replace(layout, token_slices=((1, 1, 1),)))
     # Events of earlier runs know of none.
     fields = layout.as_event()
     del fields["token_slices"]
@@ -153,6 +161,42 @@ def test_sequences_are_not_cut_where_that_gains_nothing() -> None:
     plans = plan_buckets(COSTS, 1, 4, 1)
     assert [sum(plan) for plan in plans] == [512, 1024, 2048, 4096]
     assert len(plans[0]) < len(plans[-1])
+
+
+@pytest.mark.parametrize(
+    ("size", "samples", "options", "expected"),
+    [
+        (1, 4, {}, "pipeline_token_slices='auto' keeps sequences of 128 tokens whole: one stage waits for no other"),
+        (
+            2,
+            32,
+            {},
+            "keeps sequences of 128 tokens whole: slices of ([0-9]+, )*[0-9]+ and [0-9]+ tokens with M=[0-9]+ would "
+            "take [0-9.]+ % (more|less) time than the [0-9.]+ s a batch of whole ones with M=[0-9]+",
+        ),
+        (4, 1, {}, "Sequences of 128 tokens run in slices of ([0-9]+, )+[0-9]+ and [0-9]+ tokens"),
+        (4, 1, {"pipeline_token_slices": 4}, "Sequences of 128 tokens run in slices of 32, 32, 32 and 32 tokens"),
+        (4, 1, {"pipeline_token_slices": "8,24"}, "Sequences of 128 tokens run in slices of 32 and 96 tokens"),
+        (4, 1, {"pipeline_schedule": "1f1b"}, None),
+    ],
+)
+def test_the_first_line_says_how_sequences_are_cut_and_why_not(
+    size: int, samples: int, options: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path, **options)
+    short = replace(COSTS, length=128, context=16 * COSTS.context, token=16 * COSTS.token)
+    costs = replace(short, attention=256 * COSTS.attention, launch=2.0 if samples > 1 else COSTS.launch)
+    measured = MeasuredCosts(replace(costs_of(12), slices=costs), Overheads(), 1)
+    plans = RunPlanner(
+        *(args, SimpleNamespace(), SimpleNamespace(unit_flops=()), measured, 1e9, 0), has_dropout=False, unfit=0
+    )
+    layout = replace(layout_of(12, size, size), schedule=args.pipeline_schedule, num_microbatches=1)
+    layout = cut_layout(layout, args.token_slices, costs, samples, args.num_microbatches is None, 0.0)
+    said = plans.describe(layout, samples // size or 1, "none", freezes=False)["expectation"]
+    if expected is None:
+        assert "token" not in said
+    else:
+        assert re.search(expected, said), said
 
 
 # ---- options ----

@@ -27,6 +27,13 @@ STATE_COPIES = 4
 WEIGHT_SHARE = 0.5
 """Share of a unit's backward that the gradients of its weights take: the two products of a linear layer are alike."""
 
+UPDATE_WORK = 280.0
+"""Operations in the time of one trained parameter's update: Adam reads and writes some 28 bytes, and a device computes
+about ten operations in the time of a byte."""
+
+REDUCTION_WORK = 1000.0
+"""Operations in the time in which two replicas reduce one byte of gradient."""
+
 Shared = tuple[tuple[tuple[int, ...], int], ...]
 """Parameters that several units use: the units, in increasing order, and the number of elements."""
 
@@ -142,6 +149,22 @@ class Prediction:
     optimizer: float
     other: float
     rank_seconds: tuple[float, ...]
+
+
+WORK_OVERHEADS = Overheads(reduction_per_byte=REDUCTION_WORK, optimizer_per_parameter=UPDATE_WORK)
+"""In operations where `Overheads` has seconds: what stands in for them where no clock may choose."""
+
+
+def costs_by_work(costs: UnitCosts, work: Sequence[float]) -> UnitCosts:
+    """The units with operations in place of seconds: a backward takes two forwards, for weights alone one.
+
+    Args:
+        costs: of the model's units.
+        work: operations per sample of the forward of each.
+    """
+    forward = tuple(work)
+    backward = tuple(2 * each for each in forward)
+    return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None)
 
 
 def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:

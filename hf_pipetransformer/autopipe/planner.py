@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from hf_pipetransformer.autopipe.compression import Candidate, choose_by_throughput, compress_by_memory
 from hf_pipetransformer.autopipe.costs import (
+    WORK_OVERHEADS,
     Overheads,
     Prediction,
     UnitCosts,
+    costs_by_work,
     predict_step,
     rank_bytes,
     unit_loads,
@@ -54,9 +56,12 @@ class PlanRules:
         token_slices: how sequences are cut, if the user says so.
         weights: which versions of the weights passes see where the schedule is asynchronous, a `pipeline_weights`.
         optim: Trainer's name of the optimizer.
+        work: operations per sample of each unit's forward, which decide the cuts in place of measured times; empty
+            where cuts change no number.
+        is_timeless: whether they decide K too.
 
     Raises:
-        ValueError: unknown compression.
+        ValueError: unknown compression, or no work where K follows it.
     """
 
     compression: str
@@ -72,8 +77,12 @@ class PlanRules:
     token_slices: Plans | None = None
     weights: str = "pipeoptim"
     optim: str = "adamw_torch"
+    work: tuple[float, ...] = ()
+    is_timeless: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_timeless and not self.work:
+            raise ValueError("K is to follow the work of the units: expected `work`, found none.")
         if self.compression not in ("memory", "throughput"):
             raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
 
@@ -262,7 +271,7 @@ def plan_transition(
     Every divisor of the current K is considered, of the initial K where layers are thawed, each with its most even
     cuts, frozen units at the cost of their forward. Stages may hold frozen units only, but there are no more stages
     than active units: ranks have fewer stages then, or the pipeline is not considered. If no layout fits without them,
-    the current cuts stay if they do.
+    the current cuts stay if they do. Where cuts change numbers, the rules name the work that decides, not times.
 
     Args:
         current: the layout that runs now.
@@ -284,14 +293,19 @@ def plan_transition(
         prediction = predict(as_it_is)
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
-    def judge(layout: Layout) -> Candidate:
+    timed = costs, overheads
+    cut_by = (costs_by_work(costs, rules.work), WORK_OVERHEADS) if rules.work else timed
+    choose_by = cut_by if rules.is_timeless else timed
+
+    def judge(layout: Layout, by: tuple[UnitCosts, Overheads]) -> Candidate:
         samples = samples_per_device * layout.pipeline_size
         needed = max(rank_bytes(layout, costs, samples, accumulation, rules.weights, rules.optim))
-        return Candidate(layout, predict(layout).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        seconds = predict_step(layout, *by, samples, accumulation).seconds
+        return Candidate(layout, seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     samples_per_step = samples_per_device * current.pipeline_size * accumulation
-    update = overheads.optimizer_per_parameter / samples_per_step if current.is_asynchronous else 0.0
-    loads = unit_loads(costs, num_frozen_layers, cache_level, update)
+    update = cut_by[1].optimizer_per_parameter / samples_per_step if current.is_asynchronous else 0.0
+    loads = unit_loads(cut_by[0], num_frozen_layers, cache_level, update)
     candidates = []
     for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
         samples, is_free = samples_per_device * size, rules.num_microbatches is None
@@ -310,15 +324,15 @@ def plan_transition(
             num_chunks=num_chunks,
         )
         layout = cut_layout(layout, rules.token_slices, costs.slices, samples, is_free, overheads.hop)
-        candidate = judge(layout)
         if layout.places == current.places:
-            unmoved = judge(replace(layout, boundaries=current.boundaries))
-            candidate = candidate if _is_worth_moving(unmoved, candidate) else unmoved
-        candidates.append(candidate)
-    if not any(candidate.fits for candidate in candidates) and judge(as_it_is).fits:
-        candidates.append(judge(as_it_is))
+            unmoved = replace(layout, boundaries=current.boundaries)
+            if not _is_worth_moving(judge(unmoved, cut_by), judge(layout, cut_by)):
+                layout = unmoved
+        candidates.append(judge(layout, choose_by))
+    if not any(candidate.fits for candidate in candidates) and judge(as_it_is, choose_by).fits:
+        candidates.append(judge(as_it_is, choose_by))
     chosen = _choose(candidates, costs, rules).layout
-    alternatives = {candidate.layout.pipeline_size: candidate.predicted_seconds for candidate in candidates}
+    alternatives = {each.layout.pipeline_size: predict(each.layout).seconds for each in candidates}
     return Plan(chosen, predict(chosen), alternatives)
 
 

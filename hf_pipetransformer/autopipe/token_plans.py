@@ -78,6 +78,36 @@ def choose_slices(
         num_microbatches: M if it is fixed.
         hop: seconds of a message.
     """
+
+    def rank(plan: TokenPlan) -> tuple[float, int, int]:
+        is_whole = len(plan.lengths) == 1
+        return plan.seconds * (WORTH if is_whole else 1.0), plan.num_microbatches, len(plan.lengths)
+
+    return min(_possible(costs, length, samples, pipeline_size, num_microbatches, hop), key=rank)
+
+
+def best_whole_and_cut(
+    costs: TokenCosts, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float = 0.0
+) -> tuple[TokenPlan, TokenPlan | None]:
+    """The fastest plan that keeps sequences of the measured length whole, and the fastest of the others, if any.
+
+    Args:
+        costs: of slices, all stages together.
+        samples: of a pipeline's batch.
+        pipeline_size: K.
+        num_microbatches: M if it is fixed.
+        hop: seconds of a message.
+    """
+    plans = _possible(costs, costs.length, samples, pipeline_size, num_microbatches, hop)
+    whole = min((plan for plan in plans if len(plan.lengths) == 1), key=lambda plan: plan.seconds)
+    cut = min((plan for plan in plans if len(plan.lengths) > 1), key=lambda plan: plan.seconds, default=None)
+    return whole, cut
+
+
+def _possible(
+    costs: TokenCosts, length: int, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float
+) -> list[TokenPlan]:
+    """For each M whole sequences, and the slices of least time."""
     wanted = {1, 2, 3, pipeline_size, 2 * pipeline_size, 4 * pipeline_size, samples}
     counts = [num_microbatches] if num_microbatches else sorted(count for count in wanted if count <= samples)
     plans = []
@@ -87,12 +117,7 @@ def choose_slices(
         for lengths in dict.fromkeys([(length,), sliced]):
             seconds = seconds_of_slices(costs, lengths, size, min(count, samples), pipeline_size, hop)
             plans.append(TokenPlan(count, lengths, seconds))
-
-    def rank(plan: TokenPlan) -> tuple[float, int, int]:
-        is_whole = len(plan.lengths) == 1
-        return plan.seconds * (WORTH if is_whole else 1.0), plan.num_microbatches, len(plan.lengths)
-
-    return min(plans, key=rank)
+    return plans
 
 
 def plan_buckets(

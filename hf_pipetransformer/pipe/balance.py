@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -46,9 +47,12 @@ def balance_by_time(
 
     Raises:
         TypeError: `module` is no Sequential.
-        ValueError: fewer children than stages, no stage, or a parameter that has a gradient.
+        ValueError: fewer children than stages, no stage, a `timeout` that is no such number, or a parameter that has a
+            gradient.
     """
     _check(partitions, module)
+    if not 0 <= timeout < math.inf:
+        raise ValueError(f"Found timeout={timeout}: expected a number of seconds, 0 or more.")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
@@ -89,11 +93,13 @@ def balance_by_size(
 
     Raises:
         TypeError: `module` is no Sequential.
-        ValueError: fewer children than stages, no stage, or no micro-batch.
+        ValueError: fewer children than stages, no stage, no micro-batch, or a `param_scale` that is no such number.
     """
     _check(partitions, module)
     if chunks < 1:
         raise ValueError(f"Found chunks={chunks}: expected at least one micro-batch.")
+    if not 0 <= param_scale < math.inf:
+        raise ValueError(f"Found param_scale={param_scale}: expected a number, 0 or more.")
     sample = _first_micro_batch(input, chunks)
     return _cut(partitions, bytes_of_children(module, sample, param_scale, _place(device), unpack))
 
@@ -101,6 +107,8 @@ def balance_by_size(
 def _check(partitions: int, module: nn.Sequential) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"Found a {type(module).__name__}: expected an nn.Sequential, whose children are counted.")
+    if not len(module):
+        raise ValueError(f"The nn.Sequential has no children to cut into {partitions} partitions: expected 1 or more.")
     if not 1 <= partitions <= len(module):
         raise ValueError(
             f"Cannot cut {len(module)} children into {partitions} partitions: expected 1 to {len(module)}. A stage "

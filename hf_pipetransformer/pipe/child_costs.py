@@ -43,6 +43,11 @@ class Child:
         with exchanging(SkipExchange(inputs.skips)) as exchange:
             return self.module(*inputs.arguments), exchange.left
 
+    def forget_gradients(self) -> None:
+        """Of an earlier run: adding to them would be measured too."""
+        for tensor in (*self.module.parameters(), *_tensors((self.inputs.arguments, self.inputs.skips))):
+            tensor.grad = None
+
 
 def seconds_of_children(
     module: nn.Sequential, sample: Any, timeout: float, device: torch.device, unpack: bool | None
@@ -85,6 +90,7 @@ def _seconds(child: Child, share: float, device: torch.device) -> float:
     """The median of the runs in `share` seconds, two at least; the first is left out."""
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < share:
+        child.forget_gradients()
         inputs = child.inputs.renewed()
         start = _now(device)
         outputs = child.run(inputs)

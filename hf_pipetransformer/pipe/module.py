@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Self
 
@@ -144,11 +145,14 @@ def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch
         ValueError: as `check_module`, less than one micro-batch, or an unknown way of checkpointing.
     """
     check_module(module)
-    if int(chunks) < 1:
+    if not _is_positive(chunks):
         raise ValueError(f"The number of chunks must be positive, found {chunks}.")
     if str(checkpoint) not in MODES:
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', found {str(checkpoint)!r}.")
     verify_skippables(module)
+    if not len(module):
+        # Legal in torch and torchgpipe, whose suites ask for it.
+        warnings.warn("The nn.Sequential has no modules: what goes in comes out.", stacklevel=3)
     if any(isinstance(each, Pipelined) for each in module.modules()) and (
         deferred_batch_norm or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
     ):
@@ -160,6 +164,13 @@ def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch
     converted = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
     assert isinstance(converted, nn.Sequential)
     return converted
+
+
+def _is_positive(chunks: Any) -> bool:
+    try:
+        return int(chunks) >= 1
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _refuse_moving() -> NoReturn:

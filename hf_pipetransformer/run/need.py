@@ -8,7 +8,7 @@ from typing import Any
 from hf_pipetransformer.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.freeze.policies import FreezePolicy
-from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter
+from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter, layers_of
 
 
 class Need(Enum):
@@ -71,7 +71,7 @@ def _may_store(model: Any) -> bool:
     if not has_adapters(model):
         return any(not parameter.requires_grad for parameter in model.parameters())
     try:
-        first = find_splitter(model).layers(bare_model(model))[0]
+        first = layers_of(find_splitter(model), bare_model(model))[0]
     except UnsupportedModelError:
         return False
     return not any(parameter.requires_grad for parameter in first.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 from hf_pipetransformer.splitters.beit import BeitSplitter
 from hf_pipetransformer.splitters.bert import BertSplitter
 from hf_pipetransformer.splitters.deberta_v2 import DebertaV2Splitter
@@ -19,7 +19,15 @@ from hf_pipetransformer.splitters.siglip import SiglipSplitter
 from hf_pipetransformer.splitters.vit import ViTSplitter
 
 
-__all__ = ["BertSplitter", "GenericSplitter", "Splitter", "UnsupportedModelError", "ViTSplitter", "find_splitter"]
+__all__ = [
+    "BertSplitter",
+    "GenericSplitter",
+    "Splitter",
+    "UnsupportedModelError",
+    "ViTSplitter",
+    "find_splitter",
+    "layers_of",
+]
 
 _FAMILIES = (
     BertSplitter,

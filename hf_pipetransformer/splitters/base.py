@@ -19,6 +19,23 @@ def config_value(model: nn.Module, name: str, default: Any = None) -> Any:
     return getattr(getattr(model, "config", None), name, default)
 
 
+def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:
+    """The layers that a splitter finds in a model, at least one.
+
+    Raises:
+        UnsupportedModelError: there is none, or what the splitter says.
+    """
+    layers = splitter.layers(model)
+    if not layers:
+        count = config_value(model, "num_hidden_layers")
+        found = f", found num_hidden_layers={count}" if count is not None else ""
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layers{found}: expected 1 or more to freeze or to cut between. Use "
+            "transformers.Trainer for it."
+        )
+    return layers
+
+
 class Splitter(ABC):
     """How a model falls into embeddings | sublayers | head.
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_pipetransformer import units
 from hf_pipetransformer.adapters import bare_model
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     Raises:
         UnsupportedModelError: layers that are not run once each and in order, or whose input no module returns.
     """
-    layers = splitter.layers(bare_model(model))
+    layers = layers_of(splitter, bare_model(model))
     trace = _Trace()
     with torch.no_grad(), _hooks(model, layers, trace), _Reads(model, trace):
         run_forward()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.costs import UnitCosts, predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.autopipe.costs import UPDATE_WORK, costs_by_work, predict_step, rank_bytes, unit_loads
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.planner import (
     PlanRules,
@@ -19,12 +20,13 @@ from hf_pipetransformer.autopipe.planner import (
     largest_rank_size,
     plan_layout,
 )
-from hf_pipetransformer.autopipe.token_plans import cut_layout
+from hf_pipetransformer.autopipe.token_plans import WORTH, best_whole_and_cut, cut_layout
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import simulate_equal
 from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.startup.costs import MeasuredCosts, num_microbatches_at_start
+from hf_pipetransformer.token_slices import slice_bounds
 
 
 _MEANING = {
@@ -72,6 +74,7 @@ class RunPlanner:
         num_frozen_by_user: leading layers that the script froze.
         has_dropout: whether the model draws random masks in training.
         unfit: the longest pipeline that ran out of memory under the same conditions: no new one is as short.
+        num_probed: samples of the batch that `probe` counts the operations of.
     """
 
     args: PipeTransformerArguments
@@ -82,6 +85,7 @@ class RunPlanner:
     num_frozen_by_user: int
     has_dropout: bool
     unfit: int
+    num_probed: int = 1
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """What the event of a fault under `layout` says of it, for `read_unfit`."""
@@ -102,12 +106,18 @@ class RunPlanner:
         return not (self.has_dropout or self.args.full_determinism)
 
     @property
-    def _cut_by(self) -> UnitCosts:
-        """What the first cuts even out: the units' times, or their work, where masks are drawn by stages."""
-        costs, work = self.costs.units, self.probe.unit_flops
-        if self._is_free:
-            return costs
-        return replace(costs, forward=work, backward=tuple(2 * flops for flops in work), edge_backward=work)
+    def _work(self) -> tuple[float, ...]:
+        """Operations per sample of each unit's forward where cuts change numbers, which clocks must not; else nothing.
+
+        Cuts say which stage draws which masks, and under an asynchronous schedule how old the weights are.
+        """
+        if self._is_free and not self.args.is_asynchronous:
+            return ()
+        counted = self.probe.unit_flops
+        if not any(counted):
+            # A model without matrix products has none that are counted.
+            return tuple(map(float, self.costs.units.parameters))
+        return tuple(each / self.num_probed for each in counted)
 
     def inputs(
         self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[tuple[int, int], int]
@@ -128,6 +138,8 @@ class RunPlanner:
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
             optim=OptimizerNames(args.optim).value,
+            work=self._work,
+            is_timeless=args.is_asynchronous or args.full_determinism,
         )
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
@@ -167,12 +179,12 @@ class RunPlanner:
         return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
 
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
-        structure, update = self.probe.structure, 0.0
-        if self.args.is_asynchronous and self._is_free:
-            samples_per_step = samples_per_device * size * self.args.gradient_accumulation_steps
-            update = self.costs.overheads.optimizer_per_parameter / samples_per_step
+        structure, costs, work, update = self.probe.structure, self.costs.units, self._work, 0.0
+        if self.args.is_asynchronous:
+            update = UPDATE_WORK / (samples_per_device * size * self.args.gradient_accumulation_steps)
+        cut_by = costs_by_work(costs, work) if work else costs
         layout = plan_layout(
-            unit_costs=unit_loads(self._cut_by, num_frozen, update_per_parameter=update),
+            unit_costs=unit_loads(cut_by, num_frozen, update_per_parameter=update),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
             pipeline_size=size,
@@ -204,6 +216,7 @@ class RunPlanner:
             quality = "" if layout.is_asynchronous else ", quality as with Trainer"
             policy += f" from here on, {layout.num_frozen_layers} layers stay frozen" if stays else quality
         pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
+        pace += self._slices(layout, samples)
         if self.args.is_asynchronous and not layout.is_asynchronous:
             pace += " One stage waits for nobody: async_1f1b and its options change nothing."
         return {
@@ -227,6 +240,32 @@ class RunPlanner:
         parts = f"M={m}" if slices == 1 else f"M={m} with S={slices}"
         return f" Bubble: at most {1 - timeline.bubble:.0%} of {k} devices a pipeline are busy at {parts}."
 
+    def _slices(self, layout: Layout, samples: int) -> str:
+        """How sequences of the length that was measured are cut, as a sentence, or why they stay whole."""
+        costs, is_free = self.costs.units.slices, self.args.num_microbatches is None
+        if costs is None or not self.args.cuts_tokens:
+            return ""
+        length, size = costs.length, layout.pipeline_size
+        cut_in = [stop - start for start, stop in pairwise(slice_bounds(layout.token_slices, length))]
+        if len(cut_in) > 1:
+            return f" Sequences of {length} tokens run in slices of {_listed(cut_in)} tokens."
+        if self.args.token_slices is not None:
+            return f" Sequences of {length} tokens stay whole, as pipeline_token_slices says."
+        said = f" pipeline_token_slices='auto' keeps sequences of {length} tokens whole: "
+        if size == 1:
+            return said + "one stage waits for no other."
+        count = None if is_free else layout.num_microbatches
+        whole, cut = best_whole_and_cut(costs, samples, size, count, self.costs.overheads.hop)
+        if cut is None:
+            return said + "they are too short for slices, or any slice takes longer than the bubble that it fills."
+        share = 100 * (cut.seconds / whole.seconds - 1)
+        said += (
+            f"slices of {_listed(cut.lengths)} tokens with M={cut.num_microbatches} would take {abs(share):.2g} % "
+            f"{'less' if share < 0 else 'more'} time than the {whole.seconds:.3g} s a batch of whole ones with "
+            f"M={whole.num_microbatches}"
+        )
+        return said + (f", and measured times err by {100 * (1 - WORTH):.0f} % or more." if share < 0 else ".")
+
     def _rule(self, layout: Layout) -> str:
         """Why M is not tried, as a sentence, where it could be."""
         is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
@@ -248,3 +287,8 @@ class RunPlanner:
             f"one {updates} at most lie between a forward and its backward; "
             f"with pipeline_weights={kind!r} {_MEANING[kind]}.{rule}"
         )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    """Two numbers or more in words."""
+    return f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"

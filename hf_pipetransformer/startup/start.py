@@ -121,6 +121,7 @@ def look_at(
             num_frozen_by_user(model, probe.structure),
             has_dropout(model),
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
+            batch_size(given.inputs),
         ),
     )
 
