@@ -164,7 +164,7 @@ class Run:
             return True
         found = None if request is None else self._look(request, is_training=False)
         if found is not None:
-            self.start(found, found.start_up.plans.layout(self.trainer.args.per_device_train_batch_size))
+            self.start(found, found.start_up.plans.layout(self.trainer.args.train_samples_per_device))
         return found is not None
 
     def _look(self, given: Request | Any, is_training: bool) -> Found | None:
@@ -261,7 +261,7 @@ class Run:
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
-            layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
+            layout = start_up.plans.layout(args.train_samples_per_device) if replay is None else replay[0]
         first = None if resumption is None else resumption.first_layout
         longest = longest_pipeline(layout, first, self.policy, replay)
         if request is None:

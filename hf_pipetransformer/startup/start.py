@@ -98,7 +98,7 @@ def look_at(
                 check_slices(exact, probe.structure, rule.rule, topology)
         costs = measure_costs(subject, probe.structure, args, topology, read)
         if args.cuts_tokens:
-            most = min(args.per_device_train_batch_size, affordable_sequences(costs.units, device, topology))
+            most = min(args.train_samples_per_device, affordable_sequences(costs.units, device, topology))
             slices = measure_slices(subject, probe.structure, rule.rule, topology, read, most)
             costs = replace(costs, units=replace(costs.units, slices=slices))
     if args.pipeline_size != 1 and topology.world_size > 1:

@@ -102,7 +102,7 @@ class Overrides(_Trainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of one optimizer step, the same for every layout."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return self.pipeline_run.training.clip_gradients()
