@@ -156,10 +156,6 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             "rank to rank. Remove it.",
         ),
         (
-            args.enable_jit_checkpoint,
-            "enable_jit_checkpoint=True saves when a signal arrives, which ranks see at different steps. Remove it.",
-        ),
-        (
             args.activation_checkpointing_kwargs is not None and args.pipeline_checkpoint != "never",
             "activation_checkpointing_kwargs have no effect on the pipeline's own recomputation. Remove them.",
         ),

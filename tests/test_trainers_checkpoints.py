@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, checkpoint
 from hf_pipetransformer.autodp.shares import NodeOrder
@@ -128,3 +132,76 @@ def test_a_place_that_no_number_of_steps_tells_is_none_of_trainers(tmp_path: Pat
     said = [export_checkpoint(str(tmp_path / f"checkpoint-{step}"), str(tmp_path / f"{step}")) for step in (2, 3)]
     assert [len(texts) for texts in said] == [1, 0]
     assert "which leads to another one" in said[0][0]
+
+
+# ---- a checkpoint when the job is told to end ----
+
+
+class Told(TrainerCallback):
+    """Sends this process the signal at an event of a step, and goes on when its handler has taken it up."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.event, self.step = event, step
+        self.manager: Any = None
+        setattr(self, event, self.tell)
+
+    def tell(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.manager.is_checkpoint_requested:
+                time.sleep(0.001)
+
+
+def told_to_end(folder: Path, event: str, step: int, **options: Any) -> Any:
+    """A run of six steps that was told to end."""
+    trainer = make(PipeTransformerTrainer, folder, enable_jit_checkpoint=True, **HALVES, **options)
+    told = Told(event, step)
+    (own,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+    told.manager, own.jit_manager.kill_wait = own.jit_manager, 0
+    trainer.add_callback(told)
+    before = own.jit_manager._original_sigterm_handler
+    try:
+        trainer.train()
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return trainer
+
+
+HALVES = {"pipeline_parallel_num_microbatches": 2, "activation_cache": "off"}
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_run_that_was_told_to_end_saves_after_its_step_and_goes_on_as_if_it_had_not(
+    event: str, tmp_path: Path
+) -> None:
+    whole = make(PipeTransformerTrainer, tmp_path / "whole", **HALVES, save_strategy="no")
+    whole.train()
+    in_step = 2 if event == "on_step_end" else 1
+    trainer = told_to_end(tmp_path / "ours", event, in_step, save_strategy="no", eval_strategy="no")
+    assert [path.name for path in (tmp_path / "ours").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert trainer.state.global_step == 2 and losses(trainer) == losses(whole)[:2]
+    assert not list((tmp_path / "ours").rglob("*incomplete*"))
+    again = make(PipeTransformerTrainer, tmp_path / "ours", 1, save_strategy="no", **HALVES)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again, 2) == losses(whole, 2)
+
+
+def test_a_checkpoint_of_a_signal_is_not_written_again_at_the_end_of_its_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is whole again it would hold no state, and the process may be ended at any moment."""
+    saved, write = [], checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", lambda folder, *rest: (saved.append(folder), write(folder, *rest)))
+    told_to_end(tmp_path, "on_step_begin", 3, save_strategy="epoch")
+    assert [Path(folder).name for folder in saved] == ["checkpoint-4"]
+
+
+def test_a_signal_after_the_last_step_of_an_epoch_leaves_the_checkpoint_that_was_just_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, write = [], checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", lambda folder, *rest: (saved.append(folder), write(folder, *rest)))
+    trainer = told_to_end(tmp_path, "on_epoch_end", 4)
+    assert trainer.state.global_step == 4
+    assert [Path(folder).name for folder in saved] == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]

@@ -120,6 +120,7 @@ class Overrides(_Trainer):
                 super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        self.pipeline_run.signals.after_step()
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         training = self.pipeline_run.training
         training.end_step(logs, self.control.should_evaluate or self.control.should_save)
