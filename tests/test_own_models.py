@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, Splitter
+from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.placement import Placement
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.check import probe_model
+from tests.one_process import ModelPipeline
 
 
 L, WIDTH, LENGTH = 4, 6, 3
@@ -330,3 +335,59 @@ def test_the_shape_of_a_weight_is_known_on_every_stage() -> None:
 def test_a_weight_that_changes_activations_between_layers_is_refused_in_words(kind: str, name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"Between reads {name} between layers 0 and 1.*inside a layer"):
         structure_of(kind)
+
+
+# ---- models that recompute their layers themselves ----
+
+
+class Recomputes(Stack):
+    """Runs its layers again in the backward, by calling them."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.training else block(hidden)
+        y = self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return self.entry(x)
+
+
+class RecomputesFromInputs(Recomputes):
+    """No module makes what enters the first layer."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 1, WIDTH // 2)
+
+
+@pytest.mark.parametrize("kind", [Recomputes, RecomputesFromInputs])
+def test_a_model_that_recomputes_its_layers_is_cut_everywhere(kind: type[nn.Module]) -> None:
+    model, inputs = kind().train(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    probe = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+    assert probe.structure.enters_layers == (kind is RecomputesFromInputs)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [Recomputes, RecomputesFromInputs])
+def test_a_layer_is_recomputed_as_part_of_its_own_stage_and_micro_batch(kind: type[nn.Module], schedule: str) -> None:
+    """In a backward, another stage of the rank or another micro-batch may have run last."""
+    torch.manual_seed(0)
+    model, inputs = kind().train(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    whole = copy.deepcopy(model)
+    loss = whole(**inputs)[0]
+    loss.backward()
+    num_chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chosen = find_schedule(schedule)
+    placement = Placement(2, num_chunks, chosen.placement)
+    bounds = [0, 3, 5, 7, 10] if num_chunks == 2 else [0, 5, 10]
+    pipeline = ModelPipeline(
+        model, bounds, placement, inputs, 2, splitter=OwnSplitter(), loss_of=lambda outputs: outputs[0]
+    )
+    found = pipeline.run(chosen.table(2, 2, num_chunks))
+    torch.testing.assert_close(found, loss.detach())
+    gradients = pipeline.gradients()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)

@@ -245,9 +245,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "weighted_loss_on_sorted_data": {"trainer": WeightedTrainer, "train_dataset": sorted_dataset},
     "multiple_choice": {"model": multiple_choice, "train_dataset": choices},
     "no_train_dataset": {"train_dataset": lambda: None},
-    "split_batches": {
-        "options": {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 5}
-    },
+    "split_batches": {"options": {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 5}},
     "unseeded_order": {"options": {"accelerator_config": {"use_seedable_sampler": False}}},
     "gather_object": {"options": {"eval_use_gather_object": True}},
     "save_on_each_node": {"options": {"save_on_each_node": True}},
