@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, Splitter
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.check import probe_model
 from tests.one_process import ModelPipeline
@@ -95,6 +97,58 @@ def test_a_model_without_config_freezes_with_a_splitter_of_its_own(
     trainer.train()
     assert trainer.layout.num_frozen_layers == 2
     assert trainer.layout.cache_level == (2 if cache == "on" else 0)
+
+
+class Unnamed(Stack):
+    """Does not say which input is the main one."""
+
+    main_input_name = None
+
+
+class InSequence(Stack):
+    """Its layers hold stacks of their own, and something else is a stack too: no module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(Block(), Block()) for _ in range(L)])
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        y = self.head(self.blocks(self.entry(x))).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+@pytest.mark.parametrize("kind", [Stack, ConfigIsNone, Unnamed, InSequence])
+def test_a_model_without_config_is_cut_by_its_only_stack(kind: type[nn.Module], tmp_path: Path) -> None:
+    found = []
+    for base, options in (
+        (Trainer, {}),
+        (PipeTransformerTrainer, {"pipeline_parallel_num_microbatches": 2, "freeze_policy": "none"}),
+    ):
+        torch.manual_seed(0)
+        args_class = TrainingArguments if base is Trainer else PipeTransformerArguments
+        args = args_class(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=5, logging_steps=1, save_steps=3,
+            use_cpu=True, report_to="none", disable_tqdm=True, **options,
+        )  # fmt: skip
+        trainer = base(kind(), args, train_dataset=rows())
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert (trainer.layout.num_layers, trainer.layout.num_microbatches) == (L, 2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == found[1]
+
+
+class TwoStacks(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(2)])
+
+
+def test_a_model_without_config_that_has_two_stacks_is_refused_in_words() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"found \['4 x Block', '2 x Linear'\]. Pass `splitter=`"):
+        find_splitter(TwoStacks()).layers(TwoStacks())
 
 
 # ---- activations that are changed where they lie ----
@@ -391,3 +445,6 @@ def test_a_layer_is_recomputed_as_part_of_its_own_stage_and_micro_batch(kind: ty
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, msg=name)
+
+
+MODELS |= {kind.__name__: kind for kind in (Recomputes, RecomputesFromInputs)}
