@@ -79,6 +79,6 @@ class StackSplitter(GenericSplitter):
         found = [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
         raise UnsupportedModelError(
             f"{type(model).__name__} has no config.model_type: expected a Hugging Face `PreTrainedModel`, or a model "
-            f"with one stack of uniform layers (nn.ModuleList or nn.Sequential), found {found}. Pass `splitter=` to say "
-            "how another model falls into layers."
+            f"with one stack of uniform layers (nn.ModuleList or nn.Sequential), found {found}. Pass `splitter=` to "
+            "say how another model falls into layers."
         )
