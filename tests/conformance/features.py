@@ -247,6 +247,8 @@ _FACTORS: dict[str, list[Feature]] = {
             },
         ),
     ],
+    # No signal comes; the ranks ask each other after each step.
+    "enable_jit_checkpoint": [Feature("no"), Feature("yes", pipeline_options={"enable_jit_checkpoint": True})],
     "data_seed": [Feature("none"), Feature("5", {"data_seed": 5})],
     "data set": [
         _dataset("datasets.Dataset", pieces.arrow_dataset),
