@@ -127,6 +127,7 @@ class PipeTransformerArguments(TrainingArguments):
 
     `per_device_train_batch_size * world size * gradient_accumulation_steps` samples make one optimizer step, whatever
     the pipeline length is. In evaluation a pipeline takes `per_device_eval_batch_size * pipeline_parallel_size`.
+    With `split_batches` of `accelerator_config` both batch sizes are those of all processes, as with Trainer.
 
     Parameters that control the pipeline:
         pipeline_parallel_size (`str` or `int`, *optional*, defaults to `"auto"`): K.
@@ -473,6 +474,20 @@ class PipeTransformerArguments(TrainingArguments):
     def pipeline_size(self) -> int | None:
         """The asked pipeline length K; None for "auto"."""
         return None if self.pipeline_parallel_size == "auto" else int(self.pipeline_parallel_size)
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether batch sizes are those of all processes together, as accelerate's `split_batches` has it."""
+        return bool(self.accelerator_config.split_batches)
+
+    @property
+    def train_samples_per_device(self) -> int:
+        """Training samples of a batch that fall to one process, the same for every layout."""
+        return int(self.per_device_train_batch_size) // (self.world_size if self.splits_batches else 1)
+
+    def global_batch_size(self, batch_size: int) -> int:
+        """Samples of a batch over all processes, of a loader that Trainer is asked for with `batch_size`."""
+        return batch_size * (1 if self.splits_batches else self.world_size)
 
     @property
     def num_chunks(self) -> int:

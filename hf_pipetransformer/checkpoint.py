@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -43,6 +44,7 @@ from hf_pipetransformer.manifest import (
     make_manifest,
     sync_folder,
 )
+from hf_pipetransformer.report.events import logger
 
 
 STATE_FOLDER = "pipetransformer"
@@ -52,6 +54,7 @@ VERSION = 4
 _OF_TRAINER = re.compile(r"trainer_state\.json|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
 _HEADER = "json"
 # Network file systems remember for some seconds what a folder held.
@@ -151,7 +154,8 @@ def write_state(folder: str, state: Mapping[str, Any], parts: Mapping[str, Entry
     """
     path = os.path.join(folder, STATE_FOLDER, STATE_FILE)
     others = [name for name in list_files(folder) if name not in parts and name != f"{STATE_FOLDER}/{STATE_FILE}"]
-    content = {"version": VERSION, **state, "files": {**parts, **make_manifest(folder, others)}}
+    files = {**parts, **make_manifest(folder, others)}
+    content = {"version": VERSION, **state, "weights": _hash_of_weights(folder), "files": files}
     for inner in {folder, *(os.path.join(folder, os.path.dirname(name)) for name in content["files"])}:
         sync_folder(inner)
     with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
@@ -192,10 +196,53 @@ def read_state(folder: str) -> dict[str, Any]:
         raise ValueError(f"{folder!r} has version {state['version']} in {STATE_FILE}: expected version {VERSION}.")
     if state.pop("checksum", None) != checksum_of(state):
         raise ValueError(f"{folder!r} is damaged: {STATE_FILE} has other content than was written.")
-    damage = find_damage(folder, state["files"])
+    damage = find_damage(folder, _files_to_check(folder, state))
     if damage is not None:
         raise ValueError(f"{folder!r} is damaged: {damage}.")
     return state
+
+
+def _files_to_check(folder: str, state: Mapping[str, Any]) -> dict[str, Entry]:
+    """The files that must be as they were written: all, but for weights that were put into other files since.
+
+    Raises:
+        ValueError: weights lie in files that were not written with the checkpoint, and are not the same tensors.
+    """
+    files, names = state["files"], _names_of_weights(folder)
+    others = [name for name in names if name not in files]
+    if not others or state.get("weights") is None:
+        return dict(files)
+    if _hash_of_weights(folder) != state["weights"]:
+        raise ValueError(
+            f"{folder!r} is damaged: {others[0]} was not written with it, and the weights are not those that were "
+            "saved."
+        )
+    logger.warning(
+        f"{folder!r}: the weights lie in other files than were saved ({names[0]}, one of {len(names)}); every tensor "
+        "is as it was written."
+    )
+    return {name: entry for name, entry in files.items() if name in names or not _OF_WEIGHTS.fullmatch(name)}
+
+
+def _names_of_weights(folder: str) -> list[str]:
+    """The files that `load_weights` reads; none where they cannot be told."""
+    try:
+        names = _weight_files(folder) if has_weights(folder) else []
+    except ValueError:
+        return []
+    return names if all(isinstance(name, str) and not os.path.dirname(name) for name in names) else []
+
+
+def _hash_of_weights(folder: str) -> str | None:
+    """One for names, shapes, precisions and bytes of all tensors, in whatever files; None without any to read."""
+    names, hashes = _names_of_weights(folder), {}
+    try:
+        for key, tensor in (pair for name in names for pair in _tensors_of(folder, name)):
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            hashes[key] = [str(tensor.dtype), list(tensor.shape), xxhash.xxh3_128_hexdigest(content)]
+    except ValueError:
+        return None
+    return checksum_of(hashes) if hashes else None
 
 
 def has_weights(folder: str) -> bool:

@@ -60,13 +60,16 @@ def is_plain(folder: str) -> bool:
     )
 
 
-def read_plain_state(folder: str, num_samples: int | None, drops_last: bool) -> dict[str, Any]:
+def read_plain_state(
+    folder: str, num_samples: int | None, drops_last: bool, splits_batches: bool = False
+) -> dict[str, Any]:
     """What a checkpoint of plain Trainer says of its run, by the names that `state.json` has for it.
 
     Args:
         folder: the checkpoint.
         num_samples: of an epoch; None if that is not known.
         drops_last: whether a last batch that is not full is left out.
+        splits_batches: whether the batch size that Trainer noted is that of all processes together.
 
     Raises:
         ValueError: a file is damaged; the text names it.
@@ -85,7 +88,7 @@ def read_plain_state(folder: str, num_samples: int | None, drops_last: bool) -> 
     world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
     place = None
     if num_samples and batch and world_size and epoch is not None:
-        size = batch * world_size
+        size = batch if splits_batches else batch * world_size
         in_epoch = num_samples // size if drops_last else math.ceil(num_samples / size)
         done = round((epoch - int(epoch)) * in_epoch) * size
         place = {"epoch": int(epoch), "samples": min(done, num_samples), "global_batch": size, "group_size": None}

@@ -103,9 +103,10 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
     may_have_stages = several and args.pipeline_size != 1
     return [
         (
-            bool(accelerator.split_batches or accelerator.dispatch_batches),
-            "accelerator_config: split_batches and dispatch_batches change who reads a batch; here stage 0 of each "
-            "replica reads its own part. Remove them.",
+            args.splits_batches and args.per_device_train_batch_size % args.world_size != 0,
+            f"accelerator_config: split_batches=True deals a batch of per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} samples to {args.world_size} processes, which takes a multiple of "
+            f"{args.world_size}. Change per_device_train_batch_size.",
         ),
         (
             several and not accelerator.use_seedable_sampler,
@@ -153,10 +154,6 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             not args.dataloader_in_order,
             "dataloader_in_order=False: which samples form a step would depend on the workers' speed, and differ from "
             "rank to rank. Remove it.",
-        ),
-        (
-            args.enable_jit_checkpoint,
-            "enable_jit_checkpoint=True saves when a signal arrives, which ranks see at different steps. Remove it.",
         ),
         (
             args.activation_checkpointing_kwargs is not None and args.pipeline_checkpoint != "never",

@@ -20,7 +20,7 @@ from hf_pipetransformer.pipeline.schedules import Table
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.pipeline.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.splitters import Splitter, find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.splitters.view import StageView
 
@@ -126,6 +126,8 @@ class ModelPipeline:
         first_active_stage: see `Schedule.table`.
         splits: whether programs put off weight gradients.
         wrap: makes another program of a stage's; gets its view and units too.
+        splitter: of the model; None looks for it.
+        loss_of: what the model gives.
     """
 
     def __init__(
@@ -138,10 +140,13 @@ class ModelPipeline:
         first_active_stage: int = 0,
         splits: bool = False,
         wrap: Callable[[StageProgram, int], StageProgram] = lambda program, stage: program,
+        splitter: Splitter | None = None,
+        loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss,
     ) -> None:
-        structure = trace_structure(model, find_splitter(model), lambda: model(**inputs))
+        splitter = splitter or find_splitter(model)
+        structure = trace_structure(model, splitter, lambda: model(**inputs))
         self.models = [copy.deepcopy(model) for _ in range(placement.pipeline_size)]
-        self.views = [StageView(own, find_splitter(own), trace(own, inputs)) for own in self.models]
+        self.views = [StageView(own, splitter, trace(own, inputs, splitter)) for own in self.models]
 
         def program_of(stage: int) -> StageProgram:
             view = self.views[placement.rank_of(stage)]
@@ -164,7 +169,7 @@ class ModelPipeline:
                     part,
                     len(part["labels"]) / size,
                     (len(part["labels"]), *hidden.shape[1:]),
-                    lambda inputs, own=own: own(**inputs).loss,
+                    lambda inputs, own=own: loss_of(own(**inputs)),
                     loss_scale=2.0,
                 )
                 for i, part in enumerate(parts)
@@ -190,9 +195,9 @@ class ModelPipeline:
         return sums
 
 
-def trace(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+def trace(model: nn.Module, inputs: dict[str, torch.Tensor], splitter: Splitter | None = None) -> Any:
     """The structure of a model."""
-    return trace_structure(model, find_splitter(model), lambda: model(**inputs))
+    return trace_structure(model, splitter or find_splitter(model), lambda: model(**inputs))
 
 
 def whole_gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -82,6 +82,16 @@ def with_own_loaders(base: type) -> type:
     return OwnLoaders
 
 
+class Stream(IterableDataset):
+    """Samples one after the other."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(make_dataset(MODEL, self.num))
+
+
 def use_all(trainer: Any) -> list[Any]:
     first = untimed(trainer.evaluate())
     trainer.train()
@@ -181,6 +191,21 @@ def test_the_loader_of_a_training_is_a_data_loader_to_callbacks(tmp_path: Path) 
         assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, True)
         assert sorted(loader.batch_sampler.sampler) == list(range(22))
         assert (loader.num_workers, loader.collate_fn is not None) == (0, True)
+
+
+@pytest.mark.parametrize("config", ["split_batches", "dispatch_batches"])
+@pytest.mark.parametrize("data", [lambda: make_dataset(MODEL, 22), lambda: Stream(22)], ids=["indexed", "stream"])
+def test_who_reads_a_batch_changes_no_number(config: str, data: Any, tmp_path: Path) -> None:
+    options = {"accelerator_config": {config: True}, "max_steps": 7, "eval_strategy": "steps", "eval_steps": 3}
+    given = {"train_dataset": data(), "eval_dataset": data(), "data_collator": collate}
+    plain = made(Trainer, tmp_path / "plain", given=given, **options)
+    ours = made(
+        PipeTransformerTrainer, tmp_path / "ours", given=given, pipeline_parallel_num_microbatches=2, **options
+    )
+    for trainer in (plain, ours):
+        trainer.train()
+    assert not ours.pipeline_run.is_left_to_trainer
+    assert close(logs_of(ours), logs_of(plain))
 
 
 # ---- what is read before the first step ----

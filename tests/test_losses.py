@@ -391,3 +391,37 @@ def test_a_loss_divided_by_items_is_not_weighted_again_where_few_samples_have_la
     options = {"pipeline_parallel_num_microbatches": 2, "freeze_policy": "none", "bf16": bf16}
     ours = losses_of(PipeTransformerTrainer, rows, tmp_path / "ours", **options)
     assert ours == pytest.approx(plain, rel=2e-2 if bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_a_model_whose_weights_are_nan_trains_on_as_with_trainer(is_filtered: bool, tmp_path: Path) -> None:
+    """As the one that another training has left behind; whole and split it gives the same."""
+    rows, found = tokens(random.Random(0))[:12], []
+    for kind, options in ((Trainer, {}), (PipeTransformerTrainer, {"pipeline_parallel_num_microbatches": 2})):
+        model = TASKS["token"].build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        args_class = TrainingArguments if kind is Trainer else PipeTransformerArguments
+        args = args_class(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=2, logging_steps=1, use_cpu=True,
+            save_strategy="no", report_to="none", disable_tqdm=True, logging_nan_inf_filter=is_filtered, **options,
+        )  # fmt: skip
+        trainer = kind(model, args, train_dataset=rows, data_collator=padded)
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append([(str(entry["loss"]), str(entry["grad_norm"])) for entry in entries])
+    assert found[1] == found[0] == [("0.0" if is_filtered else "nan", "nan")] * 2
+
+
+def test_a_loss_of_numbers_that_is_nan_is_refused_as_nothing_can_be_told_of_it(tmp_path: Path) -> None:
+    def undefined(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs["logits"].sum() * float("nan")
+
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), pipeline_parallel_num_microbatches=2, use_cpu=True, report_to="none"
+    )
+    data = {"train_dataset": tokens(random.Random(0))[:12], "data_collator": padded}
+    trainer = PipeTransformerTrainer(TASKS["token"].build(), args, compute_loss_func=undefined, **data)
+    with pytest.raises(LossDoesNotDecomposeError, match="Expected a finite loss"):
+        trainer.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, Splitter
+from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.check import probe_model
+from tests.one_process import ModelPipeline
 
 
 L, WIDTH, LENGTH = 4, 6, 3
@@ -90,6 +97,58 @@ def test_a_model_without_config_freezes_with_a_splitter_of_its_own(
     trainer.train()
     assert trainer.layout.num_frozen_layers == 2
     assert trainer.layout.cache_level == (2 if cache == "on" else 0)
+
+
+class Unnamed(Stack):
+    """Does not say which input is the main one."""
+
+    main_input_name = None
+
+
+class InSequence(Stack):
+    """Its layers hold stacks of their own, and something else is a stack too: no module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(Block(), Block()) for _ in range(L)])
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        y = self.head(self.blocks(self.entry(x))).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+@pytest.mark.parametrize("kind", [Stack, ConfigIsNone, Unnamed, InSequence])
+def test_a_model_without_config_is_cut_by_its_only_stack(kind: type[nn.Module], tmp_path: Path) -> None:
+    found = []
+    for base, options in (
+        (Trainer, {}),
+        (PipeTransformerTrainer, {"pipeline_parallel_num_microbatches": 2, "freeze_policy": "none"}),
+    ):
+        torch.manual_seed(0)
+        args_class = TrainingArguments if base is Trainer else PipeTransformerArguments
+        args = args_class(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=5, logging_steps=1, save_steps=3,
+            use_cpu=True, report_to="none", disable_tqdm=True, **options,
+        )  # fmt: skip
+        trainer = base(kind(), args, train_dataset=rows())
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert (trainer.layout.num_layers, trainer.layout.num_microbatches) == (L, 2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == found[1]
+
+
+class TwoStacks(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(2)])
+
+
+def test_a_model_without_config_that_has_two_stacks_is_refused_in_words() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"found \['4 x Block', '2 x Linear'\]. Pass `splitter=`"):
+        find_splitter(TwoStacks()).layers(TwoStacks())
 
 
 # ---- activations that are changed where they lie ----
@@ -330,3 +389,62 @@ def test_the_shape_of_a_weight_is_known_on_every_stage() -> None:
 def test_a_weight_that_changes_activations_between_layers_is_refused_in_words(kind: str, name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"Between reads {name} between layers 0 and 1.*inside a layer"):
         structure_of(kind)
+
+
+# ---- models that recompute their layers themselves ----
+
+
+class Recomputes(Stack):
+    """Runs its layers again in the backward, by calling them."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.training else block(hidden)
+        y = self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return self.entry(x)
+
+
+class RecomputesFromInputs(Recomputes):
+    """No module makes what enters the first layer."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 1, WIDTH // 2)
+
+
+@pytest.mark.parametrize("kind", [Recomputes, RecomputesFromInputs])
+def test_a_model_that_recomputes_its_layers_is_cut_everywhere(kind: type[nn.Module]) -> None:
+    model, inputs = kind().train(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    probe = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+    assert probe.structure.enters_layers == (kind is RecomputesFromInputs)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [Recomputes, RecomputesFromInputs])
+def test_a_layer_is_recomputed_as_part_of_its_own_stage_and_micro_batch(kind: type[nn.Module], schedule: str) -> None:
+    """In a backward, another stage of the rank or another micro-batch may have run last."""
+    torch.manual_seed(0)
+    model, inputs = kind().train(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    whole = copy.deepcopy(model)
+    loss = whole(**inputs)[0]
+    loss.backward()
+    num_chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chosen = find_schedule(schedule)
+    placement = Placement(2, num_chunks, chosen.placement)
+    bounds = [0, 3, 5, 7, 10] if num_chunks == 2 else [0, 5, 10]
+    pipeline = ModelPipeline(
+        model, bounds, placement, inputs, 2, splitter=OwnSplitter(), loss_of=lambda outputs: outputs[0]
+    )
+    found = pipeline.run(chosen.table(2, 2, num_chunks))
+    torch.testing.assert_close(found, loss.detach())
+    gradients = pipeline.gradients()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+
+
+MODELS |= {kind.__name__: kind for kind in (Recomputes, RecomputesFromInputs)}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, checkpoint
 from hf_pipetransformer.autodp.shares import NodeOrder
@@ -128,3 +136,200 @@ def test_a_place_that_no_number_of_steps_tells_is_none_of_trainers(tmp_path: Pat
     said = [export_checkpoint(str(tmp_path / f"checkpoint-{step}"), str(tmp_path / f"{step}")) for step in (2, 3)]
     assert [len(texts) for texts in said] == [1, 0]
     assert "which leads to another one" in said[0][0]
+
+
+# ---- a checkpoint when the job is told to end ----
+
+
+class Told(TrainerCallback):
+    """Sends this process the signal at an event of a step, and goes on when its handler has taken it up."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.event, self.step = event, step
+        self.manager: Any = None
+        setattr(self, event, self.tell)
+
+    def tell(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.manager.is_checkpoint_requested:
+                time.sleep(0.001)
+
+
+def told_to_end(folder: Path, event: str, step: int, **options: Any) -> Any:
+    """A run of six steps that was told to end."""
+    trainer = make(PipeTransformerTrainer, folder, enable_jit_checkpoint=True, **HALVES, **options)
+    told = Told(event, step)
+    (own,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+    told.manager, own.jit_manager.kill_wait = own.jit_manager, 0
+    trainer.add_callback(told)
+    before = own.jit_manager._original_sigterm_handler
+    try:
+        trainer.train()
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return trainer
+
+
+HALVES = {"pipeline_parallel_num_microbatches": 2, "activation_cache": "off"}
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_run_that_was_told_to_end_saves_after_its_step_and_goes_on_as_if_it_had_not(
+    event: str, tmp_path: Path
+) -> None:
+    whole = make(PipeTransformerTrainer, tmp_path / "whole", **HALVES, save_strategy="no")
+    whole.train()
+    in_step = 2 if event == "on_step_end" else 1
+    trainer = told_to_end(tmp_path / "ours", event, in_step, save_strategy="no", eval_strategy="no")
+    assert [path.name for path in (tmp_path / "ours").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert trainer.state.global_step == 2 and losses(trainer) == losses(whole)[:2]
+    assert not list((tmp_path / "ours").rglob("*incomplete*"))
+    again = make(PipeTransformerTrainer, tmp_path / "ours", 1, save_strategy="no", **HALVES)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again, 2) == losses(whole, 2)
+
+
+def test_a_checkpoint_of_a_signal_is_not_written_again_at_the_end_of_its_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is whole again it would hold no state, and the process may be ended at any moment."""
+    saved, write = [], checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", lambda folder, *rest: (saved.append(folder), write(folder, *rest)))
+    told_to_end(tmp_path, "on_step_begin", 3, save_strategy="epoch")
+    assert [Path(folder).name for folder in saved] == ["checkpoint-4"]
+
+
+def test_a_signal_after_the_last_step_of_an_epoch_leaves_the_checkpoint_that_was_just_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, write = [], checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", lambda folder, *rest: (saved.append(folder), write(folder, *rest)))
+    trainer = told_to_end(tmp_path, "on_epoch_end", 4)
+    assert trainer.state.global_step == 4
+    assert [Path(folder).name for folder in saved] == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+
+
+# ---- weights in other files than were saved ----
+
+
+def put_into_files(folder: Path, num_files: int, change: Any = None) -> None:
+    """The same tensors, in so many files."""
+    paths = sorted(folder.glob("model*.safetensors"))
+    tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    for path in folder.glob("model*"):
+        path.unlink()
+    if change is not None:
+        change(tensors)
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return
+    names = {
+        key: f"model-{index % num_files + 1:05}-of-{num_files:05}.safetensors" for index, key in enumerate(tensors)
+    }
+    for name in set(names.values()):
+        save_file({key: tensors[key] for key in tensors if names[key] == name}, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A run with two micro-batches, and its third checkpoint."""
+    folder = tmp_path_factory.mktemp("halves")
+    trainer = make(PipeTransformerTrainer, folder, **HALVES)
+    trainer.train()
+    return trainer, folder / "checkpoint-3"
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said reaches `caplog`, whoever has announced something before."""
+    monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
+
+
+@pytest.mark.parametrize("sizes", [[3], [3, 2], [3, 1]], ids=str)
+def test_a_run_goes_on_where_weights_were_put_into_other_files(
+    sizes: list[int], halves: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, saved = halves
+    shutil.copytree(saved, tmp_path / "checkpoint-3")
+    for size in sizes:
+        put_into_files(tmp_path / "checkpoint-3", size)
+    resumed = make(PipeTransformerTrainer, tmp_path, 1, **HALVES)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed, 3) == losses(whole, 3)
+    # Of one file again nothing is to be told if it has the same bytes.
+    said = [record.message for record in caplog.records if "other files than were saved" in record.message]
+    assert len(said) == (0 if sizes[-1] == 1 else 1)
+
+
+def lose_one(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["bert.encoder.layer.1.output.dense.weight"]
+
+
+def change_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["bert.encoder.layer.1.output.dense.weight"][0, 0] += 1e-6
+
+
+def shorten_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["bert.encoder.layer.1.output.dense.bias"] = tensors["bert.encoder.layer.1.output.dense.bias"].half()
+
+
+def cut_one(folder: Path) -> None:
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def flip_one(folder: Path) -> None:
+    path = folder / "model-00002-of-00003.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def remove_one(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def lead_elsewhere(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = (folder / "model.safetensors.index.json").read_text()
+    (folder / "model.safetensors.index.json").write_text(
+        index.replace("model-00002-of-00003.safetensors", "../elsewhere.safetensors")
+    )
+
+
+@pytest.mark.parametrize("change", [lose_one, change_one, shorten_one])
+def test_other_tensors_in_other_files_are_damage(change: Any, halves: tuple[Any, Path], tmp_path: Path) -> None:
+    shutil.copytree(halves[1], tmp_path / "checkpoint-3")
+    put_into_files(tmp_path / "checkpoint-3", 3, change)
+    with pytest.raises(ValueError, match="is damaged: model-0000.*the weights are not those that were saved"):
+        checkpoint.read_state(str(tmp_path / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("damage", [cut_one, flip_one, remove_one, lead_elsewhere])
+def test_damage_to_other_files_is_damage(damage: Any, halves: tuple[Any, Path], tmp_path: Path) -> None:
+    shutil.copytree(halves[1], tmp_path / "checkpoint-3")
+    put_into_files(tmp_path / "checkpoint-3", 3)
+    damage(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match="is damaged: model"):
+        checkpoint.read_state(str(tmp_path / "checkpoint-3"))
+
+
+def test_weights_that_were_laid_before_those_of_the_checkpoint_are_damage(
+    halves: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """One file is read before several: of a checkpoint with several nobody would look at them."""
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(halves[1], folder)
+    put_into_files(folder, 2)
+    state = checkpoint.read_state(str(folder))
+    written = {name: state["files"][name] for name in state["files"] if name.startswith(checkpoint.STATE_FOLDER)}
+    names = ("version", "files", "weights")
+    checkpoint.write_state(str(folder), {name: state[name] for name in state if name not in names}, written)
+    checkpoint.read_state(str(folder))
+    shutil.copy(halves[1].parent / "checkpoint-6" / "model.safetensors", folder)
+    with pytest.raises(ValueError, match="is damaged: model.safetensors was not written with it"):
+        checkpoint.read_state(str(folder))

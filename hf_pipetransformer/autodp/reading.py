@@ -96,7 +96,7 @@ def order_of_run(
     sampler = copy.copy(sampler)  # The user's own may be asked again.
     if isinstance(sampler, LengthGroupedSampler):
         # It sorts within some batches; those are global ones here.
-        sampler.batch_size *= args.world_size
+        sampler.batch_size = args.global_batch_size(sampler.batch_size)
     if shared is None and getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     return sampler

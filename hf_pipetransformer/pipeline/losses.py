@@ -42,11 +42,13 @@ class FoundRule:
         rule: how losses of parts add up.
         ignores_num_items: whether the loss ignores `num_items_in_batch`.
         refusal: why the loss of a batch is not made of the losses of its parts; None if it is.
+        is_finite: whether there was a loss to tell anything of.
     """
 
     rule: LossRule
     ignores_num_items: bool
     refusal: str | None = None
+    is_finite: bool = True
 
 
 class LossDoesNotDecomposeError(ValueError):
@@ -95,7 +97,7 @@ def find_loss_rule(
             f"The loss of {size} samples is {float(whole[0]):.7g} before the first step, so that nothing can be told "
             "of it. Expected a finite loss: look at the data, the labels and the weights."
         )
-        return FoundRule(LossRule.MEAN, ignores_num_items=False, refusal=text)
+        return FoundRule(LossRule.MEAN, ignores_num_items=False, refusal=text, is_finite=False)
     told_more = measure([(dict(inputs), 1.0)], 2 * total)
     ignores = _equal(told_more, whole, SAME_INPUTS_TOLERANCE, smallest=0.0)
     if not ignores and not _equal(2 * told_more, whole, SAME_INPUTS_TOLERANCE, smallest=0.0):

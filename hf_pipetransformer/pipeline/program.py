@@ -172,7 +172,7 @@ class ModelProgram:
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)
-        with self.weight_gradients.put_off(micro_batch.index):
+        with self.view.backward_of(self.units, received), self.weight_gradients.put_off(micro_batch.index):
             if not self.has_head:
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)

@@ -101,7 +101,7 @@ class Beginning:
         layout, saved = self.pipeline.layout, self.resumption
         policy = self.policy.describe() if self.replay is None else "replayed"
         freezes = self.policy.freezes or self.replay is not None
-        samples = self.trainer.args.per_device_train_batch_size
+        samples = self.trainer.args.train_samples_per_device
         fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
         fields["nodes"] = list(map(len, self.topology.nodes))
         step, epoch = 0, 0.0
@@ -252,7 +252,7 @@ class Beginning:
             policy=self.policy,
             clock=clock,
             args=args,
-            inputs=plans.inputs(began_under, args.per_device_train_batch_size, self._known_microbatches()),
+            inputs=plans.inputs(began_under, args.train_samples_per_device, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
             world_size=self.topology.world_size,
             units_of_parameter={n: units for n, units in units_of_parameter.items() if stage.store.trainable[n]},
@@ -320,7 +320,7 @@ class Beginning:
             return saved
         plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
         path = self.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
-        samples = self.trainer.args.per_device_train_batch_size
+        samples = self.trainer.args.train_samples_per_device
         known = self.topology.decide(
             lambda: [[*shape, m] for shape, m in read_known_microbatches(path, layout, samples).items()]
         )

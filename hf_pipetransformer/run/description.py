@@ -56,7 +56,8 @@ def _described(trainer: Trainer, topology: Topology, policy: FreezePolicy) -> di
 
 def saves_state(args: PipeTransformerArguments) -> bool:
     """Whether the checkpoints of a run hold more than its model."""
-    return args.save_strategy != SaveStrategy.NO and not args.save_only_model
+    saves = args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
+    return saves and not args.save_only_model
 
 
 def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:

@@ -59,7 +59,7 @@ def measure(
         most_elements: parameters that an optimizer is tried with.
     """
     args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
-    samples = args.per_device_train_batch_size * layout.pipeline_size * args.gradient_accumulation_steps
+    samples = args.train_samples_per_device * layout.pipeline_size * args.gradient_accumulation_steps
     read = typical.seconds_per_sample or (0.0 if cache is None else cache.planner.input_seconds)
     # Workers read while the others compute.
     reading = 0.0 if args.dataloader_num_workers else samples * read
@@ -89,8 +89,8 @@ def make_forecast(
         steps_per_epoch: optimizer steps.
     """
     layout, plans = pipeline.layout, pipeline.start_up.plans
-    rules = plans.inputs(layout, args.per_device_train_batch_size, {}).rules
-    samples, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    rules = plans.inputs(layout, args.train_samples_per_device, {}).rules
+    samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
 
     @remembered
     def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:

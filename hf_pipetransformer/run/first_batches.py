@@ -75,7 +75,7 @@ def most_samples(args: PipeTransformerArguments) -> int:
     """How many samples the whole model may be run with, in full precision: a step of the run takes more memory."""
     if args.pipeline_checkpoint != "never" or args.activation_checkpointing:
         return 1
-    size = args.per_device_train_batch_size
+    size = args.train_samples_per_device
     return max(1, min(NUM_PROBE_SAMPLES, size // 2 if args.bf16 or args.fp16 else size))
 
 
@@ -89,11 +89,12 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     if not isinstance(given, Request):
         return UsersBatch(_first_of(given))
     dataset, collate = host.dataset_and_collator(trainer, given.dataset, given.description)
+    size = trainer.args.global_batch_size(given.batch_size) // trainer.args.world_size
     if is_stream(dataset):
-        return OwnBatches(dataset, collate, given.batch_size)
+        return OwnBatches(dataset, collate, size)
     sampler = given.sampler(dataset)
     order = partial(order_of_run, dataset, sampler, trainer.args, SharedDraws(present_states()))
-    return OwnBatches(dataset, collate, given.batch_size, order, sampler)
+    return OwnBatches(dataset, collate, size, order, sampler)
 
 
 def _first_of(loader: Any) -> dict[str, Any]:

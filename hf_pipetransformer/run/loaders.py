@@ -127,7 +127,7 @@ def make_loader(
     """
     args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_draws
     dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
-    batch_size, groups = request.batch_size * topology.world_size, pipeline.stage.groups
+    batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
     place = (groups, placeholders, args.pipeline_timeout, batch_size, request.is_training, shared)
     loader: PipelineLoader

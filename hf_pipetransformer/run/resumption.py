@@ -74,7 +74,7 @@ class Resumption:
         Unless it does not fit the processes or the settings of this run: then as many layers stay frozen. `plan` are
         the layouts by step, if they are replayed; else `policy` decides what freezes and thaws.
         """
-        batch_size = self.args.per_device_train_batch_size
+        batch_size = self.args.train_samples_per_device
         if self.is_plain:
             return start_up.plans.layout(batch_size) if plan is None else plan[0]
         layout, structure = self.layout, start_up.probe.structure
@@ -202,8 +202,9 @@ def _read(where: str | bool, description: RunDescription) -> tuple[str, dict[str
 def _read_state(folder: str, description: RunDescription) -> dict[str, Any]:
     if not is_plain(folder):
         return checkpoint.read_state(folder)
-    drops_last = description.trainer.args.dataloader_drop_last
-    return read_plain_state(folder, description.data()["num_samples"], drops_last)
+    args = description.trainer.args
+    num_samples = description.data()["num_samples"]
+    return read_plain_state(folder, num_samples, args.dataloader_drop_last, args.splits_batches)
 
 
 def _read_newest(description: RunDescription) -> tuple[str, dict[str, Any]]:

@@ -51,6 +51,7 @@ from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan, read_replayed_skips
 from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
+from hf_pipetransformer.run.signals import SavesOnSignal
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
 from hf_pipetransformer.run.thawing import check_thawing, longest_pipeline
 from hf_pipetransformer.run.training import Training
@@ -130,6 +131,8 @@ class Run:
         self._in_loop = ExitStack()
         self.training_loader: Any = None
         """What the training under way reads."""
+        self.signals: SavesOnSignal
+        """Of the training under way."""
 
     def start(self, found: Found, layout: Layout, longest: int = 1) -> Pipeline:
         """The pipeline starts; `longest` is the longest K that it may grow to.
@@ -164,7 +167,7 @@ class Run:
             return True
         found = None if request is None else self._look(request, is_training=False)
         if found is not None:
-            self.start(found, found.start_up.plans.layout(self.trainer.args.per_device_train_batch_size))
+            self.start(found, found.start_up.plans.layout(self.trainer.args.train_samples_per_device))
         return found is not None
 
     def _look(self, given: Request | Any, is_training: bool) -> Found | None:
@@ -261,7 +264,7 @@ class Run:
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
-            layout = start_up.plans.layout(args.per_device_train_batch_size) if replay is None else replay[0]
+            layout = start_up.plans.layout(args.train_samples_per_device) if replay is None else replay[0]
         first = None if resumption is None else resumption.first_layout
         longest = longest_pipeline(layout, first, self.policy, replay)
         if request is None:
@@ -281,6 +284,8 @@ class Run:
         self.seeds.begin(pipeline.stage)
         self._beginning = beginning
         self._in_loop.enter_context(pipeline.stage.active())
+        self.signals = SavesOnSignal(trainer, topology)
+        self._in_loop.callback(self.signals.give_back)
         if request is None:
             self.training_loader = drawing_alike(loader, pipeline.shared_draws)
         else:
@@ -318,6 +323,7 @@ class Run:
         pipeline, training, self.in_training = self.pipeline, self.training, None
         pipeline.steps = None
         training.steps.noted.note("train")  # Trainer logs once more.
+        self.signals.give_back()  # Trainer's own gives the signal's handler back.
         training.end()
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")

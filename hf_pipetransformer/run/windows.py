@@ -30,7 +30,7 @@ Cut = Callable[[dict[str, Any], int, Fetched], Batch]
 
 def units_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
     """Micro-batches of an optimizer step of full batches: none is without samples."""
-    samples = args.per_device_train_batch_size * layout.pipeline_size
+    samples = args.train_samples_per_device * layout.pipeline_size
     return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
 
 

@@ -10,7 +10,7 @@ from hf_pipetransformer.splitters.bert import BertSplitter
 from hf_pipetransformer.splitters.deberta_v2 import DebertaV2Splitter
 from hf_pipetransformer.splitters.dinov2 import Dinov2Splitter
 from hf_pipetransformer.splitters.distilbert import DistilBertSplitter
-from hf_pipetransformer.splitters.generic import GenericSplitter
+from hf_pipetransformer.splitters.generic import GenericSplitter, StackSplitter
 from hf_pipetransformer.splitters.gpt2 import GPT2Splitter
 from hf_pipetransformer.splitters.llama import LlamaSplitter
 from hf_pipetransformer.splitters.modernbert import ModernBertSplitter
@@ -48,13 +48,7 @@ _SPLITTERS = {model_type: splitter for splitter in _FAMILIES for model_type in s
 def find_splitter(model: Any) -> Splitter:
     """The splitter of the model's family, by `config.model_type`; the generic one for families without their own.
 
-    Raises:
-        UnsupportedModelError: the model has no Hugging Face config.
+    Models without such a config get one that looks for a stack alone.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no config.model_type: expected a Hugging Face `PreTrainedModel`. "
-            "Pass `splitter=` to say how another model falls into layers."
-        )
-    return _SPLITTERS.get(model_type, GenericSplitter)()
+    return StackSplitter() if model_type is None else _SPLITTERS.get(model_type, GenericSplitter)()

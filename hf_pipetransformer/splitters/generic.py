@@ -47,11 +47,11 @@ class GenericSplitter(Splitter):
         raise AssertionError("the generic splitter never cuts inside a layer")
 
 
-def _is_uniform(stack: nn.ModuleList) -> bool:
+def _is_uniform(stack: nn.ModuleList | nn.Sequential) -> bool:
     return not _unlike(stack)
 
 
-def _unlike(stack: nn.ModuleList) -> str:
+def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
     """What tells a layer of a stack from the first; nothing if they are alike."""
 
     def shapes(layer: nn.Module) -> dict[str, Any]:
@@ -64,3 +64,21 @@ def _unlike(stack: nn.ModuleList) -> str:
             if first.get(key) != other.get(key):
                 return f", layer {index} with {key} {other.get(key)} instead of {first.get(key)}"
     return ""
+
+
+class StackSplitter(GenericSplitter):
+    """Models without a config: the one stack of equal modules, two or more, that is not inside another such stack."""
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        stacks = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
+        uniform = [stack for stack in stacks if _is_uniform(stack)]
+        inside = {id(part) for stack in uniform for layer in stack for part in layer.modules()}
+        outermost = [stack for stack in uniform if id(stack) not in inside]
+        if len(outermost) == 1:
+            return list(outermost[0])
+        found = [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no config.model_type: expected a Hugging Face `PreTrainedModel`, or a model "
+            f"with one stack of uniform layers (nn.ModuleList or nn.Sequential), found {found}. Pass `splitter=` to "
+            "say how another model falls into layers."
+        )

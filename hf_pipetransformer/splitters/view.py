@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -98,6 +99,21 @@ class StageView:
                 "Layers that are skipped at random (layerdrop) cannot be stages."
             )
         return result
+
+    @contextmanager
+    def backward_of(self, units: range, received: torch.Tensor | None) -> Iterator[None]:
+        """The backward of what `run` gave: a model that recomputes its layers itself finds them as they were then.
+
+        Args:
+            units: see `run`.
+            received: see `run`.
+        """
+        self.narrow(units)
+        self.received = received
+        try:
+            yield
+        finally:
+            self.received = None
 
     def narrow(self, units: range) -> None:
         """Run `units` alone until `widen`."""

@@ -162,7 +162,7 @@ def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topol
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Samples of the largest micro-batch that the first layout has; with K to be chosen, that of the shortest."""
     size = args.pipeline_size or 1
-    samples = args.per_device_train_batch_size * size
+    samples = args.train_samples_per_device * size
     return -(-samples // num_microbatches_at_start(args, size, samples))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +52,14 @@ class Subject:
 
 
 def main_input_of(model: nn.Module) -> str:
-    """Name of the input that the embeddings read."""
-    name: str = getattr(model, "main_input_name", "input_ids")
-    return name
+    """Name of the input that the embeddings read; of a model that does not say, `input_ids` or the first one."""
+    name: str | None = getattr(model, "main_input_name", None)
+    if name is not None:
+        return name
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    # A wrapper hands on whatever it is given.
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return names[0] if names and "input_ids" not in names else "input_ids"
 
 
 def has_dropout(model: nn.Module) -> bool:

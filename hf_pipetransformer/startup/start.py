@@ -13,7 +13,7 @@ from hf_pipetransformer.autodp.loader import CommonLength
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import batch_size, take_rows
 from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, Parts, find_loss_rule
-from hf_pipetransformer.report.events import read_unfit
+from hf_pipetransformer.report.events import logger, read_unfit
 from hf_pipetransformer.samples import with_two_labels
 from hf_pipetransformer.splitters.check import Probe, gradient_norms, gradients_discarded, probe_model, undisturbed
 from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
@@ -98,7 +98,7 @@ def look_at(
                 check_slices(exact, probe.structure, rule.rule, topology)
         costs = measure_costs(subject, probe.structure, args, topology, read)
         if args.cuts_tokens:
-            most = min(args.per_device_train_batch_size, affordable_sequences(costs.units, device, topology))
+            most = min(args.train_samples_per_device, affordable_sequences(costs.units, device, topology))
             slices = measure_slices(subject, probe.structure, rule.rule, topology, read, most)
             costs = replace(costs, units=replace(costs.units, slices=slices))
     if args.pipeline_size != 1 and topology.world_size > 1:
@@ -191,7 +191,12 @@ def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topolog
 
     def find() -> list[Any]:
         found = find_loss_rule(measure, with_two_labels(inputs), exact.count, not is_whole)
-        return [found.rule.value, found.ignores_num_items, found.refusal]
+        refusal = found.refusal
+        if not found.is_finite and any(bool(p.isnan().any()) for p in exact.model.parameters()):
+            # Whatever the rule is: its gradients leave no weight that is a number.
+            logger.warning("Weights of the model are nan before the first step, so everything that follows is.")
+            refusal = None
+        return [found.rule.value, found.ignores_num_items, refusal]
 
     rule, ignores_num_items, refusal = topology.decide(find)
     if refusal is not None and not is_whole:

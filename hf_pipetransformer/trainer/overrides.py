@@ -102,7 +102,7 @@ class Overrides(_Trainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of one optimizer step, the same for every layout."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return self.pipeline_run.training.clip_gradients()
@@ -120,6 +120,7 @@ class Overrides(_Trainer):
                 super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        self.pipeline_run.signals.after_step()
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         training = self.pipeline_run.training
         training.end_step(logs, self.control.should_evaluate or self.control.should_save)

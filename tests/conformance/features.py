@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.conformance import pieces
 from tests.conformance.covering import Pair, covering_array
+from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH
 from tests.models import MODELS, Row
 
 
@@ -246,6 +247,8 @@ _FACTORS: dict[str, list[Feature]] = {
             },
         ),
     ],
+    # No signal comes; the ranks ask each other after each step.
+    "enable_jit_checkpoint": [Feature("no"), Feature("yes", pipeline_options={"enable_jit_checkpoint": True})],
     "data_seed": [Feature("none"), Feature("5", {"data_seed": 5})],
     "data set": [
         _dataset("datasets.Dataset", pieces.arrow_dataset),
@@ -277,6 +280,19 @@ _FACTORS: dict[str, list[Feature]] = {
         ),
     ],
     "dataloader_drop_last": [Feature("no"), Feature("yes", {"dataloader_drop_last": True})],
+    # Both are another way to say the same batches to one process; to several, `split` gives sizes for all of them.
+    "batches": [
+        Feature("read by each process"),
+        Feature(
+            "split",
+            pipeline_options={
+                "accelerator_config": {"split_batches": True},
+                "per_device_train_batch_size": GLOBAL_BATCH,
+                "per_device_eval_batch_size": GLOBAL_EVAL_BATCH,
+            },
+        ),
+        Feature("dispatched", pipeline_options={"accelerator_config": {"dispatch_batches": True}}),
+    ],
     "remove_unused_columns": [Feature("yes"), Feature("no", {"remove_unused_columns": False})],
     "metrics": [
         Feature("none"),

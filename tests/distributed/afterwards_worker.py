@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.models import build_model, collate, make_dataset
+from tests.test_trainers_checkpoints import Told
 
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -83,6 +85,44 @@ def look(trainer: PipeTransformerTrainer) -> dict[str, Any]:
     }
 
 
+def losses_of(trainer: PipeTransformerTrainer) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def told_to_end(schedule: str) -> dict[str, Any]:
+    """A signal comes to rank 1 alone, amid its third step; and the run that goes on from what is saved then."""
+    output = FOLDER / f"told-{schedule}"
+
+    def make(**options: Any) -> PipeTransformerTrainer:
+        args = PipeTransformerArguments(
+            output_dir=str(output), per_device_train_batch_size=4, max_steps=6, save_strategy="no", use_cpu=True,
+            report_to="none", disable_tqdm=True, logging_steps=1, pipeline_parallel_size=2,
+            pipeline_parallel_num_microbatches=2, pipeline_timeout=30, pipeline_schedule=schedule, **options,
+        )  # fmt: skip
+        return PipeTransformerTrainer(
+            build_model(MODEL, 1), args, train_dataset=make_dataset(MODEL, 16), data_collator=collate
+        )
+
+    whole = make()
+    whole.train()
+    trainer = make(enable_jit_checkpoint=True)
+    (own,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+    own.jit_manager.kill_wait = 0
+    if RANK == 1:
+        told = Told("on_pre_optimizer_step", 2)
+        told.manager = own.jit_manager
+        trainer.add_callback(told)
+    trainer.train()
+    stopped_at = trainer.state.global_step
+    again = make()
+    again.train(resume_from_checkpoint=True)
+    return {
+        "stopped_at": stopped_at,
+        "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
+        "losses": [losses_of(each) for each in (whole, trainer, again)],
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     args = PipeTransformerArguments(
@@ -104,6 +144,9 @@ def main() -> None:
     found["num_predicted"] = len(trainer.predict(trainer.eval_dataset).predictions)
     found["num_parameters_read"] = [acts.num_read, len(list(trainer.model.parameters()))]
     found["predicted"] = look(trainer)
+
+    for schedule in ("1f1b", "async_1f1b"):
+        found[schedule] = told_to_end(schedule)
 
     acts.fails = True
     found["failure"] = error_of(trainer.train)

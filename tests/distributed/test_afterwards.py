@@ -48,6 +48,21 @@ def test_an_evaluation_within_another_takes_no_sample_twice(ranks: list[dict[str
         assert num_read == num_parameters
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "async_1f1b"])
+def test_a_signal_to_one_rank_has_all_ranks_save_after_the_same_step_and_stop(
+    ranks: list[dict[str, Any]], schedule: str
+) -> None:
+    for found in ranks:
+        told = found[schedule]
+        assert (told["stopped_at"], told["checkpoints"]) == (3, ["checkpoint-3"])
+        whole, stopped, again = told["losses"]
+        assert whole.keys() == {"1", "2", "3", "4", "5", "6"}
+        assert stopped == {step: whole[step] for step in ("1", "2", "3")}
+        assert again.keys() == whole.keys()
+        if schedule == "1f1b":  # Stages that drain at another step see other weights.
+            assert again == whole
+
+
 def test_a_model_that_a_failure_left_in_parts_is_put_together_or_refused(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["failure"].startswith("RuntimeError: planted") and found["num_missing"] > 0

@@ -287,7 +287,6 @@ NAMED = {
     "unseeded_order": "use_seedable_sampler",
     "gather_object": "eval_use_gather_object",
     "debug": "debug=",
-    "jit_checkpoint": "enable_jit_checkpoint",
 }
 
 
