@@ -24,10 +24,10 @@ SAME_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CHECKED := hf_pipetransformer scripts tests
+CHECKED := hf_pipetransformer scripts tests examples
 
 .PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
-.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-timely benchmark-pipe study study-async study-front study-views pipe-suites clean
+.PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -40,7 +40,6 @@ help:
 	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
 	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
 	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, throughput, half an hour; make study-async: its accuracy"
-	@echo "make benchmark-timely  steps that skip weight gradients beside what is predicted, five minutes of a quiet machine"
 	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
@@ -138,10 +137,6 @@ benchmark-async: $(INSTALLED)
 		--output benchmarks/async.json
 	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_async.py --emulated \
 		--output benchmarks/async.json
-
-benchmark-timely: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_timely.py \
-		--output benchmarks/timely.json
 
 benchmark-pipe: $(INSTALLED)
 	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_pipe.py --output benchmarks/pipe.json

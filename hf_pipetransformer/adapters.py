@@ -38,19 +38,6 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def check_skipping_model(model: Any, what: str) -> None:
-    """Refuse a model with adapters; `what` skips weight gradients.
-
-    Raises:
-        ValueError: it has some.
-    """
-    if has_adapters(model):
-        raise ValueError(
-            f"{what} with a PEFT model: adapters are small, so that their weight gradients take no time worth "
-            "skipping. Use another policy or plan."
-        )
-
-
 def bare_model(model: Any) -> Any:
     """The model of transformers inside one of PEFT; the adapters are among its modules."""
     if not has_adapters(model):

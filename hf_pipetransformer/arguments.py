@@ -31,10 +31,9 @@ from hf_pipetransformer.token_slices import Plans
 logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
-FREEZE_POLICIES = ("gradient_norm", "schedule", "gradient_change", "plasticity", "saliency", "timely", "fixed", "none")
+FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
-FREEZE_BUDGETS = ("epochs", "time")
 CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
@@ -62,13 +61,7 @@ READERS: dict[str, Reader] = {
     "freeze_interval": interval,
     "freeze_warmup": number("a share of the run in [0, 1)", lambda share: 0 <= share < 1),
     "freeze_min_active_layers": whole_number("a number of layers, 0 or more", least=0),
-    "freeze_percentile": number("a percentile from 0 to 100", lambda percentile: 0 <= percentile <= 100),
-    "freeze_tolerance": number("between 0 and 1, both excluded", lambda share: 0 < share < 1),
-    "freeze_patience": whole_number("a number of decisions, 1 or more", least=1),
-    "freeze_thaw": truth,
-    "freeze_max_ratio": number("between 0 and 1, both excluded", lambda share: 0 < share < 1),
     "freeze_at": optional(freeze_table),
-    "freeze_budget": choice(FREEZE_BUDGETS),
     "elastic": truth,
     "pipeline_compression": choice(COMPRESSIONS),
     "layout_plan": optional(path),
@@ -150,13 +143,7 @@ class PipeTransformerArguments(TrainingArguments):
         freeze_interval (`str`, *optional*, defaults to `"epoch"`): time between two decisions.
         freeze_warmup (`float`, *optional*, defaults to 0.5): share of the run without freezing.
         freeze_min_active_layers (`int`, *optional*, defaults to 2): layers that are never frozen, but by `"fixed"`.
-        freeze_percentile (`float`, *optional*, defaults to 50): bound of the policy `"gradient_change"`.
-        freeze_tolerance (`float`, *optional*, defaults to 0.2): bound of the policy `"plasticity"`.
-        freeze_patience (`int`, *optional*, defaults to 2): decisions that a layer stays below that bound.
-        freeze_thaw (`bool`, *optional*, defaults to `False`): `"plasticity"` thaws layers at a low learning rate.
-        freeze_max_ratio (`float`, *optional*, defaults to 0.5): bound of the policy `"timely"`.
         freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
-        freeze_budget (`str`, *optional*, defaults to `"epochs"`): what `num_train_epochs` bounds, epochs or time.
 
     Parameters that control the elastic pipeline (sections 3.2 and 3.3):
         elastic (`bool`, *optional*, defaults to `True`): let the pipeline shrink and multiply as layers freeze.
@@ -255,10 +242,8 @@ class PipeTransformerArguments(TrainingArguments):
         default="none",
         metadata={
             "help": "How layers are frozen, from the bottom, while training: not at all ('none'), by 'gradient_norm' "
-            "(PipeTransformer, Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), by how much gradients "
-            "('gradient_change') or outputs of layers ('plasticity') still change, by what the loss gains from layers "
-            "for their time ('saliency'), or 'fixed' by freeze_at. 'timely' freezes nothing for good: each step skips "
-            "the weight gradients of some layers, where that makes it shorter.",
+            "(PipeTransformer, Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), or 'fixed' by "
+            "freeze_at. Pass `policy=` for a policy of your own.",
             "choices": FREEZE_POLICIES,
         },
     )
@@ -287,52 +272,11 @@ class PipeTransformerArguments(TrainingArguments):
     freeze_min_active_layers: int = field(
         default=2, metadata={"help": "Layers, counted from the top, that are never frozen, but by freeze_at."}
     )
-    freeze_percentile: float = field(
-        default=50.0,
-        metadata={
-            "help": "For freeze_policy='gradient_change': layers freeze up to the first whose change is above this "
-            "percentile of the changes of all active layers."
-        },
-    )
-    freeze_tolerance: float = field(
-        default=0.2,
-        metadata={
-            "help": "For freeze_policy='plasticity': the share of its largest plasticity, in (0, 1), that a layer "
-            "must stay below to freeze."
-        },
-    )
-    freeze_patience: int = field(
-        default=2,
-        metadata={"help": "For freeze_policy='plasticity': the decisions in a row at which it must."},
-    )
-    freeze_thaw: bool = field(
-        default=False,
-        metadata={
-            "help": "For freeze_policy='plasticity': thaw what it froze once the learning rate is a tenth or less of "
-            "what it was at the first freeze."
-        },
-    )
-    freeze_max_ratio: float = field(
-        default=0.5,
-        metadata={
-            "help": "For freeze_policy='timely': the largest share of a stage's weight gradients, in (0, 1), that a "
-            "step skips on average."
-        },
-    )
     freeze_at: str | None = field(
         default=None,
         metadata={
             "help": "For freeze_policy='fixed': 'step:layers,...', before optimizer step number step (0 is the first) "
             "the first layers layers are frozen; a smaller number later on thaws the others, 0 all of them."
-        },
-    )
-    freeze_budget: str = field(
-        default="epochs",
-        metadata={
-            "help": "What freezing saves: time ('epochs'), or with 'time' as many more epochs as fit the time that "
-            "num_train_epochs are predicted to take with nothing frozen or stored. The learning rate falls over the "
-            "longer run. For freeze_policy='fixed' and 'schedule', which are known before the run.",
-            "choices": FREEZE_BUDGETS,
         },
     )
     elastic: bool = field(

@@ -109,16 +109,6 @@ class LayoutController:
             self._next_decision = int(self.topology.decide(lambda: self.decisions.next_step(step)))
         return step == self._next_decision
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether numbers of micro-batches are on trial."""
-        return self._trial is not None
-
-    def expect(self, seconds: float) -> None:
-        """Steps take so long from the next one on, says a prediction: it is set beside what they take."""
-        self._predicted = seconds
-        self.meter.reset()
-
     def coming_decisions(self) -> list[int]:
         """Steps before which the layout may change, as far as it is known."""
         if self.replay is not None:

@@ -313,7 +313,6 @@ TOLD_ARGUMENTS = (
     *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
     *("pipeline_chunks", "pipeline_token_slices", "pipeline_weights", "pipeline_clip", "pipeline_drain_interval"),
     *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),
-    *("freeze_percentile", "freeze_tolerance", "freeze_patience", "freeze_thaw", "freeze_max_ratio", "freeze_budget"),
     *("freeze_min_active_layers", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
@@ -368,13 +367,6 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
         for name, value in saved["arguments"].items()
         if present["arguments"].get(name, value) != value
     }
-    stays = ""
-    if present["arguments"].get("freeze_budget") == "time" and "num_train_epochs" in changed:
-        found, value = changed.pop("num_train_epochs")
-        stays = (
-            f"freeze_budget='time': the run stays as long as it was planned, num_train_epochs={found} (was {value}) "
-            "changes nothing. Set freeze_budget='epochs' for a run of so many epochs."
-        )
     told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
     kind, old_kind = present["policy_class"], saved.get("policy_class", present["policy_class"])
     if kind != old_kind:
@@ -385,13 +377,13 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
     if saved["has_plan"] and not present["has_plan"]:
         told.append("no layout_plan (was replayed)")
     if not told:
-        return stays or None
+        return None
     kept = [name for name in _KEPT_ARGUMENTS if name in changed]
     of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint stay in force." if kept else ""
     return (
         f"The run goes on with other settings than it was saved with: {'; '.join(told)}. It goes on from the same "
-        f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint} {stays}"
-    ).strip()
+        f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint}"
+    )
 
 
 def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:

@@ -30,9 +30,6 @@ class FirstBatches(Protocol):
     def read(self, num_samples: int) -> dict[str, Any]:
         """The first samples, at most so many, in one batch."""
 
-    def spread(self, num_samples: int, num_batches: int) -> Generator[dict[str, Any]]:
-        """Batches of at most so many samples from all over an epoch."""
-
 
 @dataclass(frozen=True)
 class OwnBatches:
@@ -64,22 +61,6 @@ class OwnBatches:
         with generators_kept(self.dataset, self.collate, self.sampler):
             return dict(self.collate(list(islice(self._samples(), num_samples))))
 
-    def spread(self, num_samples: int, num_batches: int) -> Generator[dict[str, Any]]:
-        """See `FirstBatches`; of a stream the first ones."""
-        with generators_kept(self.dataset, self.collate, self.sampler):
-            if is_stream(self.dataset):
-                samples = self._samples()
-                parts = (list(islice(samples, num_samples)) for _ in range(num_batches))
-                yield from (dict(self.collate(rows)) for rows in parts if rows)
-                return
-            order = list(self.order())
-            whole = max(1, len(order) // num_samples)
-            # In the middle of equal parts: orders by length would else look longer than they are.
-            chosen = {whole * (2 * number + 1) // (2 * num_batches) for number in range(num_batches)}
-            for batch in sorted(chosen):
-                indices = order[batch * num_samples : (batch + 1) * num_samples]
-                yield dict(self.collate([self.dataset[index] for index in indices]))
-
     def _samples(self) -> Iterator[Any]:
         if not is_stream(self.dataset):
             return (self.dataset[index] for index in self.order())
@@ -104,10 +85,6 @@ class UsersBatch:
     def read(self, num_samples: int) -> dict[str, Any]:
         """See `FirstBatches`."""
         return take_samples(self.batch, slice(0, num_samples))
-
-    def spread(self, num_samples: int, num_batches: int) -> Generator[dict[str, Any]]:
-        """See `FirstBatches`: there is one."""
-        yield self.read(num_samples)
 
 
 def probe_samples(

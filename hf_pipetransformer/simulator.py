@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_pipetransformer.pipeline.checker import ScheduleError
-from hf_pipetransformer.pipeline.schedules import GIVES, NEEDS, SENDS, Action, Op, Schedule, Table, source_of
+from hf_pipetransformer.pipeline.schedules import (
+    GIVES,
+    NEEDS,
+    SENDS,
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    Table,
+    source_of,
+)
 from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
 from hf_pipetransformer.placement import Placement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -39,17 +39,20 @@ def are_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     return {**found, DEFAULTS: None} == {**expected, DEFAULTS: None}
 
 
-def in_force(records: Iterable[dict[str, Any]], settings: Mapping[str, dict[str, Any]]) -> Runs:
-    """Those with the settings that the study has now.
+def in_force(
+    records: Iterable[dict[str, Any]], settings: Mapping[str, dict[str, Any]], retired: Collection[str] = ()
+) -> Runs:
+    """Select the runs with the settings that the study has now, by contender and seed.
 
     Args:
         settings: by contender.
+        retired: contenders that the study no longer runs, whose results stay.
     """
     runs: Runs = {name: {} for name in settings}
     for record in records:
         name = record["contender"]
-        if name in settings and are_same(record["settings"], settings[name]):
-            runs[name].setdefault(record["seed"], record)
+        if name in retired or (name in settings and are_same(record["settings"], settings[name])):
+            runs.setdefault(name, {}).setdefault(record["seed"], record)
     return runs
 
 
@@ -162,7 +165,11 @@ def compare(runs: Runs, full: Sequence[str], metric: str) -> list[dict[str, Any]
 
 
 def make_report(
-    folder: Path, settings: Mapping[str, Mapping[str, dict[str, Any]]], metrics: Mapping[str, str], full: str
+    folder: Path,
+    settings: Mapping[str, Mapping[str, dict[str, Any]]],
+    metrics: Mapping[str, str],
+    full: str,
+    retired: Collection[str] = (),
 ) -> dict[str, Any]:
     """What is told of all tasks; runs that are left out are printed.
 
@@ -175,7 +182,7 @@ def make_report(
     tasks = {}
     for task, by_contender in settings.items():
         records = read_records(folder / f"{task}.jsonl")
-        runs = in_force(records, by_contender)
+        runs = in_force(records, by_contender, retired)
         num_kept = sum(len(by_seed) for by_seed in runs.values())
         if num_kept < len(records):
             print(f"{task}: left out {len(records) - num_kept} runs with other settings, or done twice.")

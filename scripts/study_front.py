@@ -45,8 +45,6 @@ from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.arguments import FREEZE_POLICIES
-from hf_pipetransformer.option_combinations import POLICY_OF_OPTION
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 
@@ -64,17 +62,17 @@ NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
 PREFIXES = {"1/6": 1 / 6, "1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
 TOPS = ("1/3", "2/3")
 STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
-TIME_BUDGET = {"freeze_budget": "time"}
 POLICIES: dict[str, dict[str, Any]] = {
     "gradient_norm": {},
     "schedule": {},
-    "schedule, time budget": {"freeze_policy": "schedule", **TIME_BUDGET},
     "schedule, as in the paper": {"freeze_policy": "schedule", "freeze_warmup": 0.0, "freeze_min_active_layers": 0},
-    "gradient_change": {},
-    "plasticity": {},
-    "saliency": {},
 }
 """Options beside those that every policy has; the policy's name is the contender's if it is not among them."""
+RETIRED = frozenset(
+    {"gradient_change", "plasticity", "saliency", "schedule, time budget"}
+    | {f"first {name} frozen, time budget" for name in PREFIXES}
+)
+"""Contenders that were measured before their options were removed; their results stay in the report."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,8 @@ class Contender:
     lora: dict[str, Any] | None = None
 
 
-def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> dict[str, Contender]:
-    """All contenders, by name; without those whose policy is not `known`."""
+def contenders(task: TaskSettings) -> dict[str, Contender]:
+    """Return all contenders by name."""
     longest, num_layers = task.num_epochs, task.num_layers
     table = {f"{FULL}{epochs}": Contender("full", epochs) for epochs in (0.5, 1, 1.5, *range(2, longest + 1))}
     for name, share in PREFIXES.items():
@@ -105,7 +103,6 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
         table[f"first {name} frozen"] = Contender("full", longest, options)
         table[f"first {name} frozen, half of the epochs"] = Contender("full", math.ceil(longest / 2), options)
         table[f"first {name} frozen, twice the epochs"] = Contender("full", 2 * longest, options)
-        table[f"first {name} frozen, time budget"] = Contender("full", longest, {**options, **TIME_BUDGET})
     deep, steps = round(2 / 3 * num_layers), math.ceil(task.num_training / task.batch)
     halfway, thawing = f"{steps * longest // 2}:{deep}", f"0:{deep},{steps}:0"
     table["first 2/3 frozen halfway"] = Contender("full", longest, {**STORED, "freeze_at": halfway})
@@ -119,14 +116,8 @@ def contenders(task: TaskSettings, known: tuple[str, ...] = FREEZE_POLICIES) -> 
     table["LoRA, half of the epochs"] = Contender("lora", math.ceil(longest / 2), lora=LORA)
     for name, changes in POLICIES.items():
         options = {"freeze_policy": name, "activation_cache": "on", **changes}
-        if options["freeze_policy"] in known:
-            table[name] = Contender("full", longest, options)
+        table[name] = Contender("full", longest, options)
     return table
-
-
-def unknown_policies(known: tuple[str, ...] = FREEZE_POLICIES) -> list[str]:
-    """Contenders whose policy this version does not have."""
-    return [name for name, changes in POLICIES.items() if changes.get("freeze_policy", name) not in known]
 
 
 def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
@@ -134,10 +125,8 @@ def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
     settings = {"num_training": task.num_training, "batch": task.batch, "rate": task.rates[contender.kind]}
     policy = contender.options["freeze_policy"]
     if policy not in ("none", "fixed"):
-        of_others = {name for name, owner in POLICY_OF_OPTION.items() if owner != policy}
-        of_others |= TIME_BUDGET.keys()  # Younger than the first runs, and among the options of those that have it.
         options = [option for option in fields(PipeTransformerArguments) if option.name.startswith("freeze_")]
-        settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in {*of_others, *contender.options}}
+        settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in contender.options}
     return json.loads(json.dumps({**settings, **asdict(contender)}))
 
 
@@ -294,15 +283,13 @@ def main() -> None:
     if options.rates:
         try_rates(options)
         return
-    if left_out := unknown_policies():
-        print(f"Left out, this version has no such policy: {', '.join(left_out)}.")
     if not options.report:
         finish(options)
     in_force = {
         name: {c: settings_of(SETTINGS[name], contender) for c, contender in contenders(SETTINGS[name]).items()}
         for name in TASKS
     }
-    report = make_report(options.folder, in_force, {name: SETTINGS[name].metric for name in TASKS}, FULL)
+    report = make_report(options.folder, in_force, {name: SETTINGS[name].metric for name in TASKS}, FULL, RETIRED)
     if options.output is not None:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     if options.picture is not None:

@@ -7,15 +7,32 @@ from typing import Any
 
 import pytest
 
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.autopipe.costs import Overheads
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.run import beginning
-from hf_pipetransformer.run.expectation import in_words
-from tests.test_time_budget import planted, trainer_of
+from hf_pipetransformer.run.expectation import Measured, in_words
+from tests.models import build_model, collate, make_dataset
+from tests.test_forecast import costs_of
+
+
+def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
+    args = PipeTransformerArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
+        **{"freeze_policy": "fixed", "freeze_at": "0:2", "activation_cache": "off", "num_train_epochs": 2,
+           "per_device_train_batch_size": 4, "learning_rate": 1e-3, **changes},
+    )  # fmt: skip
+    data = make_dataset("bert_sequence", 12)
+    return PipeTransformerTrainer(build_model("bert_sequence"), args, train_dataset=data, data_collator=collate)
+
+
+def planted(trainer: Any, pipeline: Any, *_: Any) -> Measured:
+    return Measured(costs_of(2 * pipeline.layout.num_layers + 2), Overheads(), None)
 
 
 def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     """The expectations of a run that was made anew, as events."""
-    trainer = trainer_of(folder, freeze_budget="epochs", save_strategy="no", **changes)
+    trainer = trainer_of(folder, save_strategy="no", **changes)
     trainer.train()
     events = read_events(str(folder / EVENTS_FILE))
     return [each for each in events if each["event"] == "profile" and each["what"] == "expectation"]

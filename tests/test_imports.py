@@ -58,7 +58,7 @@ NEIGHBOURS = {
 # Pure planning: no process group, no file, no clock.
 PURE = [
     *("autopipe", "autocache.decision", "autocache.passes", "freeze.policies", "pipeline.schedules"),
-    *("pipeline.checker", "placement", "simulator"),
+    *("placement", "simulator"),
 ]
 IMPURE_MODULES = (
     "torch.distributed",

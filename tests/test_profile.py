@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hf_pipetransformer.run.first_batches import most_samples
 from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, OwnBatches, probe_samples
 from hf_pipetransformer.splitters import find_splitter, profile
 from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
-from hf_pipetransformer.startup import StartUp, Subject, costs, look_at, samples_per_microbatch, start
+from hf_pipetransformer.startup import StartUp, Subject, look_at, samples_per_microbatch, start
 from tests.models import build_model, collate, make_rows
 
 
@@ -112,27 +111,6 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
     assert (
         start_up.plans.describe(start_up.plans.layout(26), 26, "none", False)["measured_samples"] == NUM_PROBE_SAMPLES
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "free", "is_run"),
-    [
-        ({}, 2**34, True),
-        ({"freeze_budget": "epochs"}, 2**34, False),
-        ({"pipeline_checkpoint": "always"}, 2**34, False),
-        ({"activation_checkpointing": True}, 2**34, False),
-        # Twice the activations of any unit, and not half of those of all units.
-        ({}, 2**20, False),
-    ],
-)
-def test_whole_steps_are_run_only_where_their_activations_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], free: int, is_run: bool
-) -> None:
-    run: list[UnitProfile] = []
-    monkeypatch.setattr(costs, "correct_by_steps", lambda found, *_: run.append(found) or found)
-    monkeypatch.setattr(costs.psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=2**34))
-    started(tmp_path, "bert_sequence", per_device_train_batch_size=8, **{"freeze_budget": "time", **options})
-    assert bool(run) == is_run
 
 
 def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:

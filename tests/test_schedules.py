@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from hf_pipetransformer.pipeline.checker import LinkKey, ScheduleError, check_first_uses, check_on_nccl, check_table
 from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, FORWARD_ONLY, Action, Op, Row, Table, find_schedule
+from hf_pipetransformer.pipeline.schedules.actions import ScheduleError
+from tests.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
 
 
 ONE_STAGE_A_RANK = ("gpipe", "1f1b")

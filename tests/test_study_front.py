@@ -37,12 +37,10 @@ from study_front import (
     is_chosen,
     prepare_model,
     settings_of,
-    unknown_policies,
 )
 from torch import nn
 from transformers import BertForTokenClassification
 
-from hf_pipetransformer.arguments import FREEZE_POLICIES
 from tests.tiny_bert import make_bert
 
 
@@ -197,7 +195,7 @@ def test_every_contender_can_be_run(name: str, tmp_path: Path) -> None:
 
 
 def test_contenders_are_chosen_by_name_or_pattern() -> None:
-    names = ["first 1/3 frozen", "first 1/3 frozen, time budget", "LoRA"]
+    names = ["first 1/3 frozen", "first 1/3 frozen, twice the epochs", "LoRA"]
     assert [is_chosen(name, None) for name in names] == [True, True, True]
     assert [is_chosen(name, ["first 1/3 frozen"]) for name in names] == [True, False, False]
     assert [is_chosen(name, ["first*", "LoRA"]) for name in names] == [True, True, True]
@@ -210,20 +208,11 @@ def test_prefixes_are_shares_of_the_layers() -> None:
     assert table["top 1/3 only, no cache"].num_top_layers == 4
 
 
-def test_a_time_budget_changes_the_settings_of_those_alone_that_have_it() -> None:
-    table = {name: settings_of(SETTINGS["sst2"], each) for name, each in contenders(SETTINGS["sst2"]).items()}
-    having = {name for name, settings in table.items() if "freeze_budget" in json.dumps(settings)}
-    of_prefixes = {f"first {share} frozen, time budget" for share in study_front.PREFIXES}
-    assert having == {*of_prefixes, "schedule, time budget"}
-
-
-def test_policies_that_this_version_lacks_are_left_out() -> None:
-    known = ("gradient_norm", "schedule", "saliency")
-    table = contenders(SETTINGS["sst2"], known)
-    assert {"gradient_norm", "schedule, as in the paper", "schedule, time budget", "saliency"} <= set(table)
-    assert {"plasticity", "gradient_change"}.isdisjoint(table)
-    assert unknown_policies(known) == ["gradient_change", "plasticity"]
-    assert set(contenders(SETTINGS["sst2"])) | set(unknown_policies(FREEZE_POLICIES)) >= set(study_front.POLICIES)
+def test_results_of_contenders_that_are_gone_stay_in_the_report() -> None:
+    record = {"contender": "saliency", "seed": 3, "settings": {"rate": 1}}
+    assert in_force([record], {}) == {}
+    assert in_force([record], {}, study_front.RETIRED) == {"saliency": {3: record}}
+    assert study_front.RETIRED.isdisjoint(contenders(SETTINGS["sst2"]))
 
 
 def test_settings_change_with_what_a_run_hangs_on() -> None:
@@ -241,8 +230,7 @@ def test_runs_with_other_defaults_of_their_policy_are_not_the_same() -> None:
     settings = settings_of(SETTINGS["sst2"], contender)
     defaults = settings[DEFAULTS]
     assert {"freeze_alpha", "freeze_warmup"} <= set(defaults)
-    # The tolerance is of another policy.
-    assert {"freeze_policy", "freeze_tolerance"}.isdisjoint(defaults)
+    assert "freeze_policy" not in defaults
     assert are_same({**settings, DEFAULTS: {**defaults, "freeze_not_there_yet": 1}}, settings)
     assert not are_same({**settings, DEFAULTS: {**defaults, "freeze_alpha": 0.2}}, settings)
     assert not are_same({**settings, "rate": 7}, settings)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
+from examples.policies.plasticity import Plasticity
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.outlook import in_words, outlook
 from hf_pipetransformer.freeze.policies import (
@@ -19,7 +20,6 @@ from hf_pipetransformer.freeze.policies import (
     Fixed,
     FreezePolicy,
     FreezeSignal,
-    Plasticity,
     decide,
     make_policy,
 )
@@ -178,10 +178,13 @@ def trainer_of(folder: Path, table: str | None, max_steps: int, **changes: Any) 
         "activation_cache_dir": str(folder / "cache"),
     }  # fmt: skip
     model = changes.pop("model", None) or build_model("bert_sequence")
-    rows, callbacks = make_dataset("bert_sequence", NUM_SAMPLES), changes.pop("callbacks", [])
+    parts = {name: changes.pop(name) for name in ("policy", "callbacks") if name in changes}
+    if "policy" in parts:
+        options["freeze_policy"] = "none"
+    rows = make_dataset("bert_sequence", NUM_SAMPLES)
     data = {"train_dataset": rows, "eval_dataset": rows.select(range(5)), "data_collator": collate}
     return PipeTransformerTrainer(
-        model, PipeTransformerArguments(**(options | changes)), **data, callbacks=callbacks
+        model, PipeTransformerArguments(**(options | changes)), **data, **parts
     )  # fmt: skip
 
 
@@ -287,10 +290,11 @@ def test_rows_of_before_a_thaw_are_never_served(tmp_path: Path) -> None:
 
 
 def test_plasticity_thaws_in_a_run_and_its_layers_train_on(tmp_path: Path) -> None:
-    options = {"freeze_interval": "1", "freeze_warmup": 0, "freeze_min_active_layers": 1, "freeze_patience": 1}
-    options |= {"freeze_tolerance": 0.9, "freeze_thaw": True, "lr_scheduler_type": "cosine"}
+    options = {"freeze_interval": "1", "freeze_warmup": 0, "freeze_min_active_layers": 1}
+    options |= {"lr_scheduler_type": "cosine"}
     watch = Watch()
-    trainer = trainer_of(tmp_path, None, 12, freeze_policy="plasticity", callbacks=[watch], **options)
+    policy = Plasticity(tolerance=0.9, patience=1, thaws=True)
+    trainer = trainer_of(tmp_path, None, 12, policy=policy, callbacks=[watch], **options)
     trainer.train()
     decided = [event for event in events_of(tmp_path, "freeze") if event["num_frozen"] != event["num_frozen_before"]]
     assert [event["thaws"] for event in decided] == [False] * (len(decided) - 1) + [True]

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pipetransformer import transfers
 from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.pipeline.checker import check_first_uses
 from hf_pipetransformer.placement import Placement
+from tests.schedule_checker import check_first_uses
 from tests.test_imports import MODULES
 
 

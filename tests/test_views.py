@@ -410,8 +410,6 @@ def test_a_collator_that_draws_nothing_is_given_whole_batches(caplog: pytest.Log
         ({"activation_cache_views": 2, "activation_cache": "off"}, "leave one of them out"),
         ({"activation_cache_views": 2, "pipeline_schedule": "token"}, "nothing is stored there"),
         ({"activation_cache_views": 2, "pipeline_schedule": "async_1f1b"}, "nothing is stored there"),
-        ({"activation_cache_views": 2, "freeze_budget": "time"}, "counts on one epoch that fills"),
-        ({"activation_cache_views": 2, "freeze_policy": "timely"}, "no layer freezes, so there is nothing to store"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], found: str, tmp_path: Path) -> None:

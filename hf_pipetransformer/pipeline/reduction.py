@@ -35,7 +35,7 @@ class _Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients of this step are there; those that skip theirs do so on all replicas."""
+        """Whether all gradients of this step are there; those that are not trained in it are not on any replica."""
         if self._num_awaited is None:  # Counted once a step: every hook asks.
             self._num_awaited = sum(parameter.requires_grad for parameter in self.parameters)
         return self.num_ready == self._num_awaited

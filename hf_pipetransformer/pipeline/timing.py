@@ -142,11 +142,6 @@ class StepMeter:
         parts = {name: statistics.median(step[name] for step in self._steps) for name in PARTS}
         return {**parts, "samples": statistics.median(self.samples)}
 
-    def last_parts(self) -> dict[str, float]:
-        """Seconds of each part of the last step; empty if it was not measured."""
-        self._read_events()
-        return dict(self._steps[-1]) if self._was_measured else {}
-
     def _read_events(self) -> None:
         for step, name, start, end in self._events:
             if step < len(self._steps):

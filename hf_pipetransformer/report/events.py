@@ -7,9 +7,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -121,37 +120,6 @@ def read_layouts(path: str) -> dict[int, Layout]:
     if not layouts:
         raise ValueError(f"{path} holds no run: expected the events of a run that began to train.")
     return dict(sorted(layouts.items()))
-
-
-class SkipPhase(NamedTuple):
-    """What steps skip, from `step` on; every other step of a trial, the first of which skips nothing.
-
-    Args:
-        step: optimizer step.
-        is_trial: whether that is tried only.
-        shares: of the weight gradients, by stage; empty for none.
-    """
-
-    step: int
-    is_trial: bool
-    shares: tuple[float, ...]
-
-
-def read_skips(path: str) -> list[SkipPhase]:
-    """What the steps of an earlier run skipped, from its events; `read_layouts` has found them sound."""
-    phases = [SkipPhase(0, False, ())]
-    for event in read_events(path):
-        if event["event"] == "run":
-            # A resumed run takes over from where it resumed.
-            phases = [phase for phase in phases if phase.step < event["step"]] or phases[:1]
-        elif event["event"] == "profile" and event.get("what") in ("skip", "skip_trial"):
-            phases.append(SkipPhase(event["step"], event["what"] == "skip_trial", tuple(event["shares"])))
-    return phases
-
-
-def phase_at(phases: Sequence[SkipPhase], step: int) -> SkipPhase:
-    """The phase that a step is in."""
-    return [phase for phase in phases if phase.step <= step][-1]
 
 
 def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[tuple[int, int], int]:

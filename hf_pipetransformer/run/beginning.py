@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,23 +23,12 @@ from hf_pipetransformer.freeze.policies import DecisionClock, FreezePolicy, chec
 from hf_pipetransformer.layer_probe import LayerProbe
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.report.events import SkipPhase, announce, logger, read_known_microbatches
+from hf_pipetransformer.report.events import announce, logger, read_known_microbatches
 from hf_pipetransformer.run import host
-from hf_pipetransformer.run.budget import (
-    EVENT,
-    Budget,
-    check_budget,
-    in_words,
-    plan_budget,
-    planned_before,
-    saved_budget,
-)
 from hf_pipetransformer.run.cache import TrainingCache, begin_cache
 from hf_pipetransformer.run.cache_inputs import remove_old_stores
 from hf_pipetransformer.run.description import RunDescription
-from hf_pipetransformer.run.expectation import coming_spans, make_forecast, measure
-from hf_pipetransformer.run.expectation import in_words as expected_in_words
-from hf_pipetransformer.run.first_batches import TypicalBatches
+from hf_pipetransformer.run.expectation import coming_spans, in_words, make_forecast, measure
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.noted import Noted, noting_nothing
 from hf_pipetransformer.run.optimizer import StepHooks, divide
@@ -49,8 +37,6 @@ from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.resumption import Resumption
 from hf_pipetransformer.run.saving import Checkpoints
 from hf_pipetransformer.run.seeds import Seeds
-from hf_pipetransformer.run.skipping import Skips
-from hf_pipetransformer.run.step_overheads import MOST_ELEMENTS
 from hf_pipetransformer.run.steps import Steps
 from hf_pipetransformer.run.thawing import longest_pipeline
 from hf_pipetransformer.run.training import Training
@@ -72,12 +58,10 @@ class Beginning:
         policy: decides what freezes.
         pipeline: that the model lies on.
         replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
-        replayed_skips: what the steps of that run skipped.
         names: identity of each parameter of the whole model to its name.
         description: what the run says of itself.
         resumption: what it goes on from; None for a new one.
         keeps_optimizer: the optimizer is the user's, who gets it back whole.
-        typical: see `Found`.
     """
 
     trainer: Trainer
@@ -88,13 +72,10 @@ class Beginning:
     policy: FreezePolicy
     pipeline: Pipeline
     replay: Mapping[int, Layout] | None
-    replayed_skips: Sequence[SkipPhase]
     names: Mapping[int, str]
     description: RunDescription
     resumption: Resumption | None
     keeps_optimizer: bool
-    typical: TypicalBatches
-    _planned: tuple[Budget, TrainingCache | None] | None = field(default=None, init=False)
 
     def announce(self) -> None:
         """Say what begins, in the events and on the screen."""
@@ -111,47 +92,6 @@ class Beginning:
         if self.topology.rank == 0:
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
 
-    def plan_budget(self, values: tuple[Any, ...], loader: Any, began: float) -> Budget | None:
-        """The length of a run that is to take as long as if nothing froze; None without one. A collective call.
-
-        Args:
-            values: what `Trainer.set_initial_training_values` gives.
-            loader: maybe the user's own.
-            began: when `train` was called, by `time.perf_counter`.
-
-        Raises:
-            ValueError: an earlier run whose length it should have had none that was planned, or none can be.
-        """
-        args, saved, pipeline = self.trainer.args, self.resumption, self.pipeline
-        if args.freeze_budget != "time":
-            return None
-        check_budget(args, self.policy)  # Options may have changed since the trainer was made.
-        updates, num_steps = values[1], values[-1]
-        step, epoch = (0, 0.0) if saved is None else (saved.step, saved.state["epoch"])
-        with self.journal.at(step, epoch):
-            cache, num_layers = self._cache(loader, updates), pipeline.layout.num_layers
-
-        def decide() -> dict[str, Any]:
-            before = None
-            if saved is not None:
-                before = saved_budget(saved.state.get("budget"), saved.folder)
-            elif args.layout_plan is not None:
-                before = planned_before(args.layout_plan)
-            if before is not None:
-                announce(f"Budget: time. The run is as long as it was planned, {before.num_steps} steps.")
-                return {"budget": asdict(before), "because": None}
-            looking = time.perf_counter() - began
-            measured = measure(self.trainer, pipeline, cache, self.typical, looking, MOST_ELEMENTS)
-            budget, because = plan_budget(measured, args, pipeline, self.policy, cache, updates, num_steps)
-            announce(in_words(budget, because, num_layers))
-            return {"budget": asdict(budget), "because": because}
-
-        found = self.topology.decide(decide)
-        self.journal.log.write("profile", step, epoch, what=EVENT, **found)
-        budget = Budget(**found["budget"])
-        self._planned = budget, cache
-        return budget
-
     def training(self, given: Any, max_steps: int) -> Training:
         """The training, now that Trainer has made the optimizer. A collective call.
 
@@ -167,18 +107,17 @@ class Beginning:
             length = len(given) if has_length(given) else None
             check_agreement(self.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
-        budget, cache = self._planned or (None, self._cache(given, steps_per_epoch))
+        cache = self._cache(given, steps_per_epoch)
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
         # A resumed run began earlier.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
         decisions = self._decisions(clock, cache, began_under)
         if self.replay is None and self.policy.freezes:
-            predicts = budget is None and self.resumption is None
 
             def foresee() -> None:
                 announce(decisions.outlook(stage.layout, steps_per_epoch))
-                if predicts:
+                if self.resumption is None:
                     self._expect(cache, steps_per_epoch, max_steps)
 
             # What a user's policy refuses here ends the run on every rank.
@@ -200,8 +139,7 @@ class Beginning:
         parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
         noted = Noted(self.trainer, self.topology)
         windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
-        skips = self._skips(controller, clock)
-        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows, skips)
+        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows)
         pipeline.steps = steps
         return Training(
             pipeline=pipeline,
@@ -211,7 +149,7 @@ class Beginning:
             hooks=StepHooks(optimizer.optimizer, pipeline, windows),
             steps=steps,
             controller=controller,
-            transitions=Transitions(*parts, controller, optimizer, cache, loader, skips),
+            transitions=Transitions(*parts, controller, optimizer, cache, loader),
             cache=cache,
             checkpoints=Checkpoints(
                 self.trainer,
@@ -223,26 +161,23 @@ class Beginning:
                 controller,
                 self.description,
                 began_under,
-                skips,
-                budget,
             ),
-            budget=budget,
         )
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
         """Say on rank 0 how long the run will take, beside one in which nothing freezes."""
         args, policy, layout = self.trainer.args, self.policy, self.pipeline.layout
-        if policy.may_thaw or policy.most_skipped:
+        if policy.may_thaw:
             return
         spans = coming_spans(policy, args, layout, steps_per_epoch, max_steps)
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
-        measured = measure(self.trainer, self.pipeline, cache, self.typical)
+        measured = measure(self.trainer, self.pipeline, cache)
         forecast = make_forecast(measured, args, self.pipeline, cache, steps_per_epoch)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.journal.at(0, 0.0):
             self.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
-        announce(expected_in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
+        announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
         """What rank 0 decides with."""
@@ -290,28 +225,10 @@ class Beginning:
                     f"Choose a freeze_policy, or leave {name} out."
                 )
             return None
-        if self._may_skip:
-            return None
         saved = self.resumption
         if saved is not None and isinstance(loader, PipelineLoader) and loader.views is not None:
             loader.views.load_state(saved.state.get("views"), (saved.place or {"epoch": 0})["epoch"])
         return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
-
-    @property
-    def _may_skip(self) -> bool:
-        """Whether weight gradients are skipped at any time."""
-        if self.replay is None:
-            return self.policy.most_skipped > 0
-        return any(phase.shares for phase in self.replayed_skips)
-
-    def _skips(self, controller: LayoutController, clock: DecisionClock) -> Skips:
-        most, replayed = self.policy.most_skipped, None if self.replay is None else self.replayed_skips
-        skips = Skips(
-            *(self.trainer, self.topology, self.pipeline, self.journal, controller, most, clock.warmup_steps, replayed)
-        )
-        if self.topology.rank == 0 and most and replayed is None:
-            announce(skips.outlook(clock.max_steps))
-        return skips
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """The M that trials found best, by K and V: those of the run that was saved, or what the events tell."""

@@ -11,15 +11,14 @@ from transformers import Trainer
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autocache.decision import CacheCosts
 from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts
+from hf_pipetransformer.autopipe.forecast import Forecast, Span, Storing, spans_of
 from hf_pipetransformer.autopipe.planner import plan_transition
-from hf_pipetransformer.autopipe.time_budget import Forecast, Span, Storing, spans_of
 from hf_pipetransformer.freeze.outlook import outlook
 from hf_pipetransformer.freeze.policies import FreezePolicy, make_clock
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.run.cache import TrainingCache
-from hf_pipetransformer.run.first_batches import TypicalBatches
 from hf_pipetransformer.run.pipeline import Pipeline
-from hf_pipetransformer.run.step_overheads import FEW_ELEMENTS, optimizer_seconds
+from hf_pipetransformer.run.step_overheads import optimizer_seconds
 from hf_pipetransformer.units import attention_of
 
 
@@ -31,45 +30,33 @@ class Measured:
         units: costs of the model's units.
         overheads: of a step.
         storing: of activations; None where nothing is stored.
-        looking_seconds: that everything took which a run without a pipeline does not do.
     """
 
     units: UnitCosts
     overheads: Overheads
     storing: CacheCosts | None
-    looking_seconds: float
 
 
-def measure(
-    trainer: Trainer,
-    pipeline: Pipeline,
-    cache: TrainingCache | None,
-    typical: TypicalBatches,
-    looking_seconds: float = 0.0,
-    most_elements: int = FEW_ELEMENTS,
-) -> Measured:
+def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -> Measured:
     """On rank 0, which computes as the others do.
 
     Args:
         trainer: of the optimizer.
         pipeline: on the layout of the start.
         cache: of activations; None where nothing may be stored.
-        typical: of the batches that the units were measured with.
-        looking_seconds: see `Measured`.
-        most_elements: parameters that an optimizer is tried with.
     """
     args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
     samples = args.train_samples_per_device * layout.pipeline_size * args.gradient_accumulation_steps
-    read = typical.seconds_per_sample or (0.0 if cache is None else cache.planner.input_seconds)
+    read = 0.0 if cache is None else cache.planner.input_seconds
     # Workers read while the others compute.
     reading = 0.0 if args.dataloader_num_workers else samples * read
-    update = optimizer_seconds(trainer, pipeline.stage.trained_here().values(), most_elements)
+    update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
-    units = costs.units.scaled(typical.mean_over_given, typical.mean_over_given)
+    units = costs.units
     sums = [0.0, *accumulate(units.forward)]
     prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
     storing = None if cache is None else cache.planner.costs(prefix)
-    return Measured(units, overheads, storing, looking_seconds)
+    return Measured(units, overheads, storing)
 
 
 def make_forecast(

@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import SharedDraws, generators_kept, present_states
 from hf_pipetransformer.autodp.reading import order_of_run
 from hf_pipetransformer.autodp.stream import is_stream
-from hf_pipetransformer.batches import batch_size
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.loaders import Request
 from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, FirstBatches, OwnBatches, UsersBatch
-
-
-NUM_TYPICAL = 8
-"""Batches of an epoch among which a typical one is looked for."""
-READING_SECONDS = 5.0
-"""No further one is read after this long."""
-
-
-@dataclass
-class TypicalBatches:
-    """Gives a batch of the usual size in place of the first: some orders begin with the longest samples.
-
-    Args:
-        batches: of the run.
-        main_input: name of the input whose size is compared.
-    """
-
-    batches: FirstBatches
-    main_input: str
-    seconds_per_sample: float = field(default=0.0, init=False)
-    """That reading and collating takes, once a batch was read."""
-    mean_over_given: float = field(default=1.0, init=False)
-    """Mean size of the batches that were looked at, over that of the one that was given."""
-
-    def read(self, num_samples: int) -> dict[str, Any]:
-        """Of some batches from all over an epoch the one whose main input is closest to their mean size.
-
-        Raises:
-            ValueError: there is none.
-        """
-        found, start = [], time.perf_counter()
-        with closing(self.batches.spread(num_samples, NUM_TYPICAL)) as spread:
-            for batch in spread:
-                found.append(batch)
-                if time.perf_counter() - start > READING_SECONDS:
-                    break
-        if not found:
-            raise ValueError(
-                "The data set gave samples when it was first read and none now. Let `__iter__` begin anew each time."
-            )
-        self.seconds_per_sample = (time.perf_counter() - start) / sum(map(batch_size, found))
-        sizes = [self._size(batch) for batch in found]
-        mean = sum(sizes) / len(sizes)
-        size, batch = min(zip(sizes, found, strict=True), key=lambda each: abs(each[0] - mean))
-        self.mean_over_given = mean / size if size else 1.0
-        return batch
-
-    def _size(self, batch: dict[str, Any]) -> int:
-        value = batch.get(self.main_input)
-        return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def most_samples(args: PipeTransformerArguments) -> int:

@@ -32,7 +32,7 @@ def need_of(
         splitter: the user's own.
         model: None where it is not made yet.
     """
-    freezes = args.freeze_policy != "none" if policy is None else policy.freezes or policy.most_skipped > 0
+    freezes = args.freeze_policy != "none" if policy is None else policy.freezes
     asks_for_parts = _asks_for_parts(args, splitter)
     if _leaves_adapters_to_trainer(model) and not asks_for_parts:
         return Need.WISH if freezes or args.activation_cache == "on" else Need.NONE

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.option_combinations import check_skipping
-from hf_pipetransformer.report.events import SkipPhase, phase_at, read_layouts, read_skips
+from hf_pipetransformer.report.events import read_layouts
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup import check_agreement
 
@@ -42,37 +39,3 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
     if min(layouts) != 0:
         raise ValueError(f"layout_plan={path!r} begins at step {min(layouts)}: expected a plan from step 0 on.")
     return layouts
-
-
-def read_replayed_skips(
-    args: PipeTransformerArguments, layouts: Mapping[int, Layout] | None, topology: Topology
-) -> list[SkipPhase]:
-    """What the steps of an earlier run skipped, for one that replays it. A collective call.
-
-    Args:
-        layouts: of that run, by step, see `read_plan`.
-
-    Raises:
-        ValueError: they skipped something that the options exclude, or of other stages than there were.
-    """
-    path = args.layout_plan
-    if path is None or layouts is None:
-        return []
-    phases = [
-        SkipPhase(step, is_trial, tuple(shares))
-        for step, is_trial, shares in topology.decide(
-            lambda: [[phase.step, phase.is_trial, list(phase.shares)] for phase in read_skips(path)]
-        )
-    ]
-    if any(phase.shares for phase in phases):
-        check_skipping(args, f"layout_plan={path!r}, which skips weight gradients,")
-    for step in sorted({*layouts, *(phase.step for phase in phases)}):
-        found = phase_at(phases, step).shares
-        expected = layouts[max(start for start in layouts if start <= step)].num_stages
-        if found and len(found) != expected:
-            raise ValueError(
-                f"layout_plan={path!r} holds at step {step} shares of the weight gradients of {len(found)} stages, "
-                f"{list(found)}, beside a layout of {expected}: expected one share a stage. Replay a plan as it was "
-                "written, or the events of a run that was not resumed under another layout."
-            )
-    return phases

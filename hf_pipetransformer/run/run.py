@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict
 from typing import Any
 
 from transformers import Trainer
 
-from hf_pipetransformer.adapters import check_skipping_model
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
-from hf_pipetransformer.freeze.policies import FreezePolicy, make_policy
+from hf_pipetransformer.freeze.policies import PREDICTED_SECONDS, FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.option_combinations import check_skipping, unused_freeze_options
+from hf_pipetransformer.option_combinations import unused_freeze_options
 from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.refusals import comparable
 from hf_pipetransformer.report.events import EventLog, announce, logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.beginning import Beginning
-from hf_pipetransformer.run.budget import Budget, check_budget
 from hf_pipetransformer.run.callbacks import (
     check_callbacks,
     give_handler_back,
@@ -48,7 +44,7 @@ from hf_pipetransformer.run.loaders import (
 from hf_pipetransformer.run.need import Need, does_without_layers, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
-from hf_pipetransformer.run.replay import read_plan, read_replayed_skips
+from hf_pipetransformer.run.replay import read_plan
 from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.signals import SavesOnSignal
@@ -98,29 +94,20 @@ class Run:
         self._has_users_optimizer = False
         self.starter = Starter(trainer, self.topology, splitter, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
-        self.policy = policy or make_policy(
-            args.freeze_policy,
-            args.freeze_alpha,
-            args.freeze_rule,
-            args.freeze_at,
-            args.freeze_percentile,
-            args.freeze_tolerance,
-            args.freeze_patience,
-            args.freeze_thaw,
-            args.freeze_max_ratio,
-        )
-        check_budget(args, self.policy)
+        self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+        if PREDICTED_SECONDS in self.policy.needs and args.full_determinism and args.layout_plan is None:
+            raise ValueError(
+                f"full_determinism=True: the policy {self.policy.name!r} decides by measured times, which differ from "
+                "run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
+            )
         # A replayed run takes the decisions of another policy.
         if policy is None and args.layout_plan is None and self.topology.rank == 0:
             for text in unused_freeze_options(args, args.freeze_policy):
                 logger.warning(text)
-        if self.policy.most_skipped:
-            check_skipping(args, f"freeze_policy={self.policy.name!r}")
         self._policys_start = deepcopy(dict(self.policy.state()))
         self.in_force: Pipeline | None = None
         self.in_training: Training | None = None
         self.resumption: Resumption | None = None
-        self._began = 0.0
         self._beginning: Beginning
         self._evaluation: Evaluation | UsersEvaluation | None = None
         self._needs_pipeline = needs_pipeline
@@ -202,7 +189,7 @@ class Run:
             ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
             PipelineError: an earlier training has left the model on several stages.
         """
-        where, trainer, self._began = resume_from_checkpoint or None, self.trainer, time.perf_counter()
+        where, trainer = resume_from_checkpoint or None, self.trainer
         self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, trainer.args.output_dir)
         if self.is_left_to_trainer:
             yield where
@@ -241,8 +228,6 @@ class Run:
             ValueError: a loader of the user's own, and more than one stage.
         """
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
-        if self.policy.most_skipped:
-            check_skipping_model(trainer.model, f"freeze_policy={self.policy.name!r}")
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
@@ -258,9 +243,6 @@ class Run:
             return loader
         start_up, args = found.start_up, trainer.args
         replay = read_plan(args, start_up.probe.structure, topology)
-        skips = read_replayed_skips(args, replay, topology)
-        if any(phase.shares for phase in skips):
-            check_skipping_model(trainer.model, f"layout_plan={args.layout_plan!r}, which skips weight gradients,")
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
@@ -276,9 +258,7 @@ class Run:
         pipeline = self.start(found, layout, longest)
         give_whole_model(trainer, pipeline, longest)
         own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
-        beginning = Beginning(
-            *own, replay, skips, names, description, resumption, self._has_users_optimizer, found.typical
-        )
+        beginning = Beginning(*own, replay, names, description, resumption, self._has_users_optimizer)
         beginning.announce()
         pipeline.shared_draws = share_draws(topology)
         self.seeds.begin(pipeline.stage)
@@ -300,12 +280,9 @@ class Run:
         """What `Trainer.set_initial_training_values` gives, for the run as it will be. A collective call."""
         if self.is_left_to_trainer:
             return values
-        budget = self._beginning.plan_budget(values, loader, self._began)
-        values = values if budget is None else budget.counts(values)
         if self.resumption is None:
             return values
-        num_epochs = self.trainer.args.num_train_epochs if budget is None else budget.num_epochs
-        return self.resumption.counts(values, loader, num_epochs)
+        return self.resumption.counts(values, loader, self.trainer.args.num_train_epochs)
 
     def prepare_training(self, loader: Any, max_steps: int) -> None:
         """Trainer has made the optimizer: the training begins. A collective call."""
@@ -314,12 +291,8 @@ class Run:
         self.in_training = self._beginning.training(loader, max_steps)
         self.in_training.begin(self.resumption)
 
-    def finish_training(self) -> dict[str, Any]:
-        """The last step is done: the model is whole and as its user gave it, on every rank. A collective call.
-
-        Returns:
-            For the events, what the steps took where a time was asked for.
-        """
+    def finish_training(self) -> None:
+        """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
         pipeline, training, self.in_training = self.pipeline, self.training, None
         pipeline.steps = None
         training.steps.noted.note("train")  # Trainer logs once more.
@@ -327,21 +300,11 @@ class Run:
         training.end()
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
-        time_spent = {} if training.budget is None else self._time_spent(training, training.budget)
         self._give_back(pipeline, training)
         shared, pipeline.shared_draws = pipeline.shared_draws, None
         if shared is not None:
             # Rank 0 reads what draws at random, and has drawn more than the others.
             set_states(states_of_first_rank(self.topology, shared.states))
-        return time_spent
-
-    def _time_spent(self, training: Training, budget: Budget) -> dict[str, Any]:
-        """What the steps of a training took, beside what was planned for all of them."""
-        num_steps, seconds = training.summary.num_steps, training.summary.seconds
-        if self.topology.rank == 0:
-            planned = f"{budget.num_steps} steps were planned to take {budget.planned_s:.3g} s"
-            announce(f"Budget: {planned}; {num_steps} took {seconds:.3g} s.")
-        return {"budget": asdict(budget), "num_steps": num_steps, "steps_s": seconds}
 
     def _leave(self) -> None:
         """Also after an error: a later training of the same model, or of the user's optimizer, is none of ours.

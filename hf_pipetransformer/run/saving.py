@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Trainer
@@ -22,13 +22,11 @@ from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.manifest import Entry
 from hf_pipetransformer.plain_checkpoint import is_dealt_to_nodes
 from hf_pipetransformer.run import host
-from hf_pipetransformer.run.budget import Budget
 from hf_pipetransformer.run.description import RunDescription
 from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.remainder import find_remainder
 from hf_pipetransformer.run.seeds import Seeds
-from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.transition import check_replicas_agree
 
 
@@ -55,7 +53,6 @@ class Checkpoints:
     Args:
         loader: of the training samples; None for one of the user's own.
         first_layout: under which the run began.
-        budget: that its length was planned by; None where epochs were asked for.
         epoch: the one that is under way.
     """
 
@@ -68,8 +65,6 @@ class Checkpoints:
     controller: LayoutController
     description: RunDescription
     first_layout: Layout
-    skips: Skips
-    budget: Budget | None = None
     epoch: int = 0
     _written: dict[str, Entry] = field(default_factory=dict, init=False)
     _unlogged_loss: float = field(default=0.0, init=False)
@@ -166,11 +161,9 @@ class Checkpoints:
             "unlogged_loss": self._unlogged_loss,
             "layout": self.pipeline.layout.as_event(),
             "first_layout": self.first_layout.as_event(),
-            "budget": None if self.budget is None else asdict(self.budget),
             "num_starts": self.seeds.num_starts,
             "num_transitions": self.seeds.num_transitions,
             "decisions": self.controller.state(),
-            "skipping": self.skips.state(),
             "views": None if self.loader is None or self.loader.views is None else self.loader.views.state(),
             **self._schedules(),
             **self.kinds(),

@@ -26,7 +26,7 @@ from hf_pipetransformer.refusals import (
 )
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
-from hf_pipetransformer.run.first_batches import TypicalBatches, first_batches, most_samples
+from hf_pipetransformer.run.first_batches import first_batches, most_samples
 from hf_pipetransformer.run.loaders import Request
 from hf_pipetransformer.run.need import Need, does_without_layers, need_of
 from hf_pipetransformer.run.noted import noting_nothing
@@ -49,7 +49,6 @@ class Found:
         splitter: how the model falls into layers.
         has_labels: the data set has labels.
         is_training: what the pipeline is for.
-        typical: on rank 0, what was found out about the sizes of batches where it matters.
     """
 
     start_up: StartUp
@@ -57,7 +56,6 @@ class Found:
     splitter: Splitter
     has_labels: bool
     is_training: bool
-    typical: TypicalBatches
 
 
 @dataclass
@@ -109,16 +107,13 @@ class Starter:
             samples = self.topology.decide(lambda: probe_samples(*parts))
         needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
-        # Where a run's length is planned by its time, the size of a usual batch counts.
-        typical = TypicalBatches(batches, main_input_of(trainer.model))
-        read = typical.read if trainer.args.freeze_budget == "time" else batches.read
         start_up = look_at(
             Subject(trainer.model, splitter, samples, compute, count),
             trainer.args,
             self.topology,
             trainer.args.device,
             is_training,
-            read if is_training else None,
+            batches.read if is_training else None,
             self.events if is_training else None,
         )
         if needs_loss and start_up.loss_rule.ignores_num_items:
@@ -126,7 +121,7 @@ class Starter:
             # (transformers#47688).
             self._took_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = False
-        return Found(start_up, shell, splitter, "labels" in samples, is_training, typical)
+        return Found(start_up, shell, splitter, "labels" in samples, is_training)
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
         """This rank's stage of the model under `layout`."""

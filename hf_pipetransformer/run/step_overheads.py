@@ -17,18 +17,14 @@ from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 
 
-MOST_ELEMENTS = 2**25
-"""Parameters that are stepped at most: more tell no more, and each takes 16 bytes."""
-FEW_ELEMENTS = 2**22
-"""The same, where a rough figure will do."""
+MOST_ELEMENTS = 2**22
+"""Parameters that are stepped at most: a rough figure will do, and each takes 16 bytes."""
 NUM_REPEATS = 5
 KNOWN_PACKAGES = ("torch.optim.", "transformers.")
 """Of optimizers that one rank may make and step alone; those of others may wait for all ranks."""
 
 
-def optimizer_seconds(
-    trainer: Trainer, parameters: Iterable[nn.Parameter], most_elements: int = MOST_ELEMENTS
-) -> float:
+def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> float:
     """Seconds that clipping and an optimizer step take for one trained parameter: copies of some are stepped.
 
     AdamW stands for an optimizer that cannot be made or stepped so, or of which that is not known. Where AdamW cannot
@@ -37,20 +33,19 @@ def optimizer_seconds(
     Args:
         trainer: of the optimizer.
         parameters: that it trains here.
-        most_elements: parameters that are stepped at most.
     """
     given = list(parameters)
     for make in (_alike, _adamw):
         # What an optimizer of the user's, or a device without memory, raises here is no reason to end the run.
         with suppress(Exception):
-            copies = _copies(given, most_elements)
+            copies = _copies(given)
             return _seconds(make(trainer, copies), copies, trainer.args.max_grad_norm) if copies else 0.0
     logger.warning("What an optimizer step takes could not be measured: the planned time leaves it out.")
     return 0.0
 
 
-def _copies(parameters: Iterable[nn.Parameter], most_elements: int) -> list[nn.Parameter]:
-    copies, left = [], most_elements
+def _copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    copies, left = [], MOST_ELEMENTS
     for parameter in parameters:
         if left and parameter.numel():
             rows = parameter.detach()

@@ -21,7 +21,6 @@ from hf_pipetransformer.run import host
 from hf_pipetransformer.run.fetched import Fetched
 from hf_pipetransformer.run.noted import Noted
 from hf_pipetransformer.run.pipeline import Pipeline
-from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.run.windows import Windows
 from hf_pipetransformer.startup import main_input_of
 from hf_pipetransformer.window import Batch
@@ -38,7 +37,6 @@ class Steps:
         loader: of all batches; None for one of the user's own.
         noted: what losses note beside them.
         windows: run them where stages update themselves.
-        skips: weight gradients in them.
     """
 
     trainer: Trainer
@@ -47,7 +45,6 @@ class Steps:
     loader: PipelineLoader | None
     noted: Noted
     windows: Windows
-    skips: Skips
     _iterator: Any = field(default=None, init=False)
     _present: Fetched = field(default_factory=Fetched, init=False)
     _is_short: bool = field(default=False, init=False)
@@ -165,8 +162,7 @@ class Steps:
                 loss_scale = trainer.accelerator.scaler.scale(torch.full((), share, device=args.device))
             forward, items = self._forward(model, num_items), self._items.popleft()
             prepare = host.preparation(trainer)
-            with self.skips.skipping():
-                loss = pipeline.runner.train(inputs, prepare, forward, items, loss_scale, is_last_batch, write)
+            loss = pipeline.runner.train(inputs, prepare, forward, items, loss_scale, is_last_batch, write)
         return loss.detach().to(args.device) * (self._share(step) * self.topology.world_size)
 
     def _cut(self, inputs: dict[str, Any], items: int, step: Fetched) -> Batch:

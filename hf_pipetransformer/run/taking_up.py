@@ -79,10 +79,6 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
         scaler.load_state_dict(state["scaler"])
     recall = partial(_read_last_decision, resumption, into)
     into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
-    if "skipping" in state and resumption.has_same_policy and not resumption.is_elsewhere:
-        into.skips.load_state(state["skipping"])
-    else:
-        into.skips.restart()
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers
@@ -106,7 +102,6 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
         are_set = together(lambda: set_plain_random_state(folder))
     if shared is not None or not are_set:
         into.seeds.part(stage)
-    into.skips.restart()
     tensors, values = checkpoint.random_state(into.trainer.args.device)
     if into.topology.rank == 0:
         announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")

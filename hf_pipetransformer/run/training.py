@@ -13,7 +13,6 @@ from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
 from hf_pipetransformer.controller import LayoutController
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.run.budget import Budget
 from hf_pipetransformer.run.cache import TrainingCache
 from hf_pipetransformer.run.description import saves_state
 from hf_pipetransformer.run.first_epoch import FirstEpoch
@@ -44,7 +43,6 @@ class Training:
         transitions: changes it.
         cache: of activations; None where nothing may be stored.
         checkpoints: saves it.
-        budget: that its length was planned by; None where epochs were asked for.
     """
 
     pipeline: Pipeline
@@ -57,7 +55,6 @@ class Training:
     transitions: Transitions
     cache: TrainingCache | None
     checkpoints: Checkpoints
-    budget: Budget | None = None
     first_epoch: FirstEpoch | None = field(default=None, init=False)
     summary: Summary = field(default_factory=Summary, init=False)
     _shown: Layout | None = field(default=None, init=False)
@@ -153,7 +150,6 @@ class Training:
             self.first_epoch.correct_epoch()
         self.windows.end_step(is_counted=logs)
         self.controller.end_step()
-        self.steps.skips.end_step()
         self.summary.end_step(self.pipeline.layout)
         if logs:
             self._note_errors()

@@ -18,7 +18,6 @@ from hf_pipetransformer.run.journal import Journal
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.seeds import Seeds
-from hf_pipetransformer.run.skipping import Skips
 from hf_pipetransformer.transition import change_layout
 
 
@@ -37,7 +36,6 @@ class Transitions:
         optimizer: its state moves with the parameters.
         cache: follows; None where nothing may be stored.
         loader: follows; None for one of the user's own.
-        skips: what the steps under it skip.
     """
 
     trainer: Trainer
@@ -50,7 +48,6 @@ class Transitions:
     optimizer: OptimizerState
     cache: TrainingCache | None
     loader: PipelineLoader | None
-    skips: Skips
 
     def before_step(self) -> Change | None:
         """Have the controller decide, and take what it decided into effect; the move to another layout, if any."""
@@ -66,7 +63,6 @@ class Transitions:
             elif change is not None:
                 pipeline.stage.layout = change.layout
                 self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
-        self.skips.before_step()
         self.controller.begin_step(pipeline.stage)
         return moved
 

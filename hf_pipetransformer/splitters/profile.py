@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,48 +117,6 @@ def profile_units(
     finally:
         view.remove()
     return profile
-
-
-def time_ranges(
-    model: nn.Module,
-    splitter: Splitter,
-    structure: Structure,
-    compute: Compute,
-    inputs: dict[str, Any],
-    ranges: Sequence[range],
-    num_repeats: int,
-) -> list[tuple[float, float]]:
-    """Median seconds of the forward and the backward of some units in a row, as in training: modules say that they
-    train, no gradient is there before, and the input needs none.
-
-    Args:
-        ranges: of units; they take turns.
-        num_repeats: how often each is timed, after a first run that does not count.
-
-    For the other arguments see `profile_units`.
-    """
-    view = StageView(model, splitter, structure)
-    runner = _Runner(view, compute, inputs, next(model.parameters()).device, num_repeats)
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    times: list[list[tuple[float, float]]] = [[] for _ in ranges]
-    try:
-        hidden = [runner.hidden_before(units.start) for units in ranges]
-        model.train()
-        for repeat in range(num_repeats + 1):
-            for units, received, found in zip(ranges, hidden, times, strict=True):
-                model.zero_grad(set_to_none=True)
-                seconds = runner.once(units, received, False)
-                if repeat:
-                    found.append(seconds)
-    finally:
-        view.remove()
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
-    return [(statistics.median(f for f, _ in each), statistics.median(b for _, b in each)) for each in times]
 
 
 def middle_layer(model: nn.Module, structure: Structure) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.topology import Topology
@@ -27,7 +26,6 @@ from hf_pipetransformer.splitters.profile import (
 )
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import Subject
-from hf_pipetransformer.startup.whole_steps import correct_by_steps
 
 
 ReadBatch = Callable[[int], dict[str, Any]]
@@ -64,9 +62,7 @@ def measure_costs(
 
     def measure() -> dict[str, Any]:
         with trained_as_given(subject.model, structure):
-            found, num_samples = _measure_units(
-                subject, structure, samples_per_microbatch(args), topology, read, _runs_whole_steps(args)
-            )
+            found, num_samples = _measure_units(subject, structure, samples_per_microbatch(args), topology, read)
         return {
             "forward": found.forward,
             "backward": found.backward,
@@ -109,20 +105,12 @@ def measure_costs(
     )
 
 
-def _runs_whole_steps(args: PipeTransformerArguments) -> bool:
-    """Whether the length of the run hangs on what steps take, and each rank runs the whole model anyway."""
-    # Whole steps keep all activations, which a run that recomputes has no memory for.
-    recomputes = args.pipeline_checkpoint != "never" or args.activation_checkpointing
-    return args.freeze_budget == "time" and (args.world_size == 1 or args.pipeline_size == 1) and not recomputes
-
-
 def _measure_units(
     subject: Subject,
     structure: Structure,
     wanted: int,
     topology: Topology,
     read: ReadBatch | None,
-    in_whole_steps: bool,
 ) -> tuple[UnitProfile, int]:
     """What the units cost, and with how many samples that was measured.
 
@@ -140,17 +128,7 @@ def _measure_units(
         wanted = max(size, affordable_samples(wanted, pilot, num_units_run, free))
     batch = {key: moved(value, device) for key, value in read(wanted).items()}
     size = batch_size(batch)
-    found = measure(batch, size)
-    free = _free_bytes(device, topology.num_ranks_here)
-    if in_whole_steps and _whole_step_bytes(subject.model, found, size) <= MEMORY_SHARE * free:
-        found = correct_by_steps(found, subject, structure, batch)
-    return found, size
-
-
-def _whole_step_bytes(model: nn.Module, profile: UnitProfile, size: int) -> float:
-    """What all units keep of `size` samples for the backward, and the gradients."""
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return size * sum(profile.activation_bytes) + trained
+    return measure(batch, size), size
 
 
 def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topology) -> int:

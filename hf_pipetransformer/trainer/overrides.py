@@ -134,9 +134,9 @@ class Overrides(_Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        time_spent = self.pipeline_run.finish_training()
+        self.pipeline_run.finish_training()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.pipeline_run.journal.write("end", train_loss=output.training_loss, **time_spent)
+        self.pipeline_run.journal.write("end", train_loss=output.training_loss)
         return output
 
     # ---- data and evaluation ----

@@ -6,13 +6,10 @@ The protocol of all of them is in `protocol.py`, what they may look at in `signa
 from hf_pipetransformer.freeze.policies.clock import DecisionClock, make_clock
 from hf_pipetransformer.freeze.policies.decision import Decision, check_policy, decide, held
 from hf_pipetransformer.freeze.policies.fixed import Fixed
-from hf_pipetransformer.freeze.policies.gradient_change import GradientChange
 from hf_pipetransformer.freeze.policies.gradient_norm import GradientNorm
 from hf_pipetransformer.freeze.policies.making import make_policy
 from hf_pipetransformer.freeze.policies.no_freezing import NoFreezing
-from hf_pipetransformer.freeze.policies.plasticity import Plasticity
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
-from hf_pipetransformer.freeze.policies.saliency import Saliency
 from hf_pipetransformer.freeze.policies.schedule import Schedule
 from hf_pipetransformer.freeze.policies.signal import (
     ACTIVATION_SIMILARITY,
@@ -21,8 +18,8 @@ from hf_pipetransformer.freeze.policies.signal import (
     PREDICTED_SECONDS,
     WEIGHT_CHANGES,
     FreezeSignal,
+    is_usable,
 )
-from hf_pipetransformer.freeze.policies.timely import Timely
 
 
 __all__ = [
@@ -36,16 +33,13 @@ __all__ = [
     "Fixed",
     "FreezePolicy",
     "FreezeSignal",
-    "GradientChange",
     "GradientNorm",
     "NoFreezing",
-    "Plasticity",
-    "Saliency",
     "Schedule",
-    "Timely",
     "check_policy",
     "decide",
     "held",
+    "is_usable",
     "make_clock",
     "make_policy",
 ]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from hf_pipetransformer.freeze.policies.fixed import Fixed
-from hf_pipetransformer.freeze.policies.gradient_change import GradientChange
 from hf_pipetransformer.freeze.policies.gradient_norm import GradientNorm
 from hf_pipetransformer.freeze.policies.no_freezing import NoFreezing
-from hf_pipetransformer.freeze.policies.plasticity import Plasticity
 from hf_pipetransformer.freeze.policies.protocol import FreezePolicy
-from hf_pipetransformer.freeze.policies.saliency import Saliency
 from hf_pipetransformer.freeze.policies.schedule import Schedule
-from hf_pipetransformer.freeze.policies.timely import Timely
 from hf_pipetransformer.option_values import parse_freeze_at
 
 
@@ -19,29 +15,16 @@ def make_policy(
     alpha: float,
     rule: str,
     freeze_at: str | None,
-    percentile: float = 50.0,
-    tolerance: float = 0.2,
-    patience: int = 2,
-    thaws: bool = False,
-    max_ratio: float = 0.5,
 ) -> FreezePolicy:
     """The policy that the options name.
 
     Raises:
-        ValueError: unknown name, `freeze_at` missing or of the wrong form, or a package missing.
+        ValueError: unknown name, `freeze_at` missing or of the wrong form.
     """
     if name == "gradient_norm":
         return GradientNorm(alpha, rule)
     if name == "schedule":
         return Schedule(alpha)
-    if name == "gradient_change":
-        return GradientChange(percentile)
-    if name == "plasticity":
-        return Plasticity(tolerance, patience, thaws)
-    if name == "saliency":
-        return Saliency()
-    if name == "timely":
-        return Timely(max_ratio)
     if name == "fixed":
         return Fixed(parse_freeze_at(freeze_at or ""))
     if name == "none":

@@ -58,9 +58,6 @@ class FreezePolicy(ABC):
     """False: it never will, so that nothing is prepared for it."""
     may_thaw: bool = False
     """Whether fewer layers than are frozen means that the others are trained again; never what the script froze."""
-    most_skipped = 0.0
-    """The largest share of its weight gradients that a stage skips in a step on average, from 0 to 1. The times of
-    steps decide, after `freeze_warmup`, which share it is. Nothing is stored of a run that skips."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

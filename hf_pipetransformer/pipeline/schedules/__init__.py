@@ -12,6 +12,7 @@ from hf_pipetransformer.pipeline.schedules.actions import (
     Action,
     Op,
     Row,
+    ScheduleError,
     Table,
     source_of,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Op",
     "Row",
     "Schedule",
+    "ScheduleError",
     "Table",
     "find_schedule",
     "source_of",

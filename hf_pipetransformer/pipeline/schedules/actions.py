@@ -18,6 +18,10 @@ from enum import Enum
 from typing import NamedTuple
 
 
+class ScheduleError(ValueError):
+    """A table that would deadlock, mismatch messages, or leave work undone."""
+
+
 class Op(Enum):
     """The kinds of action of the legend above."""
 

@@ -16,14 +16,11 @@ from hf_pipetransformer.pipeline.schedules import (
     Action,
     Op,
     Row,
+    ScheduleError,
     Table,
     source_of,
 )
 from hf_pipetransformer.placement import Placement
-
-
-class ScheduleError(ValueError):
-    """A table that would deadlock, mismatch messages, or leave work undone."""
 
 
 _WHOLE = [Op.FORWARD, Op.BACKWARD]

@@ -1,27 +1,31 @@
-"""Policies that remember, in runs of one process: what is measured for them, and what a resumed run decides."""
+"""The example policies train; a resumed run takes their decisions again, from what they remember."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples.policies.gradient_change import GradientChange
+from examples.policies.plasticity import Plasticity
+from examples.policies.saliency import Saliency
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.decisions import Decisions
-from hf_pipetransformer.freeze.policies import MEASUREMENTS
+from hf_pipetransformer.freeze.policies import MEASUREMENTS, FreezePolicy, FreezeSignal
 from hf_pipetransformer.layout import Layout
 from tests.models import build_model, collate, make_dataset
 
 
 NUM_STEPS = 8
-POLICIES: dict[str, dict[str, Any]] = {
-    "gradient_change": {"freeze_percentile": 10},
-    "plasticity": {"freeze_tolerance": 0.3, "freeze_patience": 2},
-    "saliency": {},
+POLICIES: dict[str, Callable[[], FreezePolicy]] = {
+    "gradient_change": lambda: GradientChange(percentile=10),
+    "plasticity": lambda: Plasticity(tolerance=0.3, patience=2),
+    "saliency": Saliency,
 }
 RESUMES_AT = {"gradient_change": 2, "plasticity": 4, "saliency": 4}
 """Before the decision that freezes, for which something must be remembered."""
@@ -35,12 +39,13 @@ MEASURED = {
 def trainer_of(folder: Path, policy: str, **options: Any) -> PipeTransformerTrainer:
     args = PipeTransformerArguments(
         output_dir=str(folder), per_device_train_batch_size=4, max_steps=NUM_STEPS, save_steps=2, logging_steps=1,
-        use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-3, freeze_policy=policy,
+        use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-3,
         freeze_interval="1", freeze_warmup=0, freeze_min_active_layers=1, activation_cache="off",
-        **POLICIES[policy], **options,
+        **options,
     )  # fmt: skip
     data = make_dataset("bert_sequence", 12)
-    return PipeTransformerTrainer(build_model("bert_sequence"), args, train_dataset=data, data_collator=collate)
+    parts = {"train_dataset": data, "data_collator": collate, "policy": POLICIES[policy]()}
+    return PipeTransformerTrainer(build_model("bert_sequence"), args, **parts)
 
 
 def freezes(folder: Path) -> list[dict[str, Any]]:
@@ -58,6 +63,27 @@ def without_a_clock(_decisions: Decisions, layout: Layout, step: int, _known: An
     num_layers, least = layout.num_layers, layout.num_frozen_layers
     saved = [0.004 * step**2 * (num_layers - frozen) for frozen in range(num_layers)]
     return (*(1 + seconds if frozen >= least else 0.0 for frozen, seconds in enumerate(saved)), 0.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_trains_and_freezes(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decisions, "_predicted_seconds", without_a_clock)
+    trainer_of(tmp_path, policy, save_strategy="no").train()
+    found = freezes(tmp_path)
+    assert found[-1]["num_frozen"] > 0
+    assert {name for name in MEASUREMENTS if any(event[name] for event in found)} == MEASURED[policy]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_its_first_state_begins_anew(policy: str) -> None:
+    """A second training of one trainer loads the state that the policy was given with."""
+    made = POLICIES[policy]()
+    start = json.loads(json.dumps(made.state()))
+    values = {"gradient_norms": (0.5,) * 5, "activation_similarity": (0.5,) * 4, "predicted_seconds": (1.0,) * 5}
+    made.num_wanted(FreezeSignal(10, 100, 4, 0, 0.0, **values, learning_rate=0.1))
+    assert made.state() != start
+    made.load_state(start)
+    assert made.state() == start
 
 
 @pytest.mark.slow

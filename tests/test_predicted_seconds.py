@@ -1,18 +1,14 @@
-"""What the loss gains from layers against what they cost: the policy, the seconds that it weighs by, who asks."""
+"""Predicted seconds of the rest of a run, as freeze policies see them."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache.decision import CacheCosts
 from hf_pipetransformer.autocache.passes import Pass, passes_ahead
 from hf_pipetransformer.autocache.planner import CachePlanner, StorageSpeed
@@ -20,134 +16,18 @@ from hf_pipetransformer.autopipe.costs import Overheads, predict_step
 from hf_pipetransformer.autopipe.inputs import PlanInputs
 from hf_pipetransformer.autopipe.rest_of_run import seconds_left
 from hf_pipetransformer.decisions import Decisions
-from hf_pipetransformer.freeze.outlook import outlook
 from hf_pipetransformer.freeze.policies import (
     MEASUREMENTS,
     DecisionClock,
     FreezePolicy,
     FreezeSignal,
-    Saliency,
-    decide,
-    make_clock,
-    make_policy,
 )
 from hf_pipetransformer.layout import Layout
+from tests.models import build_model, collate, make_dataset
 from tests.test_planning import costs_of, layout_of, rules_for
 
 
 L = 4
-NORMS = (1.0, 2.0, 3.0, 4.0, 5.0)
-"""Of four layers and the head: squares 1, 4, 9, 16, 25, so that 55, 54, 50, 41 and 25 are left."""
-Values = tuple[float, ...]
-
-
-def signal(norms: Values, seconds: Values, num_frozen: int = 0, learning_rate: float = 0.1) -> FreezeSignal:
-    values = {"gradient_norms": norms, "predicted_seconds": seconds}
-    return FreezeSignal(1, 10, L, num_frozen, float(num_frozen), **values, learning_rate=learning_rate)
-
-
-# ---- the policy
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        # 5.5, 5.4, 5.6, 5.1, 5: two layers fewer are worth it.
-        ((10.0, 10.0, 50 / 5.6, 41 / 5.1, 5.0), 2),
-        # Time that shrinks as the gains do: of equals the one that freezes least.
-        ((55.0, 54.0, 50.0, 41.0, 25.0), 0),
-        # A layer that costs nothing stays, as it gains something.
-        ((10.0,) * 5, 0),
-        # What may not be frozen has no seconds.
-        ((10.0, 9.0, 8.0, 0.0, 0.0), 2),
-        ((10.0, 9.0, 8.0, 1.0, 0.0), 3),
-        ((math.nan,) * 5, 0),
-        ((), 0),
-    ],
-)
-def test_the_most_gain_for_a_second_freezes(seconds: Values, expected: int) -> None:
-    assert Saliency().num_wanted(signal(NORMS, seconds)) == expected
-
-
-def test_layers_that_are_frozen_do_not_count() -> None:
-    policy = Saliency()
-    assert policy.num_wanted(signal((9.0, 9.0, *NORMS[2:]), (0.0, 0.0, 10.0, 8.0, 6.0), num_frozen=2)) == 3
-    assert policy.state()["gains"][:2] == [0.0, 0.0]
-
-
-def test_gains_are_smoothed_over_intervals() -> None:
-    policy = Saliency()
-    seconds = (10.0, 9.9, 9.8, 9.7, 9.6)
-    assert policy.num_wanted(signal(NORMS, seconds)) == 0
-    policy.num_wanted(signal(tuple(2 * norm for norm in NORMS), seconds, learning_rate=0.01))
-    assert policy.state()["gains"] == pytest.approx([0.5 * 0.1 * n**2 + 0.5 * 0.01 * 4 * n**2 for n in NORMS])
-
-
-@pytest.mark.parametrize("bad", [(), (math.nan,) * 5, (math.inf, 1.0, 1.0, 1.0, 1.0), (1e200,) * 5])
-def test_an_interval_without_finite_gradients_decides_and_changes_nothing(bad: Values) -> None:
-    policy = Saliency()
-    seconds = (10.0, 1.0, 1.0, 1.0, 1.0)
-    for _ in range(2):
-        before = policy.state()
-        assert policy.num_wanted(signal(bad, seconds)) == 0
-        assert policy.state() == before
-        policy.num_wanted(signal(NORMS, (10.0, 10.0, 10.0, 10.0, 10.0)))
-
-
-def test_without_a_learning_rate_nothing_freezes() -> None:
-    seconds = (10.0, 1.0, 1.0, 1.0, 1.0)
-    assert Saliency().num_wanted(signal(NORMS, seconds, learning_rate=0.0)) == 0
-
-
-positive = st.floats(1e-3, 1e3)
-vectors = st.tuples(*[positive] * (L + 1))
-
-
-@given(vectors, vectors, st.integers(0, L), st.integers(0, L + 1))
-def test_no_other_number_of_layers_gains_more_for_a_second(
-    norms: Values, seconds: Values, num_frozen: int, min_active: int
-) -> None:
-    seconds = tuple(value if num_frozen <= f <= L - min_active else 0.0 for f, value in enumerate(seconds))
-    found = decide(Saliency(), signal(norms, seconds, num_frozen), min_active).num_frozen
-    gains = [sum(norm**2 for norm in norms[f:]) for f in range(L + 1)]
-    assert num_frozen <= found <= max(L - min_active, num_frozen)
-    if seconds[num_frozen]:
-        rates = [gains[f] / seconds[f] for f in range(L + 1) if seconds[f]]
-        assert gains[found] / seconds[found] == pytest.approx(max(rates))
-
-
-@given(vectors, vectors, st.floats(1e-6, 1.0))
-def test_a_factor_of_all_gains_or_of_all_seconds_changes_nothing(norms: Values, seconds: Values, rate: float) -> None:
-    gains = [sum(norm**2 for norm in norms[f:]) for f in range(L + 1)]
-    first = Saliency().num_wanted(signal(norms, seconds))
-    second = Saliency().num_wanted(signal(norms, tuple(4 * value for value in seconds), learning_rate=rate))
-    assert gains[int(first)] / seconds[int(first)] == pytest.approx(gains[int(second)] / seconds[int(second)])
-
-
-@given(st.lists(st.tuples(vectors, vectors), min_size=1, max_size=5), st.integers(0, 4))
-def test_it_goes_on_from_its_state(intervals: list[tuple[Values, Values]], resumes_at: int) -> None:
-    whole, resumed = Saliency(), Saliency()
-    for index, (norms, seconds) in enumerate(intervals):
-        if index == resumes_at:
-            state = json.loads(json.dumps(resumed.state()))
-            resumed = Saliency()
-            resumed.load_state(state)
-        assert whole.num_wanted(signal(norms, seconds)) == resumed.num_wanted(signal(norms, seconds))
-        assert whole.state() == resumed.state()
-
-
-def test_it_says_why_and_what_may_come() -> None:
-    policy, clock = make_policy("saliency", 1 / 3, "inclusive", None), make_clock("10", 0.5, 10, 40)
-    assert outlook(policy, clock, L, 0, 1) == [(20, 3), (30, 3)]
-    assert policy.describe() == "saliency"
-    for seconds, text in (
-        ((10.0, 1.0, 1.0, 1.0, 1.0), "the other layers have 98% of the expected gain, in 10% of the seconds"),
-        ((10.0,) * 5, "no layer gives less for its seconds than those above it"),
-        ((), "no gradient, no learning rate or no predicted time to weigh"),
-    ):
-        found = decide(Saliency(), signal(NORMS, seconds), 0).signal
-        policy.num_wanted(found)
-        assert policy.explain(found) == f"saliency: {text}"
 
 
 # ---- the rest of a run
@@ -278,8 +158,9 @@ def test_seconds_are_predicted_for_who_asks_alone(tmp_path: Path, monkeypatch: p
             assert policy.seen[0].predicted_seconds == ()
 
 
-def test_a_run_that_no_clock_may_change_has_no_policy_that_goes_by_one(tmp_path: Path) -> None:
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "freeze_policy": "saliency"}
-    assert PipeTransformerArguments(**options).freeze_policy == "saliency"
-    with pytest.raises(ValueError, match=r"saliency.* with full_determinism=True: it decides by measured times"):
-        PipeTransformerArguments(**options, full_determinism=True)
+def test_a_deterministic_run_refuses_a_policy_that_reads_measured_times(tmp_path: Path) -> None:
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "full_determinism": True}
+    parts = {"train_dataset": make_dataset("bert_sequence", 4), "data_collator": collate}
+    model = build_model("bert_sequence")
+    with pytest.raises(ValueError, match=r"full_determinism=True: the policy 'custom' decides by measured times"):
+        PipeTransformerTrainer(model, PipeTransformerArguments(**options), policy=Asks("predicted_seconds"), **parts)

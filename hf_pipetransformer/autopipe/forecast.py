@@ -1,4 +1,4 @@
-"""How many optimizer steps take as long as a run that freezes nothing. Pure."""
+"""Predicted time of a run in which layers freeze, from measured costs. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from hf_pipetransformer.autopipe.costs import (
 from hf_pipetransformer.autopipe.rest_of_run import seconds_left
 from hf_pipetransformer.layout import Layout
 
-
-MOST_TIMES = 10
-"""A run becomes at most so many times as long as it was asked for: no learning rate is meant for more."""
 
 MOVED_BYTES = 12
 """Of a trained parameter that goes to another rank: the weight and two moments of Adam."""
@@ -152,29 +149,6 @@ def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int)
     ends = [*(step for step, _ in starts[1:]), num_steps]
     found = [Span(end - step, frozen) for (step, frozen), end in zip(starts, ends, strict=True)]
     return [span for span in found if span.num_steps]
-
-
-def most_steps(seconds_of: Callable[[int], float], budget: float, fewest: int, most: int) -> int:
-    """A number of steps, from `fewest` to `most`, that takes no longer than `budget`; one more would, or is too many.
-
-    `fewest` if they take longer. Longer runs may take less time, as the steps before a decision by shares of the run
-    do not: then there may be other such numbers.
-
-    Args:
-        seconds_of: a run of so many steps takes.
-        budget: seconds.
-        fewest: steps.
-        most: steps.
-    """
-    if fewest >= most or seconds_of(fewest) > budget:
-        return fewest
-    if seconds_of(most) <= budget:
-        return most
-    fitting, too_many = fewest, most
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        fitting, too_many = (middle, too_many) if seconds_of(middle) <= budget else (fitting, middle)
-    return fitting
 
 
 def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:

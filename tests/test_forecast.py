@@ -1,0 +1,91 @@
+"""Predicted time of a run in which layers freeze, against cases worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_pipetransformer.autocache.decision import CacheCosts
+from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts
+from hf_pipetransformer.autopipe.forecast import Forecast, Span, Storing, spans_of
+from hf_pipetransformer.layout import Layout
+
+
+PER_EPOCH = 10
+LAYOUT = Layout(
+    num_layers=2, num_frozen_layers=0, num_stages=1, num_replicas=1, boundaries=(0, 6), num_microbatches=1,
+    schedule="1f1b",
+)  # fmt: skip
+
+
+def costs_of(num_units: int) -> UnitCosts:
+    """A second for each forward, two for a backward, one for that of a unit whose input needs no gradient."""
+    return UnitCosts(
+        forward=(1.0,) * num_units, backward=(2.0,) * num_units, edge_backward=(1.0,) * num_units,
+        parameters=(1,) * num_units, activation_bytes=(1.0,) * num_units,
+    )  # fmt: skip
+
+
+def forecast(storing: Storing | None = None, **overheads: float) -> Forecast:
+    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
+        return replace(current, num_frozen_layers=num_frozen, cache_level=cache_level)
+
+    parts = (costs_of(6), Overheads(**{"per_step": 0.5, **overheads}), 1, 1, PER_EPOCH)
+    return Forecast(LAYOUT, *parts, plan, storing)
+
+
+STORING = Storing(CacheCosts(prefix=(1.0, 3.0, 5.0), input=0.5, read=0.0, write=2.0), "on")
+
+
+def test_the_full_run_is_as_long_as_its_steps() -> None:
+    # 6 forwards, 1 + 5 * 2 backwards, half a second beside them.
+    assert forecast().full_seconds(20) == 20 * 17.5
+
+
+def test_a_prefix_frozen_from_the_start_without_a_cache() -> None:
+    # 6 forwards; backwards of three units, the first of which takes 1.
+    assert forecast().seconds([Span(30, 1)]) == 30 * 11.5
+
+
+def test_rows_are_written_in_the_first_epoch_and_read_after_it() -> None:
+    # 2 seconds for a row in the first epoch, then 3 forwards, and the half second of reading is saved.
+    assert forecast(STORING).seconds([Span(36, 1)]) == 10 * 13.5 + 26 * 8
+    assert forecast(STORING).seconds([Span(10, 0), Span(15, 1)]) == 10 * 17.5 + 10 * 13.5 + 5 * 8
+
+
+def test_rows_of_fewer_layers_serve_while_those_of_more_are_written() -> None:
+    # From the level 1 on: 3 forwards, the backward of the head (1), half a second less, 2 for writing; then 1 + 1.
+    expected = 10 * 13.5 + 10 * 8 + 10 * (3 + 1 + 2) + 5 * 2
+    assert forecast(STORING).seconds([Span(20, 1), Span(15, 2)]) == expected
+
+
+def test_half_an_epoch_of_writing_leaves_half_of_the_rows() -> None:
+    # The next level is written in one epoch, in which half of the samples have rows of the level before.
+    with_rows, without = 3 + 1 + 2, 6 + 1 + 0.5 + 2
+    expected = 5 * 13.5 + 10 * (with_rows + without) / 2 + 5 * 2
+    assert forecast(STORING).seconds([Span(5, 1), Span(15, 2)]) == expected
+
+
+def test_views_are_written_in_as_many_epochs_and_drawn_anew_later() -> None:
+    # Above the frozen layer 3 + 1 + 2 * 2 seconds, of which a tenth goes into new draws that take 5.5 each: 0.145.
+    new = 0.145
+    later = (1 - new) * 8 + new * (11.5 + 2)
+    found = forecast(replace(STORING, num_views=2)).seconds([Span(25, 1)])
+    assert found == pytest.approx(20 * 13.5 + 5 * later)
+
+
+def test_moves_of_weights_take_time_and_new_numbers_do_not() -> None:
+    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
+        return replace(current, num_stages=1, num_replicas=2, boundaries=(0, 6), num_frozen_layers=num_frozen)
+
+    start = replace(LAYOUT, num_stages=2, boundaries=(0, 3, 6))
+    moved = Forecast(start, costs_of(6), Overheads(reduction_per_byte=1.0), 1, 1, PER_EPOCH, plan)
+    # Three units with one parameter each and 12 bytes; then 4 bytes of gradient each over two replicas.
+    assert moved.seconds([Span(1, 1)]) == 3 * 12 + 11 + 3 * 4
+    assert moved.seconds([Span(2, 0)]) == moved.full_seconds(2)
+
+
+def test_an_outlook_as_steps_in_a_row() -> None:
+    assert spans_of([(0, 2), (4, 2), (6, 3), (9, 4)], 1, 9) == [Span(6, 2), Span(3, 3)]
+    assert spans_of([], 1, 9) == [Span(9, 1)]
