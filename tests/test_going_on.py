@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache.planner import measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.checkpoint import check_weights
+from hf_pipetransformer.checkpoint import check_weights, read_state
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report.events import read_events
 from hf_pipetransformer.run import cache_stores, resumption
 from hf_pipetransformer.splitters.ownership import ParameterStore
 from tests.models import build_model, collate, make_dataset
@@ -246,3 +247,14 @@ def test_an_index_that_names_no_files_of_weights_is_damage(tmp_path: Path, text:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="model.safetensors.index.json"):
         check_weights(str(tmp_path))
+
+
+def test_a_resumed_run_that_skips_nothing_says_what_one_does_that_was_never_interrupted(tmp_path: Path) -> None:
+    freezing = {"freeze_policy": "fixed", "freeze_at": "1:2", "activation_cache": "off"}
+    trainer_of(build_model("bert_sequence"), tmp_path / "whole", **freezing).train()
+    again = trainer_of(build_model("bert_sequence"), tmp_path / "resumed", **freezing)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    states = [read_state(str(tmp_path / name / "checkpoint-6")) for name in ("whole", "resumed")]
+    assert states[0]["skipping"] == states[1]["skipping"]
+    (events,) = (tmp_path / "resumed").glob("*events*.jsonl")
+    assert not [event for event in read_events(str(events)) if event.get("what") == "skip"]

@@ -218,7 +218,8 @@ class Skips:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, unless the run that was saved replayed what this one would not skip."""
         if self.replayed is None and not self.most:
-            self.restart()
+            if any(shares for _, _, shares in state["phases"]):
+                self.restart()
             return
         self._phases = [SkipPhase(step, is_trial, tuple(shares)) for step, is_trial, shares in state["phases"]]
         self._layout = None if state["layout"] is None else Layout.from_event(state["layout"])

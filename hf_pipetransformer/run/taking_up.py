@@ -81,7 +81,7 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
     if "skipping" in state and resumption.has_same_policy and not resumption.is_elsewhere:
         into.skips.load_state(state["skipping"])
-    else:
+    elif into.skips.most or any(shares for _, _, shares in state.get("skipping", {}).get("phases", ())):
         into.skips.restart()
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
