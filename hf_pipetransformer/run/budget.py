@@ -11,6 +11,7 @@ from typing import Any
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autopipe.time_budget import MOST_TIMES, Span, most_steps
 from hf_pipetransformer.freeze.policies import FreezePolicy
+from hf_pipetransformer.json_values import entries, entry, number, whole_number
 from hf_pipetransformer.option_combinations import check_budget_options
 from hf_pipetransformer.report.events import read_events
 from hf_pipetransformer.run.cache import TrainingCache
@@ -20,6 +21,9 @@ from hf_pipetransformer.run.pipeline import Pipeline
 
 EVENT = "budget"
 """What the `profile` event is about that holds a budget."""
+
+MOST_SECONDS = 1e12
+"""No run is planned to take longer."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +145,20 @@ def saved_budget(saved: Mapping[str, Any] | None, where: str) -> Budget:
         where: a checkpoint or events file.
 
     Raises:
-        ValueError: the earlier run had none.
+        ValueError: the earlier run had none, or one that cannot be.
     """
     if saved is None:
         raise ValueError(
             f"freeze_budget='time': {where!r} is of a run with freeze_budget='epochs', whose length was not planned. "
             "Set freeze_budget='epochs', or start a new run."
         )
-    return Budget(**saved)
+    try:
+        found = dict(entries(saved, EVENT))
+        num_steps, per_epoch = (whole_number(entry(found, key), key, 1) for key in ("num_steps", "steps_per_epoch"))
+        planned, full = (number(entry(found, key), key, 0, MOST_SECONDS) for key in ("planned_s", "full_s"))
+    except ValueError as error:
+        raise ValueError(f"{where!r} holds a budget that cannot be: {error}. Start a new run.") from error
+    return Budget(num_steps, per_epoch, planned, full)
 
 
 def planned_before(path: str) -> Budget:
@@ -157,6 +167,6 @@ def planned_before(path: str) -> Budget:
     for event in read_events(path):
         if event["event"] == "run" and event["step"] == 0:
             budget = None
-        elif event["event"] == "profile" and event["what"] == EVENT:
-            budget = event["budget"]
+        elif event["event"] == "profile" and event.get("what") == EVENT:
+            budget = event.get("budget")
     return saved_budget(budget, path)
