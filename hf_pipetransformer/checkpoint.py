@@ -34,6 +34,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hf_pipetransformer.adapters import adapter_files, load_adapters
+from hf_pipetransformer.json_values import (
+    MOST_SAMPLES,
+    MOST_STEPS,
+    entries,
+    entry,
+    flag,
+    items,
+    number,
+    text,
+    whole_number,
+)
+from hf_pipetransformer.layout import MOST_MICROBATCHES, Layout
 from hf_pipetransformer.manifest import (
     Entry,
     checksum_of,
@@ -49,7 +61,13 @@ STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
 VERSION = 4
 
+MOST_BYTES = 2**62
+"""No file is larger."""
+MOST_RATE = 1e30
+"""No learning rate is larger."""
+
 _OF_TRAINER = re.compile(r"trainer_state\.json|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+_TRAINER_STATE = "trainer_state.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
@@ -188,14 +206,144 @@ def read_state(folder: str) -> dict[str, Any]:
     if not os.path.isfile(os.path.join(path, STATE_FILE)):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
     state = _read_json(os.path.join(path, STATE_FILE), folder)
-    if state.get("version", VERSION) != VERSION:
-        raise ValueError(f"{folder!r} has version {state['version']} in {STATE_FILE}: expected version {VERSION}.")
-    if state.pop("checksum", None) != checksum_of(state):
-        raise ValueError(f"{folder!r} is damaged: {STATE_FILE} has other content than was written.")
+    if state.get("version") != VERSION:
+        found = f"version {state['version']}" if "version" in state else "no version"
+        raise ValueError(f"{folder!r} has {found} in {STATE_FILE}: expected version {VERSION}.")
+    saved_checksum = state.pop("checksum", None)
+    try:
+        if saved_checksum != checksum_of(state):
+            raise ValueError("it has other content than was written")
+        _check_files(folder, state)
+        _check_state(state)
+    except ValueError as error:
+        raise ValueError(f"{folder!r} is damaged: {STATE_FILE}: {str(error).rstrip('.')}.") from error
     damage = find_damage(folder, state["files"])
     if damage is not None:
         raise ValueError(f"{folder!r} is damaged: {damage}.")
+    trainers = _read_json(os.path.join(folder, _TRAINER_STATE), folder)
+    for key, name in (("step", "global_step"), ("epoch", "epoch")):
+        expected = trainers.get(name)
+        if state[key] != expected:
+            raise ValueError(
+                f"{folder!r} is damaged: {STATE_FILE}: found {state[key]!r} as {key!r}, expected {expected!r} as "
+                f"{_TRAINER_STATE} has it."
+            )
     return state
+
+
+# ---- what a state may hold ----
+
+
+def _check_files(folder: str, state: Mapping[str, Any]) -> None:
+    """Raises ValueError if the list of files is none, or lacks one that a checkpoint cannot do without."""
+    files = entries(entry(state, "files"), "files")
+    for name, found in files.items():
+        if os.path.isabs(name) or ".." in name.split("/"):
+            raise ValueError(f"found {name[:60]!r} in 'files', expected files of this folder")
+        whole_number(entry(entries(found, name), "bytes"), "bytes", most=MOST_BYTES)
+        text(entry(found, "xxh3_128"), "xxh3_128")
+    layout = Layout.from_event(entry(state, "layout"))
+    world_size = whole_number(entry(state, "world_size"), "world_size", 1)
+    if world_size != layout.pipeline_size * layout.num_replicas:
+        raise ValueError(
+            f"found {world_size} as 'world_size', expected {layout.pipeline_size * layout.num_replicas}, the ranks of "
+            "its layout"
+        )
+    needed = [f"{STATE_FOLDER}/{optimizer_file(position)}" for position in range(layout.pipeline_size)]
+    needed += [f"{STATE_FOLDER}/{random_file(rank)}" for rank in range(world_size)]
+    needed += [
+        name for name in (_WEIGHTS, _INDEX, *adapter_files(folder)) if os.path.isfile(os.path.join(folder, name))
+    ]
+    for name in (_TRAINER_STATE, *needed):
+        if name not in files:
+            raise ValueError(f"found no {name!r} in 'files', expected all files of the checkpoint")
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no run can have written, beside its files."""
+    step = whole_number(entry(state, "step"), "step")
+    if entry(state, "epoch") is not None:
+        number(state["epoch"], "epoch", 0, MOST_STEPS)
+    layout, first = (Layout.from_event(entry(state, name)) for name in ("layout", "first_layout"))
+    if first.num_layers != layout.num_layers:
+        raise ValueError(f"found a 'first_layout' of {first.num_layers} layers, expected {layout.num_layers}")
+    data = entries(entry(state, "data"), "data")
+    for name in ("fingerprint", "samples"):
+        if entry(data, name) is not None:
+            text(data[name], name)
+    num_samples = entry(data, "num_samples")
+    if num_samples is not None:
+        whole_number(num_samples, "num_samples", most=MOST_SAMPLES)
+    if entry(state, "place") is not None:
+        _check_place(state["place"], step, MOST_SAMPLES if num_samples is None else num_samples)
+    for name in ("num_starts", "num_transitions"):
+        whole_number(entry(state, name), name)
+    for name in ("optimizer_class", "scheduler_class", "model", "policy"):
+        text(entry(state, name), name)
+    flag(entry(state, "has_plan"), "has_plan")
+    flag(state.get("is_counted", True), "is_counted")
+    text(state.get("policy_class", ""), "policy_class")
+    number(entry(state, "unlogged_loss"), "unlogged_loss")
+    for parameter, found in entries(entry(state, "parameters"), "parameters").items():
+        text(found, parameter)
+    for name in items(entry(state, "decaying"), "decaying"):
+        text(name, "decaying")
+    for name, value in entries(entry(state, "arguments"), "arguments").items():
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise ValueError(f"found a {type(value).__name__} as {name!r} in 'arguments', expected a text or number")
+    _check_decisions(entries(entry(state, "decisions"), "decisions"))
+    _check_schedule(entries(entry(state, "scheduler"), "scheduler"))
+    entries(state.get("skipping", {}), "skipping")
+    for name in ("scaler", "budget", "views"):
+        if state.get(name) is not None:
+            entries(state[name], name)
+    if state.get("views") is not None:
+        views = state["views"]
+        whole_number(entry(views, "num_views"), "num_views", 1)
+        whole_number(entry(views, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(views, "first"), "first")
+        for known in items(entry(views, "shares"), "shares"):
+            start, share = items(known, "shares", 2)
+            whole_number(start, "shares")
+            number(share, "shares", 0, 1)
+
+
+def _check_place(place: Any, step: int, num_samples: int) -> None:
+    """Raises ValueError for a place in the data that a run of `step` steps cannot be at."""
+    place = entries(place, "place")
+    whole_number(entry(place, "epoch"), "epoch", most=step)
+    whole_number(entry(place, "samples"), "samples", most=num_samples)
+    whole_number(entry(place, "global_batch"), "global_batch", 1)
+    if place.get("group_size") is not None:
+        whole_number(place["group_size"], "group_size", 1)
+    if place.get("nodes") is not None:
+        nodes = entries(place["nodes"], "nodes")
+        whole_number(entry(nodes, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(nodes, "batch_size"), "batch_size", 1)
+        for count in items(entry(nodes, "devices"), "devices"):
+            whole_number(count, "devices", 1)
+
+
+def _check_decisions(decisions: Mapping[str, Any]) -> None:
+    number(entry(decisions, "num_wanted"), "num_wanted", -MOST_RATE, MOST_RATE)  # A user's policy may want any number.
+    whole_number(entry(decisions, "num_fruitless"), "num_fruitless")
+    entries(entry(decisions, "policy"), "policy")
+    if entry(decisions, "gradient_norms") is not None:
+        for norm in items(decisions["gradient_norms"], "gradient_norms"):
+            number(norm, "gradient_norms")
+    for known in items(entry(decisions, "known_microbatches"), "known_microbatches"):
+        for count in items(known, "known_microbatches", 3):
+            whole_number(count, "known_microbatches", 1, MOST_MICROBATCHES)
+
+
+def _check_schedule(schedule: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no schedule of torch has; one of the user's own may have other entries."""
+    for name in ("last_epoch", "_step_count"):
+        if name in schedule:
+            whole_number(schedule[name], name, -1)
+    for name in ("base_lrs", "_last_lr"):
+        for rate in items(schedule.get(name, []), name):
+            number(rate, name, -MOST_RATE, MOST_RATE)
 
 
 def has_weights(folder: str) -> bool:

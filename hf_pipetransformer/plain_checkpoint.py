@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.json_values import MOST_STEPS, entries, entry, number, whole_number
 from hf_pipetransformer.layout import Layout
 
 
@@ -73,10 +74,14 @@ def read_plain_state(folder: str, num_samples: int | None, drops_last: bool) -> 
     """
     try:
         with open(os.path.join(folder, _TRAINER_STATE), encoding="utf-8") as file:
-            trainer = json.load(file)
-        step, epoch = int(trainer["global_step"]), trainer["epoch"]
-        batch = trainer.get("train_batch_size")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            trainer = entries(json.load(file), _TRAINER_STATE)
+        step = whole_number(entry(trainer, "global_step"), "global_step")
+        epoch, batch = entry(trainer, "epoch"), trainer.get("train_batch_size")
+        if epoch is not None:
+            number(epoch, "epoch", 0, MOST_STEPS)
+        if batch is not None:
+            whole_number(batch, "train_batch_size")
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder!r} is damaged: {_TRAINER_STATE} cannot be read ({error}).") from error
     checkpoint.check_weights(folder)
     _load(folder, _OPTIMIZER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, checkpoint
 from hf_pipetransformer.autodp.shares import NodeOrder
-from hf_pipetransformer.plain_checkpoint import export_checkpoint
+from hf_pipetransformer.plain_checkpoint import export_checkpoint, read_plain_state
 from tests.models import build_model, collate, make_dataset
 
 
@@ -128,3 +129,15 @@ def test_a_place_that_no_number_of_steps_tells_is_none_of_trainers(tmp_path: Pat
     said = [export_checkpoint(str(tmp_path / f"checkpoint-{step}"), str(tmp_path / f"{step}")) for step in (2, 3)]
     assert [len(texts) for texts in said] == [1, 0]
     assert "which leads to another one" in said[0][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("global_step", 1e30), ("global_step", -5), ("global_step", None), ("epoch", "x"), ("epoch", -1),
+     ("train_batch_size", 2.5), ("train_batch_size", [])],
+)  # fmt: skip
+def test_counts_of_trainer_that_cannot_be_are_damage(tmp_path: Path, name: str, value: Any) -> None:
+    content = {"global_step": 4, "epoch": 1.0, "train_batch_size": 4}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(content | {name: value}))
+    with pytest.raises(ValueError, match=f"{tmp_path}.*damaged: trainer_state.json.*{name}"):
+        read_plain_state(str(tmp_path), 16, drops_last=False)
