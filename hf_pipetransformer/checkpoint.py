@@ -99,12 +99,66 @@ def random_file(rank: int) -> str:
     return f"random-rank-{rank}.safetensors"
 
 
-def clear(folder: str) -> None:
-    """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come."""
+def clear(folder: str, keeps_random: bool = False) -> None:
+    """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come.
+
+    Args:
+        folder: the checkpoint.
+        keeps_random: leave Trainer's random states, which other processes may have written by now.
+    """
+    for mark in (os.path.join(STATE_FOLDER, STATE_FILE), _TRAINER_STATE):
+        # First what says that the rest is whole: a kill may come at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, mark))
     shutil.rmtree(os.path.join(folder, STATE_FOLDER), ignore_errors=True)
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        if _OF_TRAINER.fullmatch(name):
+        if _OF_TRAINER.fullmatch(name) and not (keeps_random and name.startswith("rng_state")):
             os.remove(os.path.join(folder, name))
+
+
+def check_unlinked(folder: str) -> None:
+    """Refuse to save where something is a link: what it leads to would be overwritten.
+
+    Raises:
+        ValueError: names the link.
+    """
+    inner = (os.path.join(where, name) for where, *names in os.walk(folder) for name in [*names[0], *names[1]])
+    for path in (folder, *inner):
+        if os.path.islink(path):
+            raise ValueError(
+                f"{path!r} is a link to {os.readlink(path)!r}: saving a checkpoint there would overwrite what it "
+                "leads to. Remove the link, or set another output_dir."
+            )
+
+
+def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> None:
+    """Delete the oldest checkpoints of a run's folder beyond `limit`, by their steps.
+
+    A time of modification says nothing: a copy, a backup or `touch` changes it. Those of steps that the run has not
+    come to yet are of an earlier run, and go first.
+
+    Args:
+        output_dir: the run's folder.
+        limit: checkpoints to keep; None or 0 keeps all.
+        step: of the one that was saved last, which stays.
+        best: a checkpoint that stays too.
+    """
+    if limit is None or limit <= 0:
+        return
+    found = sorted(_numbered(output_dir), key=lambda each: (each[0] <= step, each[0]))
+    kept = {step}
+    if best is not None:
+        kept |= {each for each, folder in found if os.path.abspath(folder) == os.path.abspath(best)}
+    num_left = len(found)
+    for each, folder in found:
+        if num_left <= max(limit, len(kept)):
+            return
+        if each not in kept:
+            # What a kill leaves of it must not look like a checkpoint of weights alone.
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, _TRAINER_STATE))
+            shutil.rmtree(folder, ignore_errors=True)
+            num_left -= 1
 
 
 def begin(folder: str) -> None:
@@ -194,6 +248,7 @@ def read_state(folder: str) -> dict[str, Any]:
             f"resume_from_checkpoint={folder!r} is not a folder: expected a checkpoint-N of a run with "
             "save_only_model=False."
         )
+    check_readable(folder)
     names = set(os.listdir(folder))
     if not os.path.isdir(path):
         if not has_weights(folder):
@@ -371,11 +426,17 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
     Args:
         output_dir: the run's folder.
         read: raises ValueError for a folder that is not sound.
+
+    Raises:
+        UnreadableError: there is a later one that this user may not read: it may be sound.
     """
     reasons = []
-    for folder in _newest_first(output_dir):
+    for folder in newest_first(output_dir):
         try:
+            check_readable(folder)
             read(folder)
+        except UnreadableError:
+            raise
         except ValueError as error:
             reasons.append(str(error))
         else:
@@ -385,16 +446,60 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
 
 def newest(output_dir: str) -> str | None:
     """The checkpoint of the highest step in a run's folder, sound or not."""
-    return next(iter(_newest_first(output_dir)), None)
+    return next(iter(newest_first(output_dir)), None)
 
 
-def _newest_first(output_dir: str) -> list[str]:
+def newest_first(output_dir: str) -> list[str]:
+    """The checkpoints in a run's folder by their steps, the last one first.
+
+    Raises:
+        UnreadableError: the user may not read the folder.
+    """
+    return [folder for _step, folder in sorted(_numbered(output_dir), reverse=True)]
+
+
+def _numbered(output_dir: str) -> list[tuple[int, str]]:
     found = []
-    for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
+    try:
+        names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    except PermissionError as error:
+        raise UnreadableError(_unreadable(output_dir, error)) from error
+    for name in names:
         match = _FOLDER_NAME.fullmatch(name)
         if match is not None and os.path.isdir(os.path.join(output_dir, name)):
             found.append((int(match[1]), os.path.join(output_dir, name)))
-    return [folder for _step, folder in sorted(found, reverse=True)]
+    return found
+
+
+class UnreadableError(ValueError):
+    """A checkpoint that this user may not read; whether it is sound is not known."""
+
+
+def check_readable(folder: str) -> None:
+    """Refuse a checkpoint with a file or folder that this user may not read.
+
+    Raises:
+        UnreadableError: names it.
+    """
+
+    def refuse(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            raise UnreadableError(_unreadable(folder, error)) from error
+
+    for where, _, names in os.walk(folder, onerror=refuse):
+        for name in names:
+            try:
+                with open(os.path.join(where, name), "rb"):
+                    pass
+            except OSError as error:
+                refuse(error)  # What is missing or damaged is told of where it is read.
+
+
+def _unreadable(folder: str, error: PermissionError) -> str:
+    return (
+        f"{folder!r} cannot be read: this user has no permission for {error.filename!r}. Give it (chmod -R u+rX, or "
+        "chown), or name another checkpoint in resume_from_checkpoint; an older one is not taken in silence."
+    )
 
 
 # ---- a folder that all nodes see ----

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_pipetransformer import checkpoint
 from hf_pipetransformer.adapters import check_skipping_model
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import set_states
@@ -49,7 +50,7 @@ from hf_pipetransformer.run.need import Need, does_without_layers, need_of
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan, read_replayed_skips
-from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
+from hf_pipetransformer.run.resumption import Resumption, find_for_trainer, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
 from hf_pipetransformer.run.thawing import check_thawing, longest_pipeline
@@ -192,15 +193,15 @@ class Run:
         return self.in_training
 
     @contextmanager
-    def train_call(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | bool | None]:
+    def train_call(self, resume_from_checkpoint: str | bool | None, trial: Any = None) -> Iterator[str | bool | None]:
         """`Trainer.train` runs inside, from the checkpoint in the folder that it is given; None for a new run.
 
         Raises:
             ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
             PipelineError: an earlier training has left the model on several stages.
         """
-        where, trainer, self._began = resume_from_checkpoint or None, self.trainer, time.perf_counter()
-        self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, trainer.args.output_dir)
+        trainer, self._began = self.trainer, time.perf_counter()
+        where = self._choose_who_trains(resume_from_checkpoint or None)
         if self.is_left_to_trainer:
             yield where
             return
@@ -216,6 +217,35 @@ class Run:
                 yield None if self.resumption is None else self.resumption.folder
         finally:
             self._leave()
+
+    def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
+        """Set whether Trainer trains; gives the checkpoint to go on from, or True where that is still to be found."""
+        trainer, output_dir = self.trainer, self.trainer.args.output_dir
+        if self._needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, output_dir)
+            return where
+        needs_weights = not host.is_overridden(trainer, "_load_from_checkpoint")
+        folder, is_pipelines = self.topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
+        self.is_left_to_trainer = not is_pipelines
+        # Without any, Trainer says so; of those of a pipeline the sound one is found later.
+        return True if is_pipelines or folder is None else str(folder)
+
+    @contextmanager
+    def saving_checkpoint(self, folder: str) -> Iterator[None]:
+        """Trainer saves a checkpoint in `folder` inside, and deletes old ones.
+
+        Raises:
+            ValueError: something in the folder is a link.
+        """
+        trainer = self.trainer
+        if not self.is_left_to_trainer:
+            self.topology.decide(lambda: checkpoint.check_unlinked(folder))
+        elif trainer.args.should_save:
+            # No collective call: Trainer's own callbacks may have one process save and another not.
+            checkpoint.check_unlinked(folder)
+            checkpoint.clear(folder, keeps_random=self.topology.world_size > 1)
+        with host.rotating_by_step(trainer.state.global_step):
+            yield
 
     @contextmanager
     def training_loop(self) -> Iterator[None]:
