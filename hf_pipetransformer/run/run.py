@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer import checkpoint
 from hf_pipetransformer.adapters import check_skipping_model
@@ -47,6 +48,7 @@ from hf_pipetransformer.run.loaders import (
     states_of_first_rank,
 )
 from hf_pipetransformer.run.need import Need, does_without_layers, need_of
+from hf_pipetransformer.run.only_run import only_run
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan, read_replayed_skips
@@ -203,10 +205,11 @@ class Run:
         trainer, self._began = self.trainer, time.perf_counter()
         where = self._choose_who_trains(resume_from_checkpoint or None)
         if self.is_left_to_trainer:
-            yield where
+            with self._only_run(trial):
+                yield where
             return
         try:
-            with self.patience.reporting_faults():
+            with self.patience.reporting_faults(), self._only_run(trial):
                 if trainer.model_init is None:
                     check_whole(trainer.model)
                 check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
@@ -229,6 +232,12 @@ class Run:
         self.is_left_to_trainer = not is_pipelines
         # Without any, Trainer says so; of those of a pipeline the sound one is found later.
         return True if is_pipelines or folder is None else str(folder)
+
+    def _only_run(self, trial: Any) -> AbstractContextManager[None]:
+        """This run is the only one inside that trains in its `output_dir`; trials have folders of their own."""
+        args = self.trainer.args
+        writes = not self.is_left_to_trainer or args.save_strategy != SaveStrategy.NO
+        return only_run(args.output_dir, self.topology) if writes and trial is None else nullcontext()
 
     @contextmanager
     def saving_checkpoint(self, folder: str) -> Iterator[None]:
