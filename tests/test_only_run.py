@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -69,8 +70,9 @@ def test_a_second_run_is_refused_until_the_first_is_gone(
     trainer = make(tmp_path, **options)
     with pytest.raises(ValueError, match=f"{LOCK_FILE}: another run .process {other.pid} on .*set another output_dir"):
         trainer.train()
-    assert path.exists() and not list(tmp_path.glob("checkpoint-*"))
-    other.kill()  # Nobody has asked how it ended yet.
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "the events are the other run's"
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # It is gone, and nobody has asked yet how it ended.
     trainer.train()
     assert not path.exists() and list(tmp_path.glob("checkpoint-*"))
 

@@ -209,7 +209,9 @@ class Run:
                 yield where
             return
         try:
-            with self.patience.reporting_faults(), self._only_run(trial):
+            self.patience.rest()
+            # First the lock: the events file, which faults go to, may be another run's.
+            with self._only_run(trial), self.patience.reporting_faults():
                 if trainer.model_init is None:
                     check_whole(trainer.model)
                 check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
@@ -224,6 +226,8 @@ class Run:
     def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
         """Set whether Trainer trains; gives the checkpoint to go on from, or True where that is still to be found."""
         trainer, output_dir = self.trainer, self.trainer.args.output_dir
+        if not self._needs_pipeline:
+            check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint=True": where is True})
         if self._needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, output_dir)
             return where
