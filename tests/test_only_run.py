@@ -127,7 +127,7 @@ def test_a_lock_of_which_nothing_can_be_known_is_refused(tmp_path: Path, content
 
 
 def test_of_many_that_find_the_lock_of_a_dead_run_one_gets_it(tmp_path: Path) -> None:
-    for _ in range(20):
+    for _ in range(60):
         lock_of(tmp_path, pid=2**22 + 1)  # Linux has no such process.
         begin, taken, refused = threading.Barrier(8), [], []
 
@@ -153,7 +153,7 @@ def test_of_many_that_find_the_lock_of_a_dead_run_one_gets_it(tmp_path: Path) ->
 def test_a_folder_in_which_nothing_can_be_made_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def create(path: str, own: Any) -> bool:
+    def create(path: str, draft: str, own: Any) -> bool:
         raise PermissionError("planted")
 
     monkeypatch.setattr(module, "_create", create)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -39,10 +40,11 @@ def only_run(output_dir: str, topology: Topology) -> Iterator[None]:
     try:
         yield
     finally:
-        path = os.path.join(output_dir, LOCK_FILE)
-        if topology.rank == 0 and is_held and _read(path) == own:
+        path = Path(output_dir, LOCK_FILE)
+        if topology.rank == 0 and is_held:
             with contextlib.suppress(OSError):
-                os.remove(path)
+                if _owner_of(path.read_bytes()) == own:
+                    path.unlink()
 
 
 def _describe_process() -> dict[str, Any]:
@@ -81,54 +83,78 @@ def _take(output_dir: str, own: dict[str, Any]) -> bool:
     path = os.path.join(output_dir, LOCK_FILE)
     try:
         os.makedirs(output_dir, exist_ok=True)
-        for _ in range(_ATTEMPTS):
-            if _create(path, own):
-                return True
-            _remove_if_gone(path)
+        with _drafted(path, own) as draft:
+            for _ in range(_ATTEMPTS):
+                if _create(path, draft, own) or _take_over(path, draft):
+                    return True
     except OSError as error:
         logger.warning(f"{path} cannot be written ({error}): make sure that no other run uses this output_dir.")
         return False
     raise ValueError(f"{path} comes and goes: other runs begin in this output_dir. Set another one.")
 
 
-def _create(path: str, own: dict[str, Any]) -> bool:
-    """Make the file, with all of its content at once; False if it is there."""
+@contextmanager
+def _drafted(path: str, own: dict[str, Any]) -> Iterator[str]:
+    """A lock file that is whole, beside the place where it is to stand."""
     draft = f"{path}.{own['run']}"
     try:
         with open(draft, "x", encoding="utf-8") as file:
             json.dump(own, file)
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            return False
-        except OSError:
-            # A file system without links.
-            with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-                json.dump(own, file)
-                return True
-            return False
-        return True
+        yield draft
     finally:
         with contextlib.suppress(OSError):
             os.remove(draft)
 
 
-def _remove_if_gone(path: str) -> None:
-    """Remove the lock of a process that is gone.
+def _create(path: str, draft: str, own: dict[str, Any]) -> bool:
+    """Make the file, with all of its content at once; False if there is one."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        # A file system without links.
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump(own, file)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _take_over(path: str, draft: str) -> bool:
+    """Put the draft in the place of the lock of a process that is gone; False if that is another one by now.
 
     Raises:
         ValueError: it is another run's.
     """
-    owner = _read(path)
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return False
+    with file:
+        with contextlib.suppress(OSError):
+            # Several may find the same lock: one replaces it, and there is a lock at every moment.
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            is_same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False
+        if is_same:
+            _check_gone(path, _owner_of(file.read()))
+            os.replace(draft, path)
+        return is_same
+
+
+def _check_gone(path: str, owner: dict[str, Any] | None) -> None:
+    """Raises ValueError unless the process that a lock names is gone."""
     if owner is None:
-        if os.path.lexists(path):
-            raise ValueError(
-                f"{path} cannot be read: expected the lock of a run. Remove this file if no other run trains in this "
-                "output_dir, or set another one."
-            )
-        return
+        raise ValueError(
+            f"{path} cannot be read: expected the lock of a run. Remove this file if no other run trains in this "
+            "output_dir, or set another one."
+        )
     name = owner["host"].split(" ", 1)[0]
     if owner["host"] != _here():
         raise ValueError(
@@ -140,24 +166,15 @@ def _remove_if_gone(path: str) -> None:
             f"{path}: another run (process {owner['pid']} on {name}) is training in this output_dir; two would "
             "overwrite each other's checkpoints. Wait for its end, or set another output_dir."
         )
-    # Another run may be doing the same, and hold the lock by now.
-    aside = f"{path}.{uuid.uuid4().hex}"
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, aside)
-        if _read(aside) != owner:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-        os.remove(aside)
 
 
-def _read(path: str) -> dict[str, Any] | None:
-    """The owner that a lock names; None if there is none, or it cannot be read."""
+def _owner_of(content: bytes) -> dict[str, Any] | None:
+    """The owner that a lock names; None if it names none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            owner = dict(entries(json.load(file), "owner"))
+        owner = dict(entries(json.loads(content), "owner"))
         whole_number(entry(owner, "pid"), "pid", 1)
         number(entry(owner, "started"), "started")
         text(entry(owner, "host"), "host")
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return owner
