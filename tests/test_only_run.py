@@ -159,3 +159,17 @@ def test_a_folder_in_which_nothing_can_be_made_is_told_of(
     monkeypatch.setattr(module, "_create", create)
     assert not module._take(str(tmp_path), module._describe_process())
     assert "make sure that no other run uses this output_dir" in caplog.text
+
+
+def test_a_lock_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = lock_of(tmp_path)
+    original = open
+
+    def refuse(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(name) == str(path):
+            raise PermissionError(13, "planted", name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: expected the lock of a run"):
+        module._take(str(tmp_path), module._describe_process())

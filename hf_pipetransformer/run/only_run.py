@@ -134,6 +134,9 @@ def _take_over(path: str, draft: str) -> bool:
         file = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:
         return False
+    except PermissionError:
+        _check_gone(path, None)
+        raise
     with file:
         with contextlib.suppress(OSError):
             # Several may find the same lock: one replaces it, and there is a lock at every moment.
