@@ -35,6 +35,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hf_pipetransformer.adapters import adapter_files, load_adapters
+from hf_pipetransformer.json_values import (
+    MOST_SAMPLES,
+    MOST_STEPS,
+    entries,
+    entry,
+    flag,
+    items,
+    number,
+    text,
+    whole_number,
+)
+from hf_pipetransformer.layout import MOST_MICROBATCHES, Layout
 from hf_pipetransformer.manifest import (
     Entry,
     checksum_of,
@@ -51,7 +63,13 @@ STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
 VERSION = 4
 
+MOST_BYTES = 2**62
+"""No file is larger."""
+MOST_RATE = 1e30
+"""No learning rate is larger."""
+
 _OF_TRAINER = re.compile(r"trainer_state\.json|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+_TRAINER_STATE = "trainer_state.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -84,12 +102,66 @@ def random_file(rank: int) -> str:
     return f"random-rank-{rank}.safetensors"
 
 
-def clear(folder: str) -> None:
-    """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come."""
+def clear(folder: str, keeps_random: bool = False) -> None:
+    """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come.
+
+    Args:
+        folder: the checkpoint.
+        keeps_random: leave Trainer's random states, which other processes may have written by now.
+    """
+    for mark in (os.path.join(STATE_FOLDER, STATE_FILE), _TRAINER_STATE):
+        # First what says that the rest is whole: a kill may come at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, mark))
     shutil.rmtree(os.path.join(folder, STATE_FOLDER), ignore_errors=True)
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        if _OF_TRAINER.fullmatch(name):
+        if _OF_TRAINER.fullmatch(name) and not (keeps_random and name.startswith("rng_state")):
             os.remove(os.path.join(folder, name))
+
+
+def check_unlinked(folder: str) -> None:
+    """Refuse to save where something is a link: what it leads to would be overwritten.
+
+    Raises:
+        ValueError: names the link.
+    """
+    inner = (os.path.join(where, name) for where, *names in os.walk(folder) for name in [*names[0], *names[1]])
+    for path in (folder, *inner):
+        if os.path.islink(path):
+            raise ValueError(
+                f"{path!r} is a link to {os.readlink(path)!r}: saving a checkpoint there would overwrite what it "
+                "leads to. Remove the link, or set another output_dir."
+            )
+
+
+def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> None:
+    """Delete the oldest checkpoints of a run's folder beyond `limit`, by their steps.
+
+    A time of modification says nothing: a copy, a backup or `touch` changes it. Those of steps that the run has not
+    come to yet are of an earlier run, and go first.
+
+    Args:
+        output_dir: the run's folder.
+        limit: checkpoints to keep; None or 0 keeps all.
+        step: of the one that was saved last, which stays.
+        best: a checkpoint that stays too.
+    """
+    if limit is None or limit <= 0:
+        return
+    found = sorted(_numbered(output_dir), key=lambda each: (each[0] <= step, each[0]))
+    kept = {step}
+    if best is not None:
+        kept |= {each for each, folder in found if os.path.abspath(folder) == os.path.abspath(best)}
+    num_left = len(found)
+    for each, folder in found:
+        if num_left <= max(limit, len(kept)):
+            return
+        if each not in kept:
+            # What a kill leaves of it must not look like a checkpoint of weights alone.
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, _TRAINER_STATE))
+            shutil.rmtree(folder, ignore_errors=True)
+            num_left -= 1
 
 
 def begin(folder: str) -> None:
@@ -180,6 +252,7 @@ def read_state(folder: str) -> dict[str, Any]:
             f"resume_from_checkpoint={folder!r} is not a folder: expected a checkpoint-N of a run with "
             "save_only_model=False."
         )
+    check_readable(folder)
     names = set(os.listdir(folder))
     if not os.path.isdir(path):
         if not has_weights(folder):
@@ -192,13 +265,28 @@ def read_state(folder: str) -> dict[str, Any]:
     if not os.path.isfile(os.path.join(path, STATE_FILE)):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
     state = _read_json(os.path.join(path, STATE_FILE), folder)
-    if state.get("version", VERSION) != VERSION:
-        raise ValueError(f"{folder!r} has version {state['version']} in {STATE_FILE}: expected version {VERSION}.")
-    if state.pop("checksum", None) != checksum_of(state):
-        raise ValueError(f"{folder!r} is damaged: {STATE_FILE} has other content than was written.")
+    if state.get("version") != VERSION:
+        found = f"version {state['version']}" if "version" in state else "no version"
+        raise ValueError(f"{folder!r} has {found} in {STATE_FILE}: expected version {VERSION}.")
+    saved_checksum = state.pop("checksum", None)
+    try:
+        if saved_checksum != checksum_of(state):
+            raise ValueError("it has other content than was written")
+        _check_files(folder, state)
+        _check_state(state)
+    except ValueError as error:
+        raise ValueError(f"{folder!r} is damaged: {STATE_FILE}: {str(error).rstrip('.')}.") from error
     damage = find_damage(folder, _files_to_check(folder, state))
     if damage is not None:
         raise ValueError(f"{folder!r} is damaged: {damage}.")
+    trainers = _read_json(os.path.join(folder, _TRAINER_STATE), folder)
+    for key, name in (("step", "global_step"), ("epoch", "epoch")):
+        expected = trainers.get(name)
+        if state[key] != expected:
+            raise ValueError(
+                f"{folder!r} is damaged: {STATE_FILE}: found {state[key]!r} as {key!r}, expected {expected!r} as "
+                f"{_TRAINER_STATE} has it."
+            )
     return state
 
 
@@ -245,6 +333,122 @@ def _hash_of_weights(folder: str) -> str | None:
     return checksum_of(hashes) if hashes else None
 
 
+# ---- what a state may hold ----
+
+
+def _check_files(folder: str, state: Mapping[str, Any]) -> None:
+    """Raises ValueError if the list of files is none, or lacks one that a checkpoint cannot do without."""
+    files = entries(entry(state, "files"), "files")
+    for name, found in files.items():
+        if os.path.isabs(name) or ".." in name.split("/"):
+            raise ValueError(f"found {name[:60]!r} in 'files', expected files of this folder")
+        whole_number(entry(entries(found, name), "bytes"), "bytes", most=MOST_BYTES)
+        text(entry(found, "xxh3_128"), "xxh3_128")
+    layout = Layout.from_event(entry(state, "layout"))
+    world_size = whole_number(entry(state, "world_size"), "world_size", 1)
+    if world_size != layout.pipeline_size * layout.num_replicas:
+        raise ValueError(
+            f"found {world_size} as 'world_size', expected {layout.pipeline_size * layout.num_replicas}, the ranks of "
+            "its layout"
+        )
+    needed = [f"{STATE_FOLDER}/{optimizer_file(position)}" for position in range(layout.pipeline_size)]
+    needed += [f"{STATE_FOLDER}/{random_file(rank)}" for rank in range(world_size)]
+    # Of weights with a hash the tensors count, not the files that they lie in.
+    weights = (_WEIGHTS, _INDEX) if state.get("weights") is None else ()
+    needed += [name for name in (*weights, *adapter_files(folder)) if os.path.isfile(os.path.join(folder, name))]
+    for name in (_TRAINER_STATE, *needed):
+        if name not in files:
+            raise ValueError(f"found no {name!r} in 'files', expected all files of the checkpoint")
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no run can have written, beside its files."""
+    step = whole_number(entry(state, "step"), "step")
+    if entry(state, "epoch") is not None:
+        number(state["epoch"], "epoch", 0, MOST_STEPS)
+    layout, first = (Layout.from_event(entry(state, name)) for name in ("layout", "first_layout"))
+    if first.num_layers != layout.num_layers:
+        raise ValueError(f"found a 'first_layout' of {first.num_layers} layers, expected {layout.num_layers}")
+    data = entries(entry(state, "data"), "data")
+    for name in ("fingerprint", "samples"):
+        if entry(data, name) is not None:
+            text(data[name], name)
+    num_samples = entry(data, "num_samples")
+    if num_samples is not None:
+        whole_number(num_samples, "num_samples", most=MOST_SAMPLES)
+    if entry(state, "place") is not None:
+        _check_place(state["place"], step, MOST_SAMPLES if num_samples is None else num_samples)
+    for name in ("num_starts", "num_transitions"):
+        whole_number(entry(state, name), name)
+    for name in ("optimizer_class", "scheduler_class", "model", "policy"):
+        text(entry(state, name), name)
+    flag(entry(state, "has_plan"), "has_plan")
+    flag(state.get("is_counted", True), "is_counted")
+    text(state.get("policy_class", ""), "policy_class")
+    number(entry(state, "unlogged_loss"), "unlogged_loss")
+    for parameter, found in entries(entry(state, "parameters"), "parameters").items():
+        text(found, parameter)
+    for name in items(entry(state, "decaying"), "decaying"):
+        text(name, "decaying")
+    for name, value in entries(entry(state, "arguments"), "arguments").items():
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise ValueError(f"found a {type(value).__name__} as {name!r} in 'arguments', expected a text or number")
+    _check_decisions(entries(entry(state, "decisions"), "decisions"))
+    _check_schedule(entries(entry(state, "scheduler"), "scheduler"))
+    if state.get("weights") is not None:
+        text(state["weights"], "weights")
+    for name in ("scaler", "views"):
+        if state.get(name) is not None:
+            entries(state[name], name)
+    if state.get("views") is not None:
+        views = state["views"]
+        whole_number(entry(views, "num_views"), "num_views", 1)
+        whole_number(entry(views, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(views, "first"), "first")
+        for known in items(entry(views, "shares"), "shares"):
+            start, share = items(known, "shares", 2)
+            whole_number(start, "shares")
+            number(share, "shares", 0, 1)
+
+
+def _check_place(place: Any, step: int, num_samples: int) -> None:
+    """Raises ValueError for a place in the data that a run of `step` steps cannot be at."""
+    place = entries(place, "place")
+    whole_number(entry(place, "epoch"), "epoch", most=step)
+    whole_number(entry(place, "samples"), "samples", most=num_samples)
+    whole_number(entry(place, "global_batch"), "global_batch", 1)
+    if place.get("group_size") is not None:
+        whole_number(place["group_size"], "group_size", 1)
+    if place.get("nodes") is not None:
+        nodes = entries(place["nodes"], "nodes")
+        whole_number(entry(nodes, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(nodes, "batch_size"), "batch_size", 1)
+        for count in items(entry(nodes, "devices"), "devices"):
+            whole_number(count, "devices", 1)
+
+
+def _check_decisions(decisions: Mapping[str, Any]) -> None:
+    number(entry(decisions, "num_wanted"), "num_wanted", -MOST_RATE, MOST_RATE)  # A user's policy may want any number.
+    whole_number(entry(decisions, "num_fruitless"), "num_fruitless")
+    entries(entry(decisions, "policy"), "policy")
+    if entry(decisions, "gradient_norms") is not None:
+        for norm in items(decisions["gradient_norms"], "gradient_norms"):
+            number(norm, "gradient_norms")
+    for known in items(entry(decisions, "known_microbatches"), "known_microbatches"):
+        for count in items(known, "known_microbatches", 3):
+            whole_number(count, "known_microbatches", 1, MOST_MICROBATCHES)
+
+
+def _check_schedule(schedule: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no schedule of torch has; one of the user's own may have other entries."""
+    for name in ("last_epoch", "_step_count"):
+        if name in schedule:
+            whole_number(schedule[name], name, -1)
+    for name in ("base_lrs", "_last_lr"):
+        for rate in items(schedule.get(name, []), name):
+            number(rate, name, -MOST_RATE, MOST_RATE)
+
+
 def has_weights(folder: str) -> bool:
     """Whether a folder holds a saved model, or the adapters of one."""
     is_whole = any(os.path.isfile(os.path.join(folder, name)) for name in (_WEIGHTS, _INDEX))
@@ -270,11 +474,17 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
     Args:
         output_dir: the run's folder.
         read: raises ValueError for a folder that is not sound.
+
+    Raises:
+        UnreadableError: there is a later one that this user may not read: it may be sound.
     """
     reasons = []
-    for folder in _newest_first(output_dir):
+    for folder in newest_first(output_dir):
         try:
+            check_readable(folder)
             read(folder)
+        except UnreadableError:
+            raise
         except ValueError as error:
             reasons.append(str(error))
         else:
@@ -284,16 +494,60 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
 
 def newest(output_dir: str) -> str | None:
     """The checkpoint of the highest step in a run's folder, sound or not."""
-    return next(iter(_newest_first(output_dir)), None)
+    return next(iter(newest_first(output_dir)), None)
 
 
-def _newest_first(output_dir: str) -> list[str]:
+def newest_first(output_dir: str) -> list[str]:
+    """The checkpoints in a run's folder by their steps, the last one first.
+
+    Raises:
+        UnreadableError: the user may not read the folder.
+    """
+    return [folder for _step, folder in sorted(_numbered(output_dir), reverse=True)]
+
+
+def _numbered(output_dir: str) -> list[tuple[int, str]]:
     found = []
-    for name in os.listdir(output_dir) if os.path.isdir(output_dir) else []:
+    try:
+        names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    except PermissionError as error:
+        raise UnreadableError(_unreadable(output_dir, error)) from error
+    for name in names:
         match = _FOLDER_NAME.fullmatch(name)
         if match is not None and os.path.isdir(os.path.join(output_dir, name)):
             found.append((int(match[1]), os.path.join(output_dir, name)))
-    return [folder for _step, folder in sorted(found, reverse=True)]
+    return found
+
+
+class UnreadableError(ValueError):
+    """A checkpoint that this user may not read; whether it is sound is not known."""
+
+
+def check_readable(folder: str) -> None:
+    """Refuse a checkpoint with a file or folder that this user may not read.
+
+    Raises:
+        UnreadableError: names it.
+    """
+
+    def refuse(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            raise UnreadableError(_unreadable(folder, error)) from error
+
+    for where, _, names in os.walk(folder, onerror=refuse):
+        for name in names:
+            try:
+                with open(os.path.join(where, name), "rb"):
+                    pass
+            except OSError as error:
+                refuse(error)  # What is missing or damaged is told of where it is read.
+
+
+def _unreadable(folder: str, error: PermissionError) -> str:
+    return (
+        f"{folder!r} cannot be read: this user has no permission for {error.filename!r}. Give it (chmod -R u+rX, or "
+        "chown), or name another checkpoint in resume_from_checkpoint; an older one is not taken in silence."
+    )
 
 
 # ---- a folder that all nodes see ----

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from hf_pipetransformer import units
+from hf_pipetransformer.json_values import entries, items, number, text, whole_number
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.placement import PLACEMENTS, Placement
 from hf_pipetransformer.token_slices import Plans
+
+
+MOST_MICROBATCHES = 2**20
+"""More micro-batches, layers, stages or replicas no layout of a file has."""
+
+_COUNTS = frozenset(
+    {"num_layers", "num_frozen_layers", "num_stages", "num_replicas", "num_microbatches", "num_chunks", "cache_level"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_units)
-        found_ends = (self.boundaries[0], self.boundaries[-1])
+        found_ends = self.boundaries[:1] + self.boundaries[-1:]
         increasing = all(low < high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False))
         if len(self.boundaries) != self.num_stages + 1 or found_ends != expected_ends or not increasing:
             raise ValueError(
@@ -159,9 +169,33 @@ class Layout:
 
     @classmethod
     def from_event(cls, fields: dict[str, Any]) -> Layout:
-        """The inverse of `as_event`, also after the way through JSON."""
-        plans = tuple(tuple(plan) for plan in fields.get("token_slices", ()))
-        return cls(**{**fields, "boundaries": tuple(fields["boundaries"]), "token_slices": plans})
+        """The inverse of `as_event`, also after the way through JSON.
+
+        Raises:
+            ValueError: these are not the values of a layout.
+        """
+        found = dict(entries(fields, "layout"))
+        for own in dataclass_fields(cls):
+            if own.name not in found and own.default is MISSING:
+                raise ValueError(f"found no {own.name!r} of a layout")
+        strangers = set(found) - {own.name for own in dataclass_fields(cls)}
+        if strangers:
+            raise ValueError(f"found {min(strangers)!r} in a layout, which has no such entry")
+        least = {"num_frozen_layers": 0, "cache_level": 0}
+        for name in _COUNTS & found.keys():
+            whole_number(found[name], name, least.get(name, 1), MOST_MICROBATCHES)
+        found["boundaries"] = tuple(
+            whole_number(unit, "boundaries", most=4 * MOST_MICROBATCHES)
+            for unit in items(found["boundaries"], "boundaries")
+        )
+        found["token_slices"] = tuple(
+            tuple(whole_number(length, "token_slices", 1) for length in items(plan, "token_slices"))
+            for plan in items(found.get("token_slices", []), "token_slices")
+        )
+        number(found.get("fresh_share", 0.0), "fresh_share", 0, 1)
+        find_schedule(text(found["schedule"], "schedule"))
+        text(found.get("placement", ""), "placement")
+        return cls(**found)
 
     def as_scalars(self) -> dict[str, float]:
         """What trackers show of the layout; nothing while it is one that Trainer has too."""

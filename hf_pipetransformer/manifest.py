@@ -80,6 +80,13 @@ def find_damage(folder: str, files: Mapping[str, Entry]) -> str | None:
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:
-    """The hash of JSON values, the same after their way through a file."""
-    text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    """The hash of JSON values, the same after their way through a file.
+
+    Raises:
+        ValueError: they are nested too deep.
+    """
+    try:
+        text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    except RecursionError as error:
+        raise ValueError("The values are nested too deep for a JSON file.") from error
     return xxhash.xxh3_128_hexdigest(text.encode())

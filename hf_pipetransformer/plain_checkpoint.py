@@ -13,6 +13,8 @@ import os
 import random
 import re
 import shutil
+import zipfile
+import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.json_values import MOST_STEPS, entries, entry, number, whole_number
 from hf_pipetransformer.layout import Layout
 
 
@@ -74,14 +77,8 @@ def read_plain_state(
     Raises:
         ValueError: a file is damaged; the text names it.
     """
-    try:
-        with open(os.path.join(folder, _TRAINER_STATE), encoding="utf-8") as file:
-            trainer = json.load(file)
-        step, epoch = int(trainer["global_step"]), trainer["epoch"]
-        batch = trainer.get("train_batch_size")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder!r} is damaged: {_TRAINER_STATE} cannot be read ({error}).") from error
-    checkpoint.check_weights(folder)
+    step, epoch, batch = _read_counts(folder)
+    check_trainers(folder)
     _load(folder, _OPTIMIZER)
     read_plain_scheduler(folder)
     names = os.listdir(folder)
@@ -93,6 +90,67 @@ def read_plain_state(
         done = round((epoch - int(epoch)) * in_epoch) * size
         place = {"epoch": int(epoch), "samples": min(done, num_samples), "global_batch": size, "group_size": None}
     return {"step": step, "epoch": epoch, "layout": None, "place": place}
+
+
+def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
+    """Step, epoch and samples of a batch, as Trainer's state has them."""
+    try:
+        with open(os.path.join(folder, _TRAINER_STATE), encoding="utf-8") as file:
+            trainer = entries(json.load(file), _TRAINER_STATE)
+        step = whole_number(entry(trainer, "global_step"), "global_step")
+        epoch, batch = entry(trainer, "epoch"), trainer.get("train_batch_size")
+        if epoch is not None:
+            number(epoch, "epoch", 0, MOST_STEPS)
+        if batch is not None:
+            whole_number(batch, "train_batch_size")
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder!r} is incomplete: saving it was interrupted ({_TRAINER_STATE} is missing)."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{folder!r} is damaged: {_TRAINER_STATE} cannot be read ({error}).") from error
+    return step, epoch, batch
+
+
+def check_trainers(folder: str, needs_weights: bool = True) -> None:
+    """Refuse a checkpoint that Trainer would fail to go on from, or that it would take a part of.
+
+    It lists no files, so that this is what their names and forms tell: Trainer's state, its last file, is there; no
+    file of weights is cut; optimizer and schedule are there unless the model alone was saved, and no file of them is
+    cut or changed. Nothing is unpickled.
+
+    Args:
+        folder: the checkpoint.
+        needs_weights: whether the weights are in files that Trainer knows.
+
+    Raises:
+        ValueError: names the file.
+    """
+    _read_counts(folder)
+    names = sorted(os.listdir(folder))
+    pickled = [name for name in names if re.fullmatch(r"pytorch_model.*\.bin|.*\.(pt|pth)", name)]
+    if checkpoint.has_weights(folder):
+        checkpoint.check_weights(folder)
+    elif needs_weights and not any(name.startswith(("pytorch_model", "adapter_model")) for name in names):
+        raise ValueError(f"{folder!r} is no complete checkpoint: it holds no weights.")
+    if any(name in (_OPTIMIZER, _SCHEDULER) or name.startswith("rng_state") for name in names):
+        for name in (_OPTIMIZER, _SCHEDULER):
+            if name not in names:
+                raise ValueError(f"{folder!r} is damaged: {name} is missing.")
+    for name in pickled:
+        _check_archive(folder, name)
+
+
+def _check_archive(folder: str, name: str) -> None:
+    """Raises ValueError if a file of `torch.save` is cut or changed."""
+    try:
+        with zipfile.ZipFile(os.path.join(folder, name)) as file:
+            # The user may have told torch to leave the checksums out.
+            damaged = file.testzip() if torch.serialization.get_crc32_options() else None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({type(error).__name__}: {error}).") from error
+    if damaged is not None:
+        raise ValueError(f"{folder!r} is damaged: {name} has other content than was written ({damaged}).")
 
 
 def read_plain_optimizer(

@@ -56,6 +56,9 @@ OF_TENSORS = ("_version",)
 
 # Names of transformers that are replaced for a while, with their parameters.
 PATCHED = {
+    "transformers.trainer:rotate_checkpoints": (
+        "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
+    ),
     "transformers.trainer:skip_first_batches": "dataloader, num_batches",
     "transformers:TrainerState.save_to_json": "self, json_path",
     "accelerate:Accelerator.gather": "self, tensor",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from hf_pipetransformer.report.events import (
     read_layouts,
     read_unfit,
 )
+from tests.mutations import GONE, draw_mutations, mutated, refusal_of
 
 
 LAYOUT = Layout(
@@ -95,6 +98,69 @@ def test_a_torn_line_before_others_is_refused_by_its_number(path: Path, line: by
     assert read_known_microbatches(str(path), LAYOUT, 4) == {}
 
 
+DEEP = "[" * 50_000
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "said"),
+    [
+        ("num_microbatches", "1.5", "found 1.5 as 'num_microbatches', expected a whole number from 1 to"),
+        ("num_microbatches", "NaN", "found nan as 'num_microbatches', expected a whole number"),
+        ("num_microbatches", "1000000000", "found 1000000000 as 'num_microbatches', expected a whole number"),
+        ("num_microbatches", "[]", r"found \[\] as 'num_microbatches', expected a whole number"),
+        ("num_microbatches", DEEP, "expected an event"),
+        ("num_layers", "4.0", "found 4.0 as 'num_layers'"),
+        ("num_layers", "-1", "found -1 as 'num_layers'"),
+        ("boundaries", "[]", "do not cut 10 units into 2"),
+        ("boundaries", '"05"', "found '05' as 'boundaries', expected a list"),
+        ("boundaries", "[0, 5.5, 10]", "found 5.5 as 'boundaries'"),
+        ("schedule", '"1f2b"', "Unknown schedule '1f2b'"),
+        ("schedule", "null", "found None as 'schedule', expected a text"),
+        ("token_slices", "[3]", "found 3 as 'token_slices', expected a list"),
+        ("fresh_share", "NaN", "found nan as 'fresh_share', expected a number from 0 to 1"),
+        ("speed", "3", "found 'speed' in a layout"),
+        (None, "3", "found 3 as 'layout', expected an object"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_its_line(path: Path, what: str | None, change: str, said: str):
+    text = json.dumps({"event": "transition", "step": 4, "to": {**LAYOUT.as_event(), what: "@"} if what else "@"})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text.replace('"@"', change) + "\n" + '{"event": "end", "step": 9}\n')
+    with pytest.raises(ValueError, match=rf"{path} is not the events file of a run: line 3.*{said}") as caught:
+        read_layouts(str(path))
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("step", ["3.5", "-5", "NaN", "1e30", "true", "null", '"3"', str(10**30)])
+def test_a_step_that_cannot_be_is_no_event(path: Path, step: str):
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"event": "end", "step": @}\n'.replace("@", step))
+    with pytest.raises(ValueError, match="line 3 is .*expected an event"):
+        read_layouts(str(path))
+
+
+def test_events_in_another_order_are_no_plan(path: Path):
+    log = EventLog(str(path.parent))
+    for step in (7, 4):
+        log.write("transition", step, 0.5, to=LAYOUT.as_event())
+    with pytest.raises(ValueError, match="line 4: found a transition of step 4 after one of step 7"):
+        read_layouts(str(path))
+
+
+@pytest.mark.parametrize("count", [1.5, 0, -3, 9, 10**9, float("nan"), "4", None, []])
+def test_a_number_of_micro_batches_that_cannot_be_is_measured_anew(
+    path: Path, count: object, caplog: pytest.LogCaptureFixture
+):
+    EventLog(str(path.parent)).write("profile", 5, 0.2, **{**TRIAL, "num_microbatches": count})
+    assert read_known_microbatches(str(path), LAYOUT, 4) == {}
+    assert f"{path} cannot be read" in caplog.text
+
+
+def test_a_missing_plan_is_refused_in_words(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"none\.jsonl cannot be read.*expected the events file of a run"):
+        read_layouts(str(tmp_path / "none.jsonl"))
+
+
 def test_a_known_number_of_micro_batches_is_not_taken_in_silence(path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         assert read_known_microbatches(str(path), LAYOUT, 4) == {(2, 1): 6}
@@ -140,3 +206,64 @@ def test_a_script_that_sets_up_logging_as_those_of_transformers_do_gets_the_line
     finally:
         root.setLevel(levels[0])
         own.setLevel(levels[1])
+
+
+def a_plan(folder: Path) -> list[dict[str, object]]:
+    """The events of a run with everything that a replay reads."""
+    sliced = replace(LAYOUT, schedule="token", token_slices=((4,), (6, 2)))
+    frozen = replace(LAYOUT, num_frozen_layers=2, num_stages=1, num_replicas=2, boundaries=(0, 10), cache_level=1)
+    log = EventLog(str(folder))
+    log.write("run", 0, 0.0, layout=LAYOUT.as_event())
+    log.write("profile", 2, 0.1, what="trial", num_microbatches=4)
+    log.write("transition", 3, 0.1, **{"from": LAYOUT.as_event(), "to": sliced.as_event()})
+    log.write("transition", 5, 0.2, **{"from": LAYOUT.as_event(), "to": frozen.as_event()})
+    log.write("end", 8, 1.0, train_loss=0.5)
+    return [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+
+
+def is_unread(path: tuple[str | int, ...]) -> bool:
+    """Places of an event that a replay does not read."""
+    return path[1:2] in (("epoch",), ("time_s",), ("from",), ("train_loss",))
+
+
+# A layout without these is that of an earlier release.
+HAVE_DEFAULTS = {"cache_level", "num_chunks", "placement", "token_slices", "fresh_share"}
+
+
+def test_a_mutated_events_file_is_refused_in_one_sentence(tmp_path: Path):
+    events = a_plan(tmp_path)
+    assert read_layouts(str(tmp_path / EVENTS_FILE)).keys() == {0, 2, 3, 5}
+    path, num_refused = tmp_path / "mutated.jsonl", 0
+    for place, new in draw_mutations(events, 400, seed=30, spared=lambda path: len(path) == 1 or is_unread(path)):
+        if new is GONE and place[-1] in HAVE_DEFAULTS:
+            continue
+        path.write_text("".join(json.dumps(event) + "\n" for event in mutated(events, place, new)))
+        text = refusal_of(lambda: read_layouts(str(path)))
+        assert text is not None, f"{place} may be {new!r}"
+        assert text.startswith(str(path)) and f"line {int(place[0]) + 1}" in text, (place, new, text)
+        assert "\n" not in text and len(text) < 600
+        num_refused += 1
+    assert num_refused >= 300
+
+
+def test_an_events_file_with_any_bytes_changed_is_read_or_refused_in_one_sentence(tmp_path: Path):
+    """Whatever stands in the file, nothing but a ValueError with its path comes of it."""
+    a_plan(tmp_path)
+    path, draw = tmp_path / EVENTS_FILE, random.Random(30)
+    whole = path.read_bytes()
+    for _ in range(300):
+        content = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            start = draw.randrange(len(content))
+            content[start : start + draw.randrange(3)] = draw.choice(
+                [b"", b"\0", b"9", b"-", b"e9", b"[", b'"', b"}", b"\n", b"\xff", b"null", b"1" * 5000]
+            )
+        path.write_bytes(content)
+        text = refusal_of(lambda: read_layouts(str(path)))
+        if text is not None:
+            assert text.startswith(str(path)) and "\n" not in text, text
+        else:
+            for step, layout in read_layouts(str(path)).items():
+                assert isinstance(step, int) and step >= 0 and isinstance(layout.num_microbatches, int)
+        read_known_microbatches(str(path), LAYOUT, 4)
+        read_unfit(str(path), {})

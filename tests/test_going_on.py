@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autocache.planner import measure_storage
 from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.checkpoint import check_weights
+from hf_pipetransformer.checkpoint import check_weights, read_state
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
@@ -246,3 +246,16 @@ def test_an_index_that_names_no_files_of_weights_is_damage(tmp_path: Path, text:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="model.safetensors.index.json"):
         check_weights(str(tmp_path))
+
+
+def test_a_resumed_run_saves_the_state_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    """Nothing in it grows with each time that the run is resumed, but for their number."""
+    freezing = {"freeze_policy": "fixed", "freeze_at": "1:2", "activation_cache": "off"}
+    trainer_of(build_model("bert_sequence"), tmp_path / "whole", **freezing).train()
+    again = trainer_of(build_model("bert_sequence"), tmp_path / "resumed", **freezing)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    whole, resumed = (read_state(str(tmp_path / name / "checkpoint-6")) for name in ("whole", "resumed"))
+    assert (whole.pop("num_starts"), resumed.pop("num_starts")) == (1, 2)
+    for state in (whole, resumed):
+        del state["files"]
+    assert resumed == whole

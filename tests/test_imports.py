@@ -43,7 +43,7 @@ FLOORS = [
         "fingerprint",
     },
     {"pipeline.schedules"},
-    {"units", "placement", "token_slices"},
+    {"units", "placement", "token_slices", "json_values"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import checkpoint
+from hf_pipetransformer.checkpoint import STATE_FILE, STATE_FOLDER, read_state
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.manifest import checksum_of
+from hf_pipetransformer.refusals import check_same_run
 from hf_pipetransformer.run import resumption
 from hf_pipetransformer.run.resumption import Resumption, find_resumption
 from hf_pipetransformer.run.thawing import longest_pipeline
+from tests.models import build_model
+from tests.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
+from tests.test_going_on import trainer_of
 
 
 @pytest.mark.parametrize("where", [True, "checkpoint-4"])
@@ -80,3 +87,125 @@ def test_a_run_that_goes_on_elsewhere_may_grow_to_what_it_would_have_begun_under
     resumption, layout = gone_on_with(growing, plan, saved_size=1)
     assert layout == SHORT
     assert longest_pipeline(layout, resumption.first_layout, growing, plan) == 2
+
+
+# ---- a state whose hash holds ----
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run that has frozen two layers."""
+    folder = tmp_path_factory.mktemp("saved")
+    freezing = {"freeze_policy": "fixed", "freeze_at": "1:2", "activation_cache": "off"}
+    trainer_of(build_model("bert_sequence"), folder, **freezing).train()
+    return folder / "checkpoint-4"
+
+
+def write_state(folder: Path, state: Any) -> None:
+    """Write `state` with a hash that holds."""
+    content = {"checksum": checksum_of(state), **state} if isinstance(state, dict) else state
+    (folder / STATE_FOLDER / STATE_FILE).write_text(json.dumps(content))
+
+
+@pytest.fixture
+def state(saved: Path) -> Any:
+    """Its state, which is written again when a test has ended."""
+    path = saved / STATE_FOLDER / STATE_FILE
+    text = path.read_text()
+    content = json.loads(text)
+    del content["checksum"]
+    yield content
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "new", "said"),
+    [
+        ("step", 1e30, r"found 1e\+30 as 'step', expected a whole number from 0"),
+        ("step", -5, "found -5 as 'step'"),
+        ("step", 3, "found 3 as 'step', expected 4 as trainer_state.json has it"),
+        ("step", None, "found None as 'step'"),
+        ("step", DEEP, r"found \[+.*as 'step'"),
+        ("epoch", 0.5, "found 0.5 as 'epoch', expected 1.33"),
+        ("place samples", 10**12, "found 1000000000000 as 'samples', expected a whole number from 0 to 12"),
+        ("place epoch", 5, "found 5 as 'epoch', expected a whole number from 0 to 4"),
+        ("place global_batch", 0, "found 0 as 'global_batch'"),
+        ("version", GONE, "has no version in state.json: expected version"),
+        ("version", "4", "has version 4 in state.json: expected version 4"),
+        ("files", {}, "found no 'trainer_state.json' in 'files'"),
+        ("files", None, "found None as 'files', expected an object"),
+        ("files model.safetensors", GONE, "found no 'model.safetensors' in 'files'"),
+        ("files model.safetensors", {"bytes": 3}, "found no 'xxh3_128'"),
+        ("files ../../etc/passwd", {"bytes": 3, "xxh3_128": "0"}, "expected files of this folder"),
+        ("world_size", 2, "found 2 as 'world_size', expected 1"),
+        ("layout num_layers", 5, "do not cut 12 units"),
+        ("layout", {}, "found no 'num_layers' of a layout"),
+        ("first_layout", None, "found None as 'layout', expected an object"),
+        ("decisions known_microbatches", [[1, 1]], "expected a list of 3"),
+        ("scheduler last_epoch", 1e30, "found 1e\\+30 as 'last_epoch'"),
+        ("views", {"num_views": 0}, "found 0 as 'num_views'"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_although_its_hash_holds(
+    saved: Path, state: Any, place: str, new: Any, said: str
+) -> None:
+    assert read_state(str(saved))["step"] == 4
+    write_state(saved, mutated(state, tuple(place.split(" ")), new))
+    with pytest.raises(ValueError, match=f"checkpoint-4'.*{said}") as caught:
+        read_state(str(saved))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("content", [None, [], 3, "x", {}])
+def test_what_is_no_state_is_refused(saved: Path, state: Any, content: Any) -> None:
+    write_state(saved, content)
+    with pytest.raises(ValueError, match="checkpoint-4'.*state.json"):
+        read_state(str(saved))
+
+
+def test_a_state_that_is_nested_too_deep_is_refused(saved: Path, state: Any) -> None:
+    text = json.dumps({"checksum": "0", **state, "decisions": "@"}).replace('"@"', "[" * 900 + "]" * 900)
+    (saved / STATE_FOLDER / STATE_FILE).write_text(text)
+    with pytest.raises(ValueError, match="checkpoint-4'.*state.json"):
+        read_state(str(saved))
+
+
+# What a layout, or a state, of an earlier release lacks.
+OF_SCHEDULES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
+MAY_BE_GONE = {
+    *("cache_level", "num_chunks", "placement", "token_slices", "fresh_share", "group_size", "nodes"),
+    *("is_counted", "policy_class", "views", "weights", "scaler", *OF_SCHEDULES),
+}
+
+
+def may_be(place: Any, new: Any) -> bool:
+    """Values of which only who takes them up knows whether they can be, and those that may be missing."""
+    kind, last = place[0], place[-1]
+    if kind in ("arguments", "scaler", "checksum") or place[:2] == ("decisions", "policy"):
+        return len(place) > 1 or new is GONE or isinstance(new, dict)
+    if (
+        kind == "scheduler"
+        and len(place) > 1
+        and place[1] not in ("last_epoch", "_step_count", "base_lrs", "_last_lr")
+    ):
+        return True
+    if new is GONE and (last in MAY_BE_GONE or (kind == "files" and "safetensors" not in str(last))):
+        return True
+    if last == "fingerprint" or (last in ("samples", "num_samples") and new is None):
+        return True
+    return last in ("place", "gradient_norms", "scaler") and new in (None, [])
+
+
+def test_a_mutated_state_is_refused_in_one_sentence(saved: Path, state: Any) -> None:
+    num_refused = 0
+    for place, new in draw_mutations(state, 700, seed=30):
+        if may_be(place, new):
+            continue
+        changed = mutated(state, place, new)
+        write_state(saved, changed)
+        # As `find_resumption` reads it.
+        text = refusal_of(lambda changed=changed: check_same_run(str(saved), read_state(str(saved)), state))
+        assert text is not None, f"{place} may be {new!r}"
+        assert str(saved) in text and "\n" not in text and len(text) < 700, (place, new, text)
+        num_refused += 1
+    assert num_refused >= 300, num_refused

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, checkpoint
 from hf_pipetransformer.autodp.shares import NodeOrder
-from hf_pipetransformer.plain_checkpoint import export_checkpoint
+from hf_pipetransformer.plain_checkpoint import export_checkpoint, read_plain_state
+from hf_pipetransformer.run.resumption import find_for_trainer
 from tests.models import build_model, collate, make_dataset
 
 
@@ -333,3 +338,231 @@ def test_weights_that_were_laid_before_those_of_the_checkpoint_are_damage(
     shutil.copy(halves[1].parent / "checkpoint-6" / "model.safetensors", folder)
     with pytest.raises(ValueError, match="is damaged: model.safetensors was not written with it"):
         checkpoint.read_state(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("global_step", 1e30), ("global_step", -5), ("global_step", None), ("epoch", "x"), ("epoch", -1),
+     ("train_batch_size", 2.5), ("train_batch_size", [])],
+)  # fmt: skip
+def test_counts_of_trainer_that_cannot_be_are_damage(tmp_path: Path, name: str, value: Any) -> None:
+    content = {"global_step": 4, "epoch": 1.0, "train_batch_size": 4}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(content | {name: value}))
+    with pytest.raises(ValueError, match=f"{tmp_path}.*damaged: trainer_state.json.*{name}"):
+        read_plain_state(str(tmp_path), 16, drops_last=False)
+
+
+# ---- what a run with all defaults saves and goes on from ----
+
+DEFAULTS: dict[str, Any] = {"freeze_policy": "none"}
+
+
+class TouchesFirst(TrainerCallback):
+    """Changes the time of modification of the first checkpoint, as a backup or `touch` may."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        later = time.time() + 1000 * state.global_step
+        for path in sorted(Path(args.output_dir).glob("checkpoint-*"))[:1]:
+            os.utime(path, (later, later))
+
+
+@pytest.mark.parametrize("options", [DEFAULTS, FREEZES], ids=["left to Trainer", "freezing"])
+def test_old_checkpoints_go_by_their_steps(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer = make(PipeTransformerTrainer, tmp_path, save_total_limit=2, **options)
+    trainer.add_callback(TouchesFirst())
+    trainer.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
+
+
+def test_the_best_and_the_last_checkpoint_stay_and_those_of_a_longer_run_go_first(tmp_path: Path) -> None:
+    def left(limit: int | None, step: int, best: str | None = None) -> set[int]:
+        for name in (1, 2, 3, 10, 99):
+            (tmp_path / f"checkpoint-{name}").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-best").mkdir(exist_ok=True)
+        checkpoint.rotate(str(tmp_path), limit, step, best)
+        assert (tmp_path / "checkpoint-best").is_dir()
+        return {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*") if path.name != "checkpoint-best"}
+
+    assert left(None, 3) == left(0, 3) == left(5, 3) == {1, 2, 3, 10, 99}
+    assert left(4, 99) == {2, 3, 10, 99}
+    assert left(1, 99) == {99}
+    assert left(2, 3) == {2, 3}
+    assert left(1, 3) == {3}
+    assert left(1, 3, f"{tmp_path}/checkpoint-1") == {1, 3}
+    assert left(3, 3, f"{tmp_path}/./checkpoint-99") == {2, 3, 99}
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run with all defaults saved."""
+    folder = tmp_path_factory.mktemp("defaults")
+    make(PipeTransformerTrainer, folder, **DEFAULTS).train()
+    assert not list(folder.glob("*/pipetransformer"))
+    return folder
+
+
+@pytest.fixture
+def copied(trainers: Path, tmp_path: Path) -> Path:
+    for step in (4, 6):
+        shutil.copytree(trainers / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    assert find_for_trainer(str(tmp_path), True) == (str(tmp_path / "checkpoint-6"), False)
+    return tmp_path
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+KINDS_OF_DAMAGE: list[tuple[str, Any]] = [
+    *((name, damage) for name in ("optimizer.pt", "rng_state.pth") for damage in (cut, flip, empty)),
+    *((name, damage) for name in ("scheduler.pt", "trainer_state.json") for damage in (cut, empty)),
+    *((name, Path.unlink) for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json")),
+    *(("model.safetensors", damage) for damage in (cut, empty)),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), KINDS_OF_DAMAGE)
+def test_a_damaged_checkpoint_of_trainer_is_passed_over(
+    copied: Path, name: str, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(copied / "checkpoint-6" / name)
+    assert find_for_trainer(str(copied), True) == (str(copied / "checkpoint-4"), False)
+    assert re.search(rf"Passed over on the way to .*checkpoint-4.*checkpoint-6.*{name}", caplog.text)
+    # As a run reads it that freezes.
+    with pytest.raises(ValueError, match=f"checkpoint-6.*{name}"):
+        read_plain_state(str(copied / "checkpoint-6"), 16, drops_last=False)
+    damage(copied / "checkpoint-4" / name)
+    with pytest.raises(ValueError, match=f"found no sound checkpoint.*checkpoint-6.*{name}.*checkpoint-4.*{name}"):
+        find_for_trainer(str(copied), True)
+
+
+def test_weights_alone_and_none_are_told_apart(copied: Path) -> None:
+    newest = copied / "checkpoint-6"
+    for name in TRAINERS:
+        (newest / name).unlink()
+    assert find_for_trainer(str(copied), True)[0] == str(newest)  # As save_only_model leaves it.
+    (newest / "model.safetensors").unlink()
+    assert find_for_trainer(str(copied), True)[0] == str(copied / "checkpoint-4")
+    assert find_for_trainer(str(copied), False)[0] == str(newest)  # Where the user's own method loads them.
+
+
+class KilledError(BaseException):
+    """In place of a kill."""
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_run_with_all_defaults_that_was_killed_while_it_saved_goes_on(
+    trainers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Also where the checkpoint of an earlier run was being overwritten."""
+    shutil.copytree(trainers / "checkpoint-3", tmp_path / "checkpoint-3")
+    whole = make(PipeTransformerTrainer, trainers, 1, **DEFAULTS)
+    whole.train(resume_from_checkpoint=str(trainers / "checkpoint-2"))
+    written = torch.save
+
+    def save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith(f"checkpoint-3/{name}"):
+            Path(path).write_bytes(b"PK half of it")
+            raise KilledError
+        written(value, path, *args, **kwargs)
+
+    def save_to_json(self: Any, path: str) -> None:
+        if path.endswith("checkpoint-3/trainer_state.json"):
+            raise KilledError
+        original(self, path)
+
+    original = TrainerState.save_to_json
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save)
+        if name == "trainer_state.json":
+            patch.setattr(TrainerState, "save_to_json", save_to_json)
+        with pytest.raises(KilledError):
+            make(PipeTransformerTrainer, tmp_path, **DEFAULTS).train()
+    resumed = make(PipeTransformerTrainer, tmp_path, 2, **DEFAULTS)
+    resumed.train(resume_from_checkpoint=True)
+    assert re.search("Passed over on the way to .*checkpoint-2.*checkpoint-3.*interrupted", caplog.text)
+    assert losses(resumed, 2) == losses(whole, 2)
+
+
+def test_a_newer_checkpoint_of_a_pipeline_is_gone_on_with_by_it(trainers: Path, tmp_path: Path) -> None:
+    """Whoever saved it: what is left to Trainer has an eye on both kinds."""
+    shutil.copytree(trainers / "checkpoint-6", tmp_path / "checkpoint-6")
+    make(PipeTransformerTrainer, tmp_path / "own", **FREEZES).train()
+    shutil.copytree(tmp_path / "own" / "checkpoint-4", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
+    assert find_for_trainer(str(tmp_path), True) == (str(tmp_path / "checkpoint-4"), True)
+    resumed = make(PipeTransformerTrainer, tmp_path, 2, **DEFAULTS)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(losses(resumed, 4)) == 2 and (tmp_path / "checkpoint-6" / checkpoint.STATE_FOLDER).is_dir()
+
+
+# ---- permissions ----
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root may read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can reach."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize("closed", [".", "model.safetensors", "optimizer.pt", "trainer_state.json", "pipetransformer"])
+@pytest.mark.parametrize("finder", ["of Trainer", "of a pipeline"])
+def test_a_newest_checkpoint_that_may_not_be_read_is_not_passed_over(
+    trainers: Path, open_folder: Path, closed: str, finder: str
+) -> None:
+    for step in (4, 6):
+        shutil.copytree(trainers / f"checkpoint-{step}", open_folder / f"checkpoint-{step}")
+    if closed == "pipetransformer":
+        (open_folder / "checkpoint-6" / closed).mkdir()
+    path = open_folder / "checkpoint-6" / closed
+    path.chmod(0)
+    where = str(open_folder)
+    with as_another_user(), pytest.raises(ValueError, match=r"checkpoint-6' cannot be read: this user has no perm"):
+        find_for_trainer(where, True) if finder == "of Trainer" else checkpoint.latest_sound(where)
+    open_folder.chmod(0)
+    with as_another_user(), pytest.raises(ValueError, match="cannot be read: this user has no permission"):
+        find_for_trainer(where, True) if finder == "of Trainer" else checkpoint.latest_sound(where)
+
+
+# ---- links ----
+
+
+@pytest.mark.parametrize("options", [DEFAULTS, FREEZES], ids=["left to Trainer", "freezing"])
+@pytest.mark.parametrize("name", ["", "pipetransformer", "model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_saving_follows_no_link(tmp_path: Path, options: dict[str, Any], name: str) -> None:
+    other, folder = tmp_path / "other", tmp_path / "run" / "checkpoint-2"
+    link = folder / name if name else folder
+    link.parent.mkdir(parents=True)
+    if name in ("", "pipetransformer"):
+        other.mkdir()
+    else:
+        other.write_bytes(b"precious")
+    link.symlink_to(other)
+    trainer = make(PipeTransformerTrainer, tmp_path / "run", **options)
+    with pytest.raises(ValueError, match=re.escape(f"{str(link)!r} is a link to {str(other)!r}")):
+        trainer.train()
+    assert list(other.iterdir()) == [] if other.is_dir() else other.read_bytes() == b"precious"

@@ -7,12 +7,15 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.json_values import entries, entry, text, whole_number
+from hf_pipetransformer.layout import MOST_MICROBATCHES, Layout
 
 
 EVENTS_FILE = "pipetransformer_events.jsonl"
@@ -65,9 +68,11 @@ def _event_of(line: bytes) -> dict[str, Any] | None:
     """The event that a line holds; None if it holds none."""
     try:
         event = json.loads(line)
-    except ValueError:
+        text(entry(entries(event, "event"), "event"), "event")
+        whole_number(entry(event, "step"), "step")
+    except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and {"event", "step"} <= set(event) else None
+    return dict(event)
 
 
 def read_events(path: str) -> list[dict[str, Any]]:
@@ -76,16 +81,24 @@ def read_events(path: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: another line is no event.
     """
-    with open(path, "rb") as file:
-        lines = file.read().split(b"\n")
+    return [event for _at, event in _numbered_events(path)]
+
+
+def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
+    """The events of a file, each with the number of its line."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}): expected the events file of a run.") from error
     events = []
-    for number, line in enumerate(lines, 1):
+    for at, line in enumerate(lines, 1):
         event = _event_of(line)
         if event is not None:
-            events.append(event)
-        elif number < len(lines):
+            events.append((at, event))
+        elif at < len(lines):
             raise ValueError(
-                f"{path} is not the events file of a run: line {number} is {line[:60]!r}, expected an event. Give "
+                f"{path} is not the events file of a run: line {at} is {line[:60]!r}, expected an event. Give "
                 "the pipetransformer_events.jsonl of an earlier run, or remove that line."
             )
         elif line:
@@ -97,29 +110,42 @@ def read_layouts(path: str) -> dict[int, Layout]:
     """The layout plan of an earlier run: optimizer step to the layout from that step on, from its events.
 
     Raises:
-        ValueError: not an events file, or one without a run.
+        ValueError: not an events file, one without a run, or one of what no run does; the text names the line.
     """
     layouts: dict[int, Layout] = {}
-    try:
-        for event in read_events(path):
+    for line, event in _numbered_events(path):
+        with _at_line(path, line):
             kind, step = event["event"], event["step"]
+            if kind not in KINDS:
+                raise ValueError(f"found an event {kind[:60]!r}, expected one of {KINDS}")
             if kind == "run":
                 # A resumed run takes over from where it resumed.
                 layouts = {earlier: layout for earlier, layout in layouts.items() if earlier < step}
-                layouts[step] = Layout.from_event(event["layout"])
-            elif kind == "transition":
-                layouts[step] = Layout.from_event(event["to"])
-            elif kind == "profile" and event["what"] == "trial":
-                before = layouts[max(layouts, default=-1)]
-                layouts[step] = replace(before, num_microbatches=event["num_microbatches"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not the events file of a run ({type(error).__name__}: {error}): expected "
-            "pipetransformer_events.jsonl of an earlier run."
-        ) from error
+                layouts[step] = Layout.from_event(entry(event, "layout"))
+            elif kind == "transition" or (kind == "profile" and text(entry(event, "what"), "what") == "trial"):
+                if not layouts or step < max(layouts):
+                    last = f"one of step {max(layouts)}" if layouts else "no run"
+                    raise ValueError(f"found a {kind} of step {step} after {last}, expected the events in their order")
+                if kind == "transition":
+                    layouts[step] = Layout.from_event(entry(event, "to"))
+                else:
+                    m = whole_number(entry(event, "num_microbatches"), "num_microbatches", 1, MOST_MICROBATCHES)
+                    layouts[step] = replace(layouts[max(layouts)], num_microbatches=m)
     if not layouts:
         raise ValueError(f"{path} holds no run: expected the events of a run that began to train.")
     return dict(sorted(layouts.items()))
+
+
+@contextmanager
+def _at_line(path: str, number: int) -> Iterator[None]:
+    """Name the line of what is refused inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not the events file of a run: line {number}: {str(error).rstrip('.')}. Give the "
+            "pipetransformer_events.jsonl of an earlier run as it was written."
+        ) from error
 
 
 def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[tuple[int, int], int]:
@@ -131,11 +157,13 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
     try:
         for event in read_events(path):
             if event["event"] == "profile" and event["what"] == "microbatches":
-                size, num_chunks = int(event["pipeline_size"]), int(event["num_chunks"])
+                size, num_chunks = (
+                    whole_number(event[name], name, 1, MOST_MICROBATCHES) for name in ("pipeline_size", "num_chunks")
+                )
                 found = (event["num_layers"], event["num_replicas"], event["samples_per_pipeline"], event["schedule"])
                 batch = samples_per_device * size
                 if found == (layout.num_layers, world_size // size, batch, layout.schedule):
-                    known[size, num_chunks] = int(event["num_microbatches"])
+                    known[size, num_chunks] = whole_number(event["num_microbatches"], "num_microbatches", 1, batch)
     except (KeyError, TypeError, ValueError) as error:
         logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): M is measured anew.")
         return {}

@@ -10,8 +10,9 @@ from typing import Any
 import datasets
 import torch
 from transformers import Trainer, TrainingArguments
+from transformers import trainer as stock
 
-from hf_pipetransformer import adapters
+from hf_pipetransformer import adapters, checkpoint
 from hf_pipetransformer.adapters import bare_model, has_adapters
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.batches import count_items
@@ -71,6 +72,29 @@ def has_plain_loss(trainer: Trainer) -> bool:
     """Whether the loss is the model's own, and no code of a user looks at batch and output."""
     is_models = trainer.compute_loss_func is None and trainer.label_smoother is None
     return is_models and not is_overridden(trainer, "compute_loss")
+
+
+@contextmanager
+def rotating_by_step(step: int) -> Iterator[None]:
+    """Inside, Trainer deletes old checkpoints by their steps, not by their times of modification.
+
+    It calls a function of another module; there is no method to override, so its name in Trainer's module is lent.
+
+    Args:
+        step: of the checkpoint that is saved inside.
+    """
+    original = stock.rotate_checkpoints
+
+    def rotate(
+        output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **_: Any
+    ) -> None:
+        checkpoint.rotate(output_dir, save_total_limit, step, best_model_checkpoint)
+
+    stock.rotate_checkpoints = rotate
+    try:
+        yield
+    finally:
+        stock.rotate_checkpoints = original
 
 
 def is_overridden(trainer: Trainer, name: str) -> bool:

@@ -15,7 +15,7 @@ from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.freeze.policies import FreezePolicy
 from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.plain_checkpoint import is_plain, read_plain_state
+from hf_pipetransformer.plain_checkpoint import check_trainers, is_plain, read_plain_state
 from hf_pipetransformer.refusals import check_same_run
 from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run.description import RunDescription
@@ -175,6 +175,48 @@ def is_of_pipeline(where: str | bool | None, output_dir: str) -> bool:
     return bool(folder) and os.path.isdir(os.path.join(str(folder), checkpoint.STATE_FOLDER))
 
 
+def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, bool]:
+    """The newest whole checkpoint for a run that is left to Trainer.
+
+    Args:
+        output_dir: the run's folder.
+        needs_weights: see `check_trainers`.
+
+    Returns:
+        The folder, None if there is no checkpoint; and whether a pipeline saved it, which looks at it itself.
+
+    Raises:
+        ValueError: there are checkpoints, and none is whole; or one cannot be read.
+    """
+    reasons: list[str] = []
+    for folder in checkpoint.newest_first(output_dir):
+        checkpoint.check_readable(folder)
+        if os.path.isdir(os.path.join(folder, checkpoint.STATE_FOLDER)):
+            return folder, True
+        try:
+            check_trainers(folder, needs_weights)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            _tell_passed_over(folder, reasons)
+            return folder, False
+    if reasons:
+        raise ValueError(_no_sound_checkpoint(output_dir, reasons))
+    return None, False
+
+
+def _tell_passed_over(folder: str, reasons: list[str]) -> None:
+    for reason in reasons:
+        logger.warning(f"Passed over on the way to {folder!r}: {reason}")
+
+
+def _no_sound_checkpoint(output_dir: str, reasons: list[str]) -> str:
+    return (
+        f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={output_dir!r}, expected a "
+        f"checkpoint-N of an earlier run. {' '.join(reasons)}"
+    ).strip()
+
+
 def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:
     """What to go on from: the checkpoint `where`, the newest sound one if that is True. A collective call.
 
@@ -200,6 +242,7 @@ def _read(where: str | bool, description: RunDescription) -> tuple[str, dict[str
 
 
 def _read_state(folder: str, description: RunDescription) -> dict[str, Any]:
+    checkpoint.check_readable(folder)
     if not is_plain(folder):
         return checkpoint.read_state(folder)
     args = description.trainer.args
@@ -215,10 +258,6 @@ def _read_newest(description: RunDescription) -> tuple[str, dict[str, Any]]:
 
     folder, reasons = checkpoint.latest_sound(output_dir, read)
     if folder is None:
-        raise ValueError(
-            f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={output_dir!r}, expected a "
-            f"checkpoint-N of an earlier run. {' '.join(reasons)}".strip()
-        )
-    for reason in reasons:
-        logger.warning(f"Passed over on the way to {folder!r}: {reason}")
+        raise ValueError(_no_sound_checkpoint(output_dir, reasons))
+    _tell_passed_over(folder, reasons)
     return folder, states[folder]

@@ -9,7 +9,9 @@ from copy import deepcopy
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
 
+from hf_pipetransformer import checkpoint
 from hf_pipetransformer.arguments import PipeTransformerArguments
 from hf_pipetransformer.autodp.draws import set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
@@ -42,10 +44,11 @@ from hf_pipetransformer.run.loaders import (
     states_of_first_rank,
 )
 from hf_pipetransformer.run.need import Need, does_without_layers, need_of
+from hf_pipetransformer.run.only_run import only_run
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.run.replay import read_plan
-from hf_pipetransformer.run.resumption import Resumption, find_resumption, is_of_pipeline
+from hf_pipetransformer.run.resumption import Resumption, find_for_trainer, find_resumption, is_of_pipeline
 from hf_pipetransformer.run.seeds import Seeds
 from hf_pipetransformer.run.signals import SavesOnSignal
 from hf_pipetransformer.run.starting import Found, Starter, is_undivided, say_left_to_trainer
@@ -182,20 +185,23 @@ class Run:
         return self.in_training
 
     @contextmanager
-    def train_call(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | bool | None]:
+    def train_call(self, resume_from_checkpoint: str | bool | None, trial: Any = None) -> Iterator[str | bool | None]:
         """`Trainer.train` runs inside, from the checkpoint in the folder that it is given; None for a new run.
 
         Raises:
             ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
             PipelineError: an earlier training has left the model on several stages.
         """
-        where, trainer = resume_from_checkpoint or None, self.trainer
-        self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, trainer.args.output_dir)
+        trainer = self.trainer
+        where = self._choose_who_trains(resume_from_checkpoint or None)
         if self.is_left_to_trainer:
-            yield where
+            with self._only_run(trial):
+                yield where
             return
         try:
-            with self.patience.reporting_faults():
+            self.patience.rest()
+            # First the lock: the events file, which faults go to, may be another run's.
+            with self._only_run(trial), self.patience.reporting_faults():
                 if trainer.model_init is None:
                     check_whole(trainer.model)
                 check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
@@ -206,6 +212,43 @@ class Run:
                 yield None if self.resumption is None else self.resumption.folder
         finally:
             self._leave()
+
+    def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
+        """Set whether Trainer trains; gives the checkpoint to go on from, or True where that is still to be found."""
+        trainer, output_dir = self.trainer, self.trainer.args.output_dir
+        if not self._needs_pipeline:
+            check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint=True": where is True})
+        if self._needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, output_dir)
+            return where
+        needs_weights = not host.is_overridden(trainer, "_load_from_checkpoint")
+        folder, is_pipelines = self.topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
+        self.is_left_to_trainer = not is_pipelines
+        # Without any, Trainer says so; of those of a pipeline the sound one is found later.
+        return True if is_pipelines or folder is None else str(folder)
+
+    def _only_run(self, trial: Any) -> AbstractContextManager[None]:
+        """This run is the only one inside that trains in its `output_dir`; trials have folders of their own."""
+        args = self.trainer.args
+        writes = not self.is_left_to_trainer or args.save_strategy != SaveStrategy.NO
+        return only_run(args.output_dir, self.topology) if writes and trial is None else nullcontext()
+
+    @contextmanager
+    def saving_checkpoint(self, folder: str) -> Iterator[None]:
+        """Trainer saves a checkpoint in `folder` inside, and deletes old ones.
+
+        Raises:
+            ValueError: something in the folder is a link.
+        """
+        trainer = self.trainer
+        if not self.is_left_to_trainer:
+            self.topology.decide(lambda: checkpoint.check_unlinked(folder))
+        elif trainer.args.should_save:
+            # No collective call: Trainer's own callbacks may have one process save and another not.
+            checkpoint.check_unlinked(folder)
+            checkpoint.clear(folder, keeps_random=self.topology.world_size > 1)
+        with host.rotating_by_step(trainer.state.global_step):
+            yield
 
     @contextmanager
     def training_loop(self) -> Iterator[None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,14 +74,29 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     together(lambda: _read_optimizer(resumption, into))
     into.seeds.num_starts, into.seeds.num_transitions = state["num_starts"], state["num_transitions"]
     numbers = together(lambda: _read_random_numbers(resumption, into))
-    into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
+    with _taking("learning-rate schedule", resumption):
+        into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
     if scaler is not None and state["scaler"] is not None:
-        scaler.load_state_dict(state["scaler"])
+        with _taking("grad scaler", resumption):
+            scaler.load_state_dict(state["scaler"])
     recall = partial(_read_last_decision, resumption, into)
-    into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
+    with _taking("freeze policy", resumption):
+        into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
     if into.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers
+
+
+@contextmanager
+def _taking(what: str, resumption: Resumption) -> Iterator[None]:
+    """State of what may be a user's own is taken up inside: only it knows what that may be."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{resumption.folder!r}: the state of the {what} in {checkpoint.STATE_FILE} cannot be taken up "
+            f"({type(error).__name__}: {error}). Resume from another checkpoint."
+        ) from error
 
 
 def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_pipetransformer.autodp.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policies import FreezePolicy
@@ -87,8 +88,14 @@ class PipeTransformerMixin(Overrides):
             ValueError: something that cannot work with a pipeline, or a checkpoint that this run cannot go on from.
             PipelineError: another rank failed; the text names the first cause.
         """
-        with self.pipeline_run.train_call(resume_from_checkpoint) as folder:
+        with self.pipeline_run.train_call(resume_from_checkpoint, trial) as folder:
             return super().train(folder, trial, ignore_keys_for_eval)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Not an override that gives way: what Trainer saves alone is made safe too.
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
+            super()._save_checkpoint(model, trial)
 
     def whole_model(self) -> AbstractContextManager[None]:
         """Inside, `trainer.model` is whole and has its own forward, on every rank; what is changed in it stays.

@@ -7,16 +7,20 @@ A usage that begins with "freezing: " runs with the options that ours has by its
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.run.only_run import LOCK_FILE, _here, _start_of
 from tests.test_trainers_checkpoints import TRAINERS, losses, make
-from tests.usages import USAGES, Usage, assert_same, outcome, with_prompts
+from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
 
 
 OPTIONS = {"freeze_policy": "none", "pipeline_parallel_size": "1"}
@@ -54,6 +58,45 @@ def exchange_checkpoints(folder: Path) -> None:
     print("exchanged", flush=True)
 
 
+def guard_the_folder(folder: Path) -> None:
+    """What two processes save is gone on with where it is whole; a folder of another run is refused on both."""
+
+    def trainer_of() -> PipeTransformerTrainer:
+        args = PipeTransformerArguments(
+            output_dir=str(folder), max_steps=3, save_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+            **OPTIONS,
+        )  # fmt: skip
+        return PipeTransformerTrainer(Line(), args, train_dataset=points())
+
+    trainer_of().train()
+    saved = folder / "checkpoint-3" / "optimizer.pt"
+    if torch.distributed.get_rank() == 0:
+        assert len(list(folder.glob("checkpoint-3/rng_state_*.pth"))) == 2
+        saved.write_bytes(saved.read_bytes()[:-100])
+    torch.distributed.barrier()
+    trainer, steps = trainer_of(), []
+    trainer.add_callback(Notes(steps))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.pipeline_run.is_left_to_trainer and steps == [3]
+    if torch.distributed.get_rank() == 0:
+        owner = {"host": _here(), "pid": os.getppid(), "started": _start_of(os.getppid())}
+        (folder / LOCK_FILE).write_text(json.dumps(owner))
+    torch.distributed.barrier()
+    with pytest.raises(ValueError, match="another run .*is training in this output_dir"):
+        trainer_of().train()
+    print("guarded", flush=True)
+
+
+class Notes(TrainerCallback):
+    """Notes the steps that are trained."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
 def main() -> None:
     for number, name in enumerate(sys.argv[2:]):
         folder, usage = Path(sys.argv[1]) / str(number), USAGES[name.removeprefix(FREEZING)]
@@ -65,6 +108,7 @@ def main() -> None:
         print(f"same: {name}", flush=True)
     refuse_stages_of_prompts(Path(sys.argv[1]) / "stages")
     exchange_checkpoints(Path(sys.argv[1]))
+    guard_the_folder(Path(sys.argv[1]) / "guarded")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

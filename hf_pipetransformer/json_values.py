@@ -1,0 +1,73 @@
+"""Values that were read from a JSON file, checked for type and range. Pure.
+
+A hash says that a file is as it was written, not that what was written can be. Each function returns its value and
+raises ValueError for one that cannot be, in words that follow the name of the file: what it is, what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+
+MOST_STEPS = 10**9
+"""Optimizer steps of a run, samples of a batch, processes: more of them there never are."""
+MOST_SAMPLES = 10**15
+"""Samples that a run may read."""
+
+
+def whole_number(value: Any, name: str, least: int = 0, most: int = MOST_STEPS) -> int:
+    """A whole number from `least` to `most`; 3.0 and True are none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _refusal(value, name, f"a whole number from {least} to {most}")
+    return value
+
+
+def number(value: Any, name: str, least: float = -math.inf, most: float = math.inf) -> float:
+    """A number from `least` to `most`; NaN only where neither bounds it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_unbounded = (least, most) == (-math.inf, math.inf)
+    if not is_number or not (is_unbounded or least <= value <= most):
+        raise _refusal(value, name, "a number" if is_unbounded else f"a number from {least:g} to {most:g}")
+    return float(value) if abs(value) < 2**1023 else math.copysign(math.inf, value)
+
+
+def text(value: Any, name: str) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise _refusal(value, name, "a text")
+    return value
+
+
+def flag(value: Any, name: str) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise _refusal(value, name, "true or false")
+    return value
+
+
+def items(value: Any, name: str, count: int | None = None) -> list[Any]:
+    """A list, of `count` items if that is given."""
+    if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
+        raise _refusal(value, name, "a list" if count is None else f"a list of {count}")
+    return list(value)
+
+
+def entries(value: Any, name: str) -> Mapping[str, Any]:
+    """An object with named entries."""
+    if not isinstance(value, dict):
+        raise _refusal(value, name, "an object")
+    return value
+
+
+def entry(holder: Mapping[str, Any], key: str) -> Any:
+    """An entry that must be there."""
+    if key not in holder:
+        raise ValueError(f"found no {key!r}")
+    return holder[key]
+
+
+def _refusal(value: Any, name: str, expected: str) -> ValueError:
+    return ValueError(f"found {reprlib.repr(value)} as {name!r}, expected {expected}")
