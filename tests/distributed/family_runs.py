@@ -51,11 +51,25 @@ NOISE = 1e-6
 """The same, relative to the way that all weights together went: for weights with next to no gradient."""
 
 
-def run(subjects: Sequence[Subject], folder: Path) -> dict[str, dict[str, Any]]:
-    """What becomes of each class, by its name."""
+def run(subjects: Sequence[Subject], folder: Path, in_parts: bool = True) -> dict[str, dict[str, Any]]:
+    """What becomes of each class, by its name.
+
+    Args:
+        in_parts: train each class in one process with two micro-batches, too.
+    """
     outcomes = {s.name: {"outcome": "skipped", "reason": LEFT_OUT[s.name]} for s in subjects if s.name in LEFT_OUT}
     names = [subject.name for subject in subjects if subject.name not in outcomes]
-    plain = _launch_all(names, folder, "plain", 1)
+    # Dealt out, so that no part has all classes of a slow family.
+    num_parts = max(2, -(-len(names) // A_LAUNCH))
+    with ThreadPoolExecutor(2) as pool:
+        for part in pool.map(lambda i: _run_part(names[i::num_parts], folder, in_parts), range(num_parts)):
+            outcomes |= part
+    return dict(sorted(outcomes.items()))
+
+
+def _run_part(names: Sequence[str], folder: Path, in_parts: bool) -> dict[str, dict[str, Any]]:
+    outcomes: dict[str, dict[str, Any]] = {}
+    plain = _launch_all(names, folder, "parts" if in_parts else "plain", 1)
     trained = []
     for name in names:
         reason = _why_skipped(plain[name])
@@ -64,13 +78,14 @@ def run(subjects: Sequence[Subject], folder: Path) -> dict[str, dict[str, Any]]:
         else:
             outcomes[name] = {"outcome": "skipped", "reason": reason}
     split = _launch_all(trained, folder, "split", 2)
-    refused = [name for name in trained if _is_refused(split[name], "split")]
     # A crash is followed up, too: with all defaults, Trainer should have trained the model.
-    others = [name for name in trained if name not in refused and "error" in _part(split[name], "split")]
-    defaults = _launch_all([*refused, *others], folder, "defaults", 2)
+    refused = [name for name in trained if "error" in _part(split[name], "split")]
+    defaults = _launch_all(refused, folder, "defaults", 2)
     for name in trained:
         outcomes[name] = _outcome(name, folder, plain[name], split[name], defaults.get(name))
-    return dict(sorted(outcomes.items()))
+    counts = Counter(found["outcome"] for found in outcomes.values())
+    print(f"{len(names)} classes: {dict(counts)}", file=sys.stderr, flush=True)
+    return outcomes
 
 
 # ---- launches ----
@@ -80,16 +95,11 @@ Found = list[dict[str, Any]]
 
 
 def _launch_all(names: Sequence[str], folder: Path, mode: str, num_processes: int) -> dict[str, Found]:
-    """All models in launches of `A_LAUNCH`; one that ends its launch does not take those behind it along."""
-    chunks = [list(names[i : i + A_LAUNCH]) for i in range(0, len(names), A_LAUNCH)]
-    with ThreadPoolExecutor(2 // num_processes) as pool:
-        done = pool.map(lambda chunk: _launch_chunk(chunk, folder, mode, num_processes), chunks)
-        return {name: found for part in done for name, found in part.items()}
-
-
-def _launch_chunk(names: Sequence[str], folder: Path, mode: str, num_processes: int) -> dict[str, Found]:
+    """All models, in one launch if it can be; one that ends its launch does not take those behind it along."""
     found: dict[str, Found] = {}
     left = list(names)
+    for path in (noted(folder, name, m, rank) for name in names for m in (mode, f"{mode}.begun") for rank in range(2)):
+        path.unlink(missing_ok=True)  # Of an earlier run in this folder.
     while left:
         listed = folder / f"{left[0]}.{mode}.list"
         listed.write_text(json.dumps(left))
@@ -100,14 +110,13 @@ def _launch_chunk(names: Sequence[str], folder: Path, mode: str, num_processes: 
         begun = [name for name in left if noted(folder, name, f"{mode}.begun", 0).exists()]
         for name in begun or left[:1]:
             paths = [noted(folder, name, mode, rank) for rank in range(num_processes)]
-            ended = {"died": {"error": _died(result.output, mode)}}
+            ended = {"died": {"error": _died(result.output)}}
             found[name] = [json.loads(path.read_text()) if path.exists() else ended for path in paths]
         left = left[max(len(begun), 1) :]
-        print(f"{mode}: {len(found)} of {len(names)}", file=sys.stderr, flush=True)
     return found
 
 
-def _died(output: str, mode: str) -> dict[str, Any]:
+def _died(output: str) -> dict[str, Any]:
     is_timeout = "Timeout (" in output
     text = f"no end within {SECONDS_A_MODEL} s" if is_timeout else "the process died"
     return {"type": "Hang" if is_timeout else "Death", "text": text, "is_sentence": False, "traceback": output[-6000:]}
@@ -154,7 +163,7 @@ def _outcome(name: str, folder: Path, plain: Found, split: Found, defaults: Foun
         result |= _with_defaults(name, folder, defaults, result["outcome"])
     if len(split) == 2 and "error" not in parted and split[0]["split"]["loss"] != split[1]["split"]["loss"]:
         result = {"outcome": "wrong", "found": "the ranks logged different losses"}
-    return _with_micro_batches(name, folder, plain, result)
+    return _with_micro_batches(name, folder, plain, result) if "micro-batches" in plain[0] else result
 
 
 def _with_defaults(name: str, folder: Path, defaults: Found, outcome: str) -> dict[str, Any]:
@@ -240,12 +249,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the runs leave their files; by default a temporary one")
     parser.add_argument("--only", default="", help="a regular expression that names of classes or tasks contain")
     parser.add_argument("--every", type=int, default=1, help="take each n-th class only")
+    parser.add_argument("--no-parts", action="store_true", help="leave out one process with two micro-batches")
     options = parser.parse_args()
     known = [s for s in every_subject() if re.search(options.only, f"{s.name} {s.model_type} {s.task}")]
     with tempfile.TemporaryDirectory(prefix="families-") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = run(known[:: options.every], folder)
+        outcomes = run(known[:: options.every], folder, in_parts=not options.no_parts)
     written = record(outcomes)
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")

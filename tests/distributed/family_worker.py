@@ -1,8 +1,8 @@
 """Train a list of tiny models for three steps each and write down what came out.
 
-    family_worker.py SUBJECTS.json FOLDER --mode plain|split|defaults
+    family_worker.py SUBJECTS.json FOLDER --mode plain|parts|split|defaults
 
-`plain`: Trainer in one process, then our trainer in one process with two micro-batches. `split`: two stages on two
+`plain`: Trainer in one process; `parts`: also our trainer there, with two micro-batches. `split`: two stages on two
 processes. `defaults`: our trainer with all its defaults on two processes, then Trainer on the same two.
 
 Each rank writes `FOLDER/<name>.<mode>.rank<r>.json`, rank 0 also the weights. After a model the ranks look whether
@@ -128,7 +128,11 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def plain(subject: Subject, folder: Path) -> dict[str, Any]:
-    found = {"plain": account(subject, folder, "plain", None)}
+    return {"plain": account(subject, folder, "plain", None)}
+
+
+def plain_and_in_parts(subject: Subject, folder: Path) -> dict[str, Any]:
+    found = plain(subject, folder)
     if "error" not in found["plain"]:
         options = {"pipeline_parallel_num_microbatches": 2}
         found["micro-batches"] = account(subject, folder, "micro-batches", options)
@@ -147,7 +151,12 @@ def defaults(subject: Subject, folder: Path) -> dict[str, Any]:
     return found
 
 
-MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {"plain": plain, "split": split, "defaults": defaults}
+MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
+    "plain": plain,
+    "parts": plain_and_in_parts,
+    "split": split,
+    "defaults": defaults,
+}
 
 
 def main() -> None:
