@@ -74,7 +74,7 @@ LEFT_OUT = {
         + ["KyutaiSpeechToTextForConditionalGeneration", "LxmertForQuestionAnswering", "MusicgenForCausalLM"]
         + ["MusicgenMelodyForCausalLM", "Nemotron3DiarizationForAudioFrameClassification"]
         + ["Nemotron3_5TranscribeForConditionalGeneration", "ShieldGemma2ForImageClassification"]
-        + ["VibeVoiceAsrForConditionalGeneration", "VibeVoiceForConditionalGeneration"]
+        + ["VibeVoiceForConditionalGeneration"]
         + ["VoxtralRealtimeForConditionalGeneration"],
         _OF_BOTH,
     ),
@@ -234,8 +234,6 @@ _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(["mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim"], 8),
     **dict.fromkeys(["mamba_chunk_size", "chunk_size"], 8),
     **dict.fromkeys(["time_step_rank", "mamba_dt_rank"], 4),
-    **dict.fromkeys(["mask_time_prob", "mask_feature_prob", "router_jitter_noise", "input_jitter_noise"], 0.0),
-    "apply_spec_augment": False,
     "conv_dim": (16, 16),
     "conv_stride": (5, 4),
     "conv_kernel": (10, 4),
@@ -256,6 +254,9 @@ _SEQUENCES = ("conv_dim", "conv_stride", "conv_kernel", "tdnn_dim")
 
 _RANDOM = ("drop", "mask_time_prob", "mask_feature_prob", "jitter_noise", "apply_spec_augment")
 """Parts of the names of fields that make a forward random."""
+
+_RANDOM_UNLESS_NONE = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+"""Fields whose values are ranges to draw from."""
 
 _WIDTHS = ("hidden_sizes", "embed_dim", "neck_hidden_sizes", "embed_dims", "encoder_hidden_size", "stem_channels")
 """Fields with a width for each of several stages, an eighth of which is taken."""
@@ -329,8 +330,15 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemotron": {"head_dim": _HEAD, "num_key_value_heads": 2},
     "neomme": {"rope_parameters": None, "head_dim": 16},
-    "perceiver": {"num_latents": 8, "d_latents": 16, "num_self_attends_per_block": NUM_LAYERS, "num_self_attention_heads": 2}
-    | {"num_cross_attention_heads": 1, "output_num_channels": 8, "max_position_embeddings": LONGEST},
+    "perceiver": {
+        "num_latents": 8,
+        "d_latents": 16,
+        "num_self_attends_per_block": NUM_LAYERS,
+        "num_self_attention_heads": 2,
+        "num_cross_attention_heads": 1,
+        "output_num_channels": 8,
+        "max_position_embeddings": LONGEST,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -411,55 +419,61 @@ def _config(subject: Subject, kind: type[PreTrainedModel], as_released: bool) ->
 
 def _shrunk(kind: type[PreTrainedConfig], as_released: bool) -> PreTrainedConfig:
     known = {field.name: _default(field) for field in fields(kind)}  # type: ignore[arg-type]
+    own = _FIELDS.get(kind.model_type, {})
     values: dict[str, Any] = {}
-    next_special = VOCABULARY
+    too_large = 0
     for name, default in known.items():
-        is_random = any(part in name for part in _RANDOM)
-        if is_random and as_released:
-            continue
-        if is_random and isinstance(default, int | float) and not isinstance(default, bool):
-            values[name] = type(default)(0)
-        elif is_random and isinstance(default, bool):
-            values[name] = False
-        elif is_random and isinstance(default, list | tuple):
-            values[name] = type(default)(0.0 for _ in default)
-        elif name in ("num_key_value_heads", "num_kv_heads", "multi_query_group_num") and default:
-            heads = next((known[key] for key in ("num_attention_heads", "num_heads", "n_heads") if key in known), 0)
-            values[name] = default if default == 1 else _HEADS if default == heads else 2
-        elif name in _WIDTHS and isinstance(default, list | tuple):
-            values[name] = type(default)(max(8, width // 64 * 8) for width in default)
-        elif name == "patch_size" and default is not None:
-            sizes = default if isinstance(default, list | tuple) else (default,)
-            small = [8 if size > 8 else size for size in sizes]
-            values[name] = type(default)(small) if isinstance(default, list | tuple) else small[0]
-        elif name == "window_size" and isinstance(default, int) and default == 7:
-            values[name] = 2
-        elif name in _SEQUENCES and not isinstance(default, list | tuple):
-            continue
-        elif name in _BY_NAME and default is not None and not isinstance(default, bool | str):
-            value = _BY_NAME[name]
-            is_pair = isinstance(default, list | tuple) and isinstance(value, int)
-            values[name] = type(default)(value for _ in default) if is_pair else value
-        elif name in _BY_NAME and isinstance(default, bool):
-            values[name] = _BY_NAME[name]
-        elif name.endswith(("_token_id", "_token_index", "_id")) and isinstance(default, int):
-            if default >= VOCABULARY:
-                next_special -= 1
-                values[name] = next_special
+        if any(part in name for part in _RANDOM):
+            value = default if as_released else _off(default)
+        elif name in _RANDOM_UNLESS_NONE:
+            value = default if as_released else None
+        elif name.endswith(("_id", "_token_index")) and isinstance(default, int) and default >= VOCABULARY:
+            too_large += 1
+            value = VOCABULARY - too_large
+        else:
+            value = _small(name, default, known)
+        if value is not default:
+            values[name] = value
     for name, part in kind.sub_configs.items():
         sub = _sub_kind(kind, name, part)
-        if sub is not None:
+        if sub is not None and name not in own:
             values[name] = _shrunk(sub, as_released)
-    values |= _FIELDS.get(kind.model_type, {})
-    return kind(**values)
+    return kind(**{**values, **own})
+
+
+def _off(default: Any) -> Any:
+    """The value of a field that makes a forward random at which it does not."""
+    if isinstance(default, list | tuple):
+        return type(default)(0.0 for _ in default)
+    return type(default)(0) if isinstance(default, bool | int | float) else default
+
+
+def _small(name: str, default: Any, known: Mapping[str, Any]) -> Any:
+    """A small value for a field; what it is by default, if nothing is known of the field or it has no number."""
+    is_sequence = isinstance(default, list | tuple)
+    if default is None or isinstance(default, str | dict):
+        return default
+    if name in ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"):
+        heads = next((known[key] for key in ("num_attention_heads", "num_heads", "n_heads") if key in known), 0)
+        return default if default <= 1 else _HEADS if default == heads else 2
+    if name in _WIDTHS and is_sequence:
+        return type(default)(max(8, width // 64 * 8) for width in default)
+    if name == "patch_size":
+        return type(default)(min(size, 8) for size in default) if is_sequence else min(default, 8)
+    if name == "window_size":
+        return 2 if default == 7 else default
+    if name not in _BY_NAME or (name in _SEQUENCES and not is_sequence):
+        return default
+    value = _BY_NAME[name]
+    return type(default)(value for _ in default) if is_sequence and isinstance(value, int) else value
 
 
 def _sub_kind(kind: type[PreTrainedConfig], name: str, part: Any) -> type[PreTrainedConfig] | None:
-    if kind.model_type == "dbrx" or (isinstance(part, type) and issubclass(part, PreTrainedConfig)):
-        return None if kind.model_type == "dbrx" else part
-    default = getattr(kind(), name, None)
-    if name in _FIELDS.get(kind.model_type, {}):
+    if kind.model_type == "dbrx":
         return None
+    if isinstance(part, type) and issubclass(part, PreTrainedConfig):
+        return part
+    default = getattr(kind(), name, None)
     return type(default) if isinstance(default, PreTrainedConfig) else None
 
 
@@ -537,6 +551,8 @@ def _two(model: PreTrainedModel, index: int, generator: torch.Generator) -> Row:
 
 
 def _text_to_text(model: PreTrainedModel, index: int, generator: torch.Generator) -> Row:
+    if not model.config.is_encoder_decoder:
+        return _next(model, index, generator)
     return {**_words(model, generator), "labels": _words(model, generator)["input_ids"]}
 
 

@@ -1,9 +1,9 @@
 """Train a list of tiny models for three steps each and write down what came out.
 
-    family_worker.py SUBJECTS.json FOLDER --mode plain|parts|split|defaults
+    family_worker.py SUBJECTS.json FOLDER --mode plain|parts|split|defaults|replicas
 
 `plain`: Trainer in one process; `parts`: also our trainer there, with two micro-batches. `split`: two stages on two
-processes. `defaults`: our trainer with all its defaults on two processes, then Trainer on the same two.
+processes. `defaults`: our trainer with all its defaults on two processes; `replicas`: Trainer on two.
 
 Each rank writes `FOLDER/<name>.<mode>.rank<r>.json`, rank 0 also the weights. After a model the ranks look whether
 both came to the same end in order: where they did not, the launch ends, and whoever started it goes on in another one
@@ -145,10 +145,11 @@ def split(subject: Subject, folder: Path) -> dict[str, Any]:
 
 
 def defaults(subject: Subject, folder: Path) -> dict[str, Any]:
-    found = {"defaults": account(subject, folder, "defaults", {}, as_released=True)}
-    if "error" not in found["defaults"]:
-        found["replicas"] = account(subject, folder, "replicas", None, as_released=True)
-    return found
+    return {"defaults": account(subject, folder, "defaults", {}, as_released=True)}
+
+
+def replicas(subject: Subject, folder: Path) -> dict[str, Any]:
+    return {"replicas": account(subject, folder, "replicas", None, as_released=True)}
 
 
 MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
@@ -156,6 +157,7 @@ MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
     "parts": plain_and_in_parts,
     "split": split,
     "defaults": defaults,
+    "replicas": replicas,
 }
 
 
