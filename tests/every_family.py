@@ -285,6 +285,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": _INNER, "moe_num_experts": _EXPERTS, "moe_top_k": 2},
     },
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deit": {"encoder_stride": 8},
     "donut-swin": _SWIN,
@@ -555,7 +557,8 @@ def _two(model: PreTrainedModel, index: int, generator: torch.Generator) -> Row:
 def _text_to_text(model: PreTrainedModel, index: int, generator: torch.Generator) -> Row:
     if not model.config.is_encoder_decoder:
         return _next(model, index, generator)
-    return {**_words(model, generator), "labels": _words(model, generator)["input_ids"]}
+    row = _words(model, generator)
+    return {**row, "labels": row["input_ids"].flip(0)}
 
 
 def _pixels(model: PreTrainedModel, generator: torch.Generator) -> torch.Tensor:

@@ -63,7 +63,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return run(selected, tmp_path_factory.mktemp("families"), in_parts=len(selected) > 200)
 
 
-@pytest.mark.parametrize("name", _selectable())
+@pytest.mark.parametrize("name", list(_selectable()))
 def test_a_class_follows_trainer_or_is_left_to_it(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes[name]
     if found["outcome"] == "skipped":
