@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo test test-all test-lowest test-faults gpu-check quality style
+.PHONY: help demo test test-all test-lowest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test       the tests of every change; make test-all: all of them"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
+	@echo "make families   every class of transformers for text, images or sound on two stages beside Trainer, half an hour"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
 	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
@@ -83,6 +84,10 @@ test-lowest:
 test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
 		--folder runs/faults --output benchmarks/faults.json
+
+# Fails if a class crashes or gives other numbers than Trainer.
+families: $(INSTALLED)
+	$(BIN)/python -m tests.distributed.family_runs --output benchmarks/families.json
 
 # Needs a GPU, and says so where there is none; the tests marked gpu run as a part of it where there are two or more.
 gpu-check: $(INSTALLED)

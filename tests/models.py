@@ -59,6 +59,7 @@ __all__ = [
     "attention_implementations",
     "build_model",
     "collate",
+    "enlarge_weights",
     "make_dataset",
     "real_positions",
     "vit_config",
@@ -115,7 +116,7 @@ def build_model(name: str, seed: int = 0, attention: str | None = None) -> PreTr
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODELS[name].build()
-        _enlarge_weights(model)
+        enlarge_weights(model)
     if attention is not None:
         model.set_attn_implementation(attention)
     return model
@@ -178,7 +179,7 @@ def has_zero_gradient(name: str, parameter: str) -> bool:
     )
 
 
-def _enlarge_weights(model: nn.Module) -> None:
+def enlarge_weights(model: nn.Module) -> None:
     """Let every part matter: with the usual 0.02 a tiny model's attention is uniform and its mask changes nothing."""
     for parameter in model.parameters():
         # Biases, and the zeros that position embeddings of images and position biases start from.

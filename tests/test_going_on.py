@@ -249,13 +249,12 @@ def test_an_index_that_names_no_files_of_weights_is_damage(tmp_path: Path, text:
 
 
 def test_a_resumed_run_saves_the_state_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
-    """Nothing in it grows with each time that the run is resumed, but for their number."""
+    """Nothing in it grows with each time that the run is resumed."""
     freezing = {"freeze_policy": "fixed", "freeze_at": "1:2", "activation_cache": "off"}
     trainer_of(build_model("bert_sequence"), tmp_path / "whole", **freezing).train()
     again = trainer_of(build_model("bert_sequence"), tmp_path / "resumed", **freezing)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     whole, resumed = (read_state(str(tmp_path / name / "checkpoint-6")) for name in ("whole", "resumed"))
-    assert (whole.pop("num_starts"), resumed.pop("num_starts")) == (1, 2)
     for state in (whole, resumed):
         del state["files"]
     assert resumed == whole

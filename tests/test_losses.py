@@ -83,6 +83,21 @@ def test_losses_that_are_not_made_of_their_parts_are_named(loss: Any, reason: st
     assert reason in refusal
 
 
+@pytest.mark.parametrize("shifts", [False, True])
+def test_a_mean_over_other_labels_than_are_counted_is_seen_in_samples_of_one_length(shifts: bool) -> None:
+    """Trainer takes BartForCausalLM for a model that predicts the next token, and its loss runs over all labels."""
+    labels = torch.tensor([[1, 2, 3, -100], [4, 5, 6, -100], [7, 8, 9, -100], [1, 4, 7, -100]])
+    inputs = {"labels": labels, "values": torch.arange(16.0).reshape(4, 4).square()}
+
+    def measure(parts: Any, total: int) -> torch.Tensor:
+        terms = [part["values"][part["labels"] != -100].mean() * weight for part, weight in parts if weight]
+        return torch.stack(terms).sum().double().reshape(1)
+
+    found = find_loss_rule(measure, inputs, partial(count_items, shifts_labels=shifts))
+    assert (found.refusal is not None) == shifts
+    assert not shifts or "other labels than" in str(found.refusal)
+
+
 def test_where_no_batch_is_split_no_split_is_tried() -> None:
     assert found_for(lambda kept, total: kept.max(), is_split=False).refusal is None
     assert found_for(lambda kept, total: kept.sum() / total, is_split=False) == found_for(

@@ -111,7 +111,9 @@ def find_loss_rule(
         return FoundRule(LossRule.MEAN, ignores)
     rule = _rule_of(measure, inputs, with_items, total)
     splits = _splits(inputs, with_items) if is_split else []
-    refusals = (_refused_split(measure, inputs, count, rows, rule, whole) for rows in splits)
+    refusals = [_refused_split(measure, inputs, count, rows, rule, whole) for rows in splits]
+    if splits and rule is LossRule.MEAN and not any(refusals):
+        refusals.append(_refused_count(measure, inputs, count, with_items))
     return FoundRule(rule, ignores, next((text for text in refusals if text is not None), None))
 
 
@@ -149,6 +151,29 @@ def _parts_of(rows: list[int], part_size: int) -> list[list[int]]:
         return [[row] for row in rows]
     starts = list(range(0, len(rows) - 1, part_size))
     return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)]
+
+
+def _refused_count(
+    measure: Measure, inputs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int], with_items: list[int]
+) -> str | None:
+    """What is wrong with a mean over tokens if it runs over others than are counted: over the first of a text, say.
+
+    Samples with as many labels each have the same weights either way, so half of them lose all but two.
+    """
+    labels = inputs.get("labels")
+    if "shift_labels" in inputs or not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+        return None
+    if labels.is_floating_point() or not (labels == IGNORED_LABEL).any():
+        return None  # Where no label is ever ignored a loss may not take such labels.
+    few = with_items[: len(with_items) // 2]
+    kept = labels.clone()
+    for row in few:
+        kept[row, (kept[row] != IGNORED_LABEL).nonzero().flatten()[2:]] = IGNORED_LABEL
+    changed = {**inputs, "labels": kept}
+    rest = [row for row in range(len(labels)) if row not in few]
+    whole = measure([(changed, 1.0)], count(changed))
+    text = _refused_split(measure, changed, count, [few, rest], LossRule.MEAN, whole)
+    return text and f"The mean of the loss runs over other labels than are counted for it. {text}"
 
 
 def _mean_label(labels: torch.Tensor) -> float:

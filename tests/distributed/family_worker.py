@@ -1,0 +1,219 @@
+"""Train a list of tiny models for three steps each and write down what came out.
+
+    family_worker.py SUBJECTS.json FOLDER --mode plain|parts|split|defaults|replicas
+
+`plain`: Trainer in one process; `parts`: also our trainer there, with two micro-batches. `split`: two stages on two
+processes. `defaults`: our trainer with all its defaults on two processes; `replicas`: Trainer on two.
+
+Each rank writes `FOLDER/<name>.<mode>.rank<r>.json`, rank 0 also the weights. After a model the ranks look whether
+both came to the same end in order: where they did not, the launch ends, and whoever started it goes on in another one
+with the next model. A model that takes too long ends its launch with every thread's stack on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from tests.every_family import Subject, build, collate, every_subject, rows
+
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+NUM_STEPS = 3
+GLOBAL_BATCH = 8
+SECONDS_A_MODEL = 120
+"""Until a model counts as hanging; what one process takes is a second."""
+SECONDS_FOR_THE_OTHER = 60
+"""How long a rank waits for the other one to come to its end of a model."""
+
+
+def options_of(folder: Path, world_size: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": GLOBAL_BATCH // world_size,
+        "max_steps": NUM_STEPS,
+        # With SGD a parameter whose gradient is zero by mathematics stays where it is: all weights can be compared.
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 7,
+    }
+
+
+def trained(
+    subject: Subject, folder: Path, pipeline_options: dict[str, Any] | None, as_released: bool
+) -> tuple[Trainer, dict[str, torch.Tensor]]:
+    """A trainer after three steps, and its model's values before them."""
+    model = build(subject, as_released)
+    before = values_of(model)
+    data = rows(subject, model, GLOBAL_BATCH * NUM_STEPS)
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    shared = {"train_dataset": data, "data_collator": partial(collate, pad=pad)}
+    options = options_of(folder / "output", WORLD_SIZE)
+    if pipeline_options is None:
+        trainer = Trainer(model, TrainingArguments(**options), **shared)
+    else:
+        from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+
+        args = PipeTransformerArguments(**options, pipeline_timeout=30, **pipeline_options)
+        trainer = PipeTransformerTrainer(model, args, **shared)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer, before
+
+
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights and floating-point buffers."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {key: value.detach().clone() for key, value in state.items() if value.is_floating_point()}
+
+
+def account(
+    subject: Subject, folder: Path, name: str, pipeline_options: dict[str, Any] | None, as_released: bool = False
+) -> dict[str, Any]:
+    """One training: what Trainer logged, or how it failed; the weights go into a file."""
+    try:
+        trainer, before = trained(subject, folder, pipeline_options, as_released)
+    except Exception as error:
+        return {"error": described(error)}
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found: dict[str, Any] = {"loss": [s["loss"] for s in steps], "grad_norm": [s["grad_norm"] for s in steps]}
+    if pipeline_options is not None:
+        found["is_left"] = trainer.pipeline_run.is_left_to_trainer
+        layout = trainer.layout
+        found["layout"] = None if layout is None else [layout.pipeline_size, layout.num_replicas]
+    if RANK == 0:
+        save_file(values_of(trainer.model), folder / f"{subject.name}.{name}.safetensors")
+        if name == "plain":
+            save_file(before, folder / f"{subject.name}.before.safetensors")
+    return found
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """An error, and whether it was written for whoever reads it: raised on purpose, by the library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    is_ours = "hf_pipetransformer" in Path(last.filename).parts and (last.line or "").startswith("raise")
+    where = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}" for frame in frames]
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "is_sentence": isinstance(error, ValueError) and is_ours and len(str(error).split()) > 5,
+        "where": where[-6:],
+        "traceback": "".join(traceback.format_exception(error))[-6000:],
+    }
+
+
+def plain(subject: Subject, folder: Path) -> dict[str, Any]:
+    return {"plain": account(subject, folder, "plain", None)}
+
+
+def plain_and_in_parts(subject: Subject, folder: Path) -> dict[str, Any]:
+    found = plain(subject, folder)
+    if "error" not in found["plain"]:
+        options = {"pipeline_parallel_num_microbatches": 2}
+        found["micro-batches"] = account(subject, folder, "micro-batches", options)
+    return found
+
+
+def split(subject: Subject, folder: Path) -> dict[str, Any]:
+    options = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}
+    return {"split": account(subject, folder, "split", options)}
+
+
+def defaults(subject: Subject, folder: Path) -> dict[str, Any]:
+    return {"defaults": account(subject, folder, "defaults", {}, as_released=True)}
+
+
+def replicas(subject: Subject, folder: Path) -> dict[str, Any]:
+    return {"replicas": account(subject, folder, "replicas", None, as_released=True)}
+
+
+MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
+    "plain": plain,
+    "parts": plain_and_in_parts,
+    "split": split,
+    "defaults": defaults,
+    "replicas": replicas,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("subjects", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    known = {subject.name: subject for subject in every_subject()}
+    for name in json.loads(options.subjects.read_text()):
+        faulthandler.dump_traceback_later(SECONDS_A_MODEL, exit=True)
+        start = time.monotonic()
+        note(options.folder, name, f"{options.mode}.begun", RANK, {})
+        found = MODES[options.mode](known[name], options.folder)
+        found["seconds"] = round(time.monotonic() - start, 2)
+        faulthandler.cancel_dump_traceback_later()
+        note(options.folder, name, options.mode, RANK, found)
+        if WORLD_SIZE > 1 and not both_in_order(options.folder, name, options.mode, found):
+            os._exit(3)  # The process groups may be in the middle of something.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def both_in_order(folder: Path, name: str, mode: str, found: dict[str, Any]) -> bool:
+    """Whether both ranks trained, or were refused with the same words before they met."""
+    other = noted(folder, name, mode, 1 - RANK)
+    deadline = time.monotonic() + SECONDS_FOR_THE_OTHER
+    while not other.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return ends_of(found) == ends_of(json.loads(other.read_text())) and all(
+        end is None or end[1] for end in ends_of(found).values()
+    )
+
+
+def ends_of(found: dict[str, Any]) -> dict[str, Any]:
+    errors = {key: part.get("error") for key, part in found.items() if isinstance(part, dict)}
+    return {key: error and [error["type"], error["is_sentence"], error["text"]] for key, error in errors.items()}
+
+
+def noted(folder: Path, name: str, mode: str, rank: int) -> Path:
+    return folder / f"{name}.{mode}.rank{rank}.json"
+
+
+def note(folder: Path, name: str, mode: str, rank: int, values: dict[str, Any]) -> None:
+    path = noted(folder, name, mode, rank)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(values))
+    unfinished.rename(path)
+
+
+if __name__ == "__main__":
+    main()
