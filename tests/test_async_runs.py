@@ -60,7 +60,7 @@ def layout_of(num_stages: int, schedule: str = "async_1f1b", num_microbatches: i
 
 def options(weights: str = "pipeoptim", accumulation: int = 1, samples: int = 8) -> Any:
     return SimpleNamespace(
-        pipeline_weights=weights, gradient_accumulation_steps=accumulation, per_device_train_batch_size=samples
+        pipeline_weights=weights, gradient_accumulation_steps=accumulation, train_samples_per_device=samples
     )
 
 

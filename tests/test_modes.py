@@ -68,7 +68,8 @@ def test_layers_that_the_script_froze_keep_their_dropout(tmp_path: Path, recompu
     plain, _ = train(Trainer, 2, tmp_path / "plain")
     options = {"pipeline_checkpoint": recompute, "freeze_policy": "none", "activation_cache": "off"}
     ours, modes = train(PipeTransformerTrainer, 2, tmp_path / "ours", **options)
-    assert ours == plain
+    # Other masks would differ in the first digits; what is computed again may round otherwise, by processor.
+    assert ours == pytest.approx(plain, rel=1e-6)
     assert modes == [[True] * 5] * NUM_STEPS
 
 
