@@ -276,7 +276,7 @@ class PipeTransformerArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "For freeze_policy='fixed': 'step:layers,...', before optimizer step number step (0 is the first) "
-            "the first layers layers are frozen; a smaller number later on thaws the others, 0 all of them."
+            "the first layers layers are frozen; a smaller number later on unfreezes the others, 0 all of them."
         },
     )
     elastic: bool = field(

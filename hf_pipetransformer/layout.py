@@ -22,6 +22,11 @@ _COUNTS = frozenset(
 )
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun, such as "1 stage" or "2 stages"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How the model lies on the ranks between two transitions.
@@ -211,13 +216,20 @@ class Layout:
         }
 
     def __str__(self) -> str:
-        each = f"ranks of V={self.num_chunks} stages" if self.num_chunks > 1 else "stages"
+        cached = f" ({self.cache_level} cached)" if self.cache_level else ""
         return (
-            f"K={self.pipeline_size} {each} x R={self.num_replicas} replicas, "
-            f"M={self.num_microbatches} micro-batches{self._sliced()}, "
-            f"F={self.num_frozen_layers} of {self.num_layers} layers frozen"
-            + (f" (cached: {self.cache_level})" if self.cache_level else "")
+            f"{self.shape_in_words}, {counted(self.num_microbatches, 'micro-batch', 'micro-batches')}"
+            f"{self._sliced()}, "
+            f"{self.num_frozen_layers} of {self.num_layers} layers frozen{cached}"
         )
+
+    @property
+    def shape_in_words(self) -> str:
+        """Stages and replicas, as log lines name them."""
+        stages = counted(self.pipeline_size, "stage")
+        if self.num_chunks > 1:
+            stages = f"{counted(self.pipeline_size, 'rank')} of {counted(self.num_chunks, 'stage')}"
+        return f"{stages} x {counted(self.num_replicas, 'replica')}"
 
     def _sliced(self) -> str:
         if not self.token_slices:

@@ -11,7 +11,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.autopipe.costs import Overheads
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.run import beginning
-from hf_pipetransformer.run.expectation import Measured, in_words
+from hf_pipetransformer.run.expectation import Measured, duration, in_words
 from tests.models import build_model, collate, make_dataset
 from tests.test_forecast import costs_of
 
@@ -55,7 +55,7 @@ def test_a_run_says_what_it_will_take(
     full = 6 * seconds(num_layers, 0)
     frozen = 2 * seconds(num_layers, 0) + 4 * seconds(num_layers, 2)
     assert (event["step"], event["seconds"], event["full_seconds"]) == (0, frozen, full)
-    said = f"Predicted time of its steps: {frozen:.3g} s, {frozen / full:.2f} of what they take with nothing frozen."
+    said = f"Predicted training time: {duration(frozen)}, {frozen / full:.2f} of what it takes with nothing frozen."
     assert said in caplog.text
     assert f"training everything for {frozen / full:.2f} of the epochs, which takes as long." in caplog.text
 
@@ -66,7 +66,7 @@ def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
     monkeypatch.setattr(beginning, "measure", planted)
     (event,) = expected(tmp_path, freeze_policy="gradient_norm", freeze_at=None, freeze_warmup=0.0)
     assert event["seconds"] < event["full_seconds"]
-    assert "Predicted time of its steps: at least " in caplog.text
+    assert "Predicted training time: at least " in caplog.text
     assert "training everything for fewer epochs." in caplog.text
 
 
@@ -90,6 +90,14 @@ def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest
 
 def test_the_words_of_an_expectation() -> None:
     assert "0.80 of the epochs, which takes as long." in in_words(8, 10, True)
-    assert "at least 8 s, 0.80 of what they take with nothing more frozen. " in in_words(8, 10, False, 1)
+    assert "at least 8 s, 0.80 of what it takes with nothing more frozen. " in in_words(8, 10, False, 1)
     for certain in (True, False):
         assert in_words(10.3, 10, certain).endswith("with nothing frozen. Freezing saves no time in this run.")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.5, "0.5 s"), (119, "119 s"), (120, "2.0 minutes"), (9000, "2.5 hours"), (2.35e7, "272 days")],
+)
+def test_long_times_are_told_in_their_unit(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -184,7 +184,7 @@ def test_a_policy_says_before_a_run_what_cannot_be() -> None:
     assert check_policy(Settled(), 2, 40, 2) == ["freeze_min_active_layers=2 of 2 layers: nothing will be frozen."]
     fixed = make_policy("fixed", 1 / 3, "inclusive", "5:2,40:3")
     assert check_policy(fixed, L, 40, L) == [
-        "freeze_at: the run ends after 40 steps, before step 40 freezes or thaws anything."
+        "freeze_at: the run ends after 40 steps, before step 40 freezes or unfreezes anything."
     ]
     assert check_policy(make_policy("none", 1 / 3, "inclusive", None), L, 40, L) == []
     with pytest.raises(ValueError, match=r"freeze_at freezes 3 layers: the model has 2\."):

@@ -77,8 +77,8 @@ def test_an_event_without_chunks_is_a_layout_of_one_stage_a_rank():
 
 
 def test_the_words_for_one_stage_a_rank_do_not_speak_of_chunks():
-    assert str(layout()).startswith("K=2 stages x R=2 replicas, M=4")
-    assert str(layout(4, num_chunks=2)).startswith("K=2 ranks of V=2 stages x R=2 replicas, M=4")
+    assert str(layout()).startswith("2 stages x 2 replicas, 4 micro-batches")
+    assert str(layout(4, num_chunks=2)).startswith("2 ranks of 2 stages x 2 replicas, 4 micro-batches")
 
 
 @pytest.mark.parametrize(

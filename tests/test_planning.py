@@ -831,9 +831,9 @@ def test_the_first_line_says_what_asynchronous_means(
 @pytest.mark.parametrize(
     ("num_frozen_layers", "num_frozen_by_user", "expected"),
     [
-        (0, 0, "Freezing: none, quality as with Trainer."),
-        (1, 1, "Freezing: none, quality as with Trainer."),
-        (1, 0, "Freezing: none from here on, 1 layers stay frozen."),
+        (0, 0, "Nothing freezes: same results as Trainer."),
+        (1, 1, "Nothing freezes: same results as Trainer."),
+        (1, 0, "Nothing more freezes, 1 of 1 layers stay frozen."),
     ],
 )
 def test_the_first_line_says_what_is_frozen_without_a_policy(

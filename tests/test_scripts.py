@@ -618,7 +618,7 @@ def test_run_image_classification_learns_three_colours_with_two_stages(tmp_path:
 @pytest.mark.slow
 def test_the_demo_reaches_its_accuracy_with_two_stages(tmp_path: Path) -> None:
     result = launch(SCRIPTS / "demo.py", ["--output_dir", str(tmp_path)], num_processes=2, timeout=280)
-    assert "K=2 stages x R=1 replicas" in result.output
+    assert "2 stages x 1 replica" in result.output
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] >= 0.95
 
 
@@ -633,7 +633,7 @@ def test_the_quick_start_runs_as_the_readme_says(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     result = accelerate_launch(SCRIPTS / "quick_start.py", timeout=200, env={"ACCELERATE_USE_CPU": None})
     assert "'eval_loss'" in result.output
-    assert "K=1 stages x R=2 replicas" in result.output.splitlines()[-1]
+    assert "1 stage x 2 replicas" in result.output.splitlines()[-1]
 
 
 # --- causal language models

@@ -32,10 +32,10 @@ def test_steps_are_counted_by_layout_and_what_freezing_saved_is_told() -> None:
     assert summary.saved_seconds() == 2 * 0.5 - 0.375
     assert summary.in_words().splitlines() == [
         "5 steps in 1.6 s:",
-        "  3 steps of 500 ms with 0 of 4 layers frozen, K=2 x R=1",
-        "  2 steps of 250 ms (predicted: 200) with 2 of 4 layers frozen, 2 of them stored, K=1 x R=2",
-        "  30 of 40 samples asked of the activation cache were stored.",
-        "  0.6 s less than if every step had taken as long as those at the start.",
+        "  3 steps of 500 ms with 0 of 4 layers frozen, 2 stages x 1 replica",
+        "  2 steps of 250 ms (predicted: 200) with 2 of 4 layers frozen, 2 of them cached, 1 stage x 2 replicas",
+        "  Cache: 30 of 40 reads were hits (75%).",
+        "  0.6 s less than 5 steps of 500 ms, as before the first change.",
     ]
 
 

@@ -91,11 +91,11 @@ def test_the_outlook_says_what_thaws_and_whether_rows_are_read_until_then() -> N
     coming = outlook(Fixed({0: 3, 20: 0}), clock, L, 0, 0)
     assert coming == [(0, 3), (20, 0)]
     text = in_words(coming, L, 0, 40, 10)
-    assert "at most 3 from step 0 on, 0 from step 20 on (thawed) are frozen" in text
+    assert "at most 3 from step 0 on, 0 from step 20 on (unfrozen) are frozen" in text
     assert "gains nothing" not in text
     assert "gains nothing" in in_words(coming, L, 0, 40, 20)
     assert outlook(Fixed({0: 3, 20: 0}), clock, L, 1, 0, num_frozen_by_user=1) == [(0, 3), (20, 1)]
-    assert "may be thawed again" in in_words([(10, 2)], L, 0, 40, 10, may_thaw=True)
+    assert "may be unfrozen again" in in_words([(10, 2)], L, 0, 40, 10, may_thaw=True)
 
 
 def answers(policy: Plasticity, rates: list[float], num_frozen_by_user: int = 0) -> list[int]:
@@ -141,9 +141,9 @@ def test_thawing_is_refused_where_it_has_not_been_verified() -> None:
     options: dict[str, Any] = {"output_dir": "", "report_to": "none", "pipeline_schedule": "async_1f1b"}
     args, falling = PipeTransformerArguments(**options), Fixed({2: 3, 5: 0})
     layouts = {step: replace(layout_of(L, 2, 2), num_frozen_layers=frozen) for step, frozen in falling.table.items()}
-    with pytest.raises(ValueError, match="'async_1f1b' while the freeze policy 'fixed' may thaw layers"):
+    with pytest.raises(ValueError, match="'async_1f1b' while the freeze policy 'fixed' may unfreeze layers"):
         check_thawing(args, falling, None, 2)
-    with pytest.raises(ValueError, match="'async_1f1b' while layout_plan may thaw layers"):
+    with pytest.raises(ValueError, match="'async_1f1b' while layout_plan may unfreeze layers"):
         check_thawing(args, Fixed({2: 3}), layouts, 2)
     check_thawing(args, Fixed({2: 3}), None, 2)
     check_thawing(args, falling, None, 1)

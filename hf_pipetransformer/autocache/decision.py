@@ -186,5 +186,6 @@ def _choose(
     chosen = min(found, key=lambda name: found[name])
     if len(found) == 1:
         return chosen, f"{left}: no row would be read again"
-    compared = ", ".join(f"{name} {1000 * cost:.3g} ms" for name, cost in found.items())
-    return chosen, f"a sample over {epochs_left:.3g} epochs: {compared}"
+    named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
+    compared = ", ".join(f"{named[name]} {1000 * cost:.3g} ms" for name, cost in found.items())
+    return chosen, f"over {epochs_left:.3g} epochs a sample costs: {compared}"

@@ -68,12 +68,13 @@ def in_words(
     before = [num_frozen, *(frozen for _, frozen in coming)]
     thawing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
     shown = ", ".join(
-        f"{frozen} from step {step} on{' (thawed)' if step in thawing else ''}" for step, frozen in coming[:NUM_SHOWN]
+        f"{frozen} from step {step} on{' (unfrozen)' if step in thawing else ''}"
+        for step, frozen in coming[:NUM_SHOWN]
     )
     rest = f", {coming[-1][1]} in the end" if len(coming) > NUM_SHOWN else ""
     text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
     if may_thaw and not thawing:
-        text += " They may be thawed again."
+        text += " They may be unfrozen again."
     # From a decision on rows are stored, and read until some of what gave them is thawed.
     spans = [
         next((end for end, fewer in coming[index:] if fewer < frozen), max_steps) - step

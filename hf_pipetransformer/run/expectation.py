@@ -110,15 +110,27 @@ def coming_spans(
     return spans_of(coming, frozen, num_steps)
 
 
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the largest unit of which there are two or more, such as "272 days" or "3.5 minutes"."""
+    for unit, size in _UNITS:
+        if seconds >= 2 * size:
+            amount = seconds / size
+            return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:
     """A predicted time beside that of a run in which no more than `num_frozen` layers are frozen, in sentences."""
     at_least, more = "" if is_certain else "at least ", " more" if num_frozen else ""
     share = f"{seconds / full_seconds:.2f}"
-    time = f"{at_least}{seconds:.3g} s, {share} of what they take with nothing{more} frozen"
+    time = f"{at_least}{duration(seconds)}, {share} of what it takes with nothing{more} frozen"
     if float(share) >= 1:
-        return f"Predicted time of its steps: {time}. Freezing saves no time in this run."
+        return f"Predicted training time: {time}. Freezing saves no time in this run."
     epochs = f"{share} of the epochs, which takes as long." if is_certain else "fewer epochs."
     return (
-        f"Predicted time of its steps: {time}. Freezing may cost accuracy: compare it with training everything for "
+        f"Predicted training time: {time}. Freezing may cost accuracy: compare it with training everything for "
         f"{epochs}"
     )

@@ -90,19 +90,23 @@ class Summary:
         lines = [f"{self.num_steps} steps in {self.seconds:.1f} s:"]
         for stretch in self.stretches:
             layout = stretch.layout
-            stored = f", {layout.cache_level} of them stored" if layout.cache_level else ""
+            stored = f", {layout.cache_level} of them cached" if layout.cache_level else ""
             predicted = "" if stretch.predicted is None else f" (predicted: {stretch.predicted * 1e3:.0f})"
             lines.append(
                 f"  {len(stretch.seconds)} steps of {stretch.median * 1e3:.0f} ms{predicted} with "
                 f"{layout.num_frozen_layers} of {layout.num_layers} layers frozen{stored}, "
-                f"K={layout.pipeline_size} x R={layout.num_replicas}"
+                f"{layout.shape_in_words}"
             )
         if self.num_hits:
             reads = self.num_hits + self.num_misses
-            lines.append(f"  {self.num_hits} of {reads} samples asked of the activation cache were stored.")
+            lines.append(f"  Cache: {self.num_hits:,} of {reads:,} reads were hits ({self.num_hits / reads:.0%}).")
         saved = self.saved_seconds()
         if saved is not None:
-            lines.append(f"  {saved:.1f} s less than if every step had taken as long as those at the start.")
+            first = self.stretches[0]
+            lines.append(
+                f"  {saved:.1f} s less than {self.num_steps} steps of {first.median * 1e3:.0f} ms, as before the "
+                "first change."
+            )
         return "\n".join(lines)
 
 

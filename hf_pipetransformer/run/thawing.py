@@ -45,6 +45,6 @@ def check_thawing(
     if thaws and pipeline_size > 1 and (args.is_asynchronous or args.cuts_tokens):
         who = "layout_plan" if replay is not None else f"the freeze policy {policy.name!r}"
         raise ValueError(
-            f"pipeline_schedule={args.pipeline_schedule!r} while {who} may thaw layers: that has not been verified. "
-            "Use pipeline_schedule='1f1b', or let the number of frozen layers only grow."
+            f"pipeline_schedule={args.pipeline_schedule!r} while {who} may unfreeze layers: that has not been "
+            "verified. Use pipeline_schedule='1f1b', or let the number of frozen layers only grow."
         )

@@ -11,7 +11,7 @@ from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.migration import OptimizerState
 from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.controller import Change, LayoutController
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.layout import Layout, counted
 from hf_pipetransformer.report.events import announce
 from hf_pipetransformer.run.cache import TrainingCache
 from hf_pipetransformer.run.journal import Journal
@@ -102,15 +102,15 @@ class Transitions:
         gain = ""
         if measured and predicted:
             gain = (
-                f"; a step took {measured * 1e3:.0f} ms, now {predicted * 1e3:.0f} ms are predicted "
-                f"({measured / predicted:.2f}x)"
+                f" A step took {measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms are predicted from here on "
+                f"({measured / predicted:.2f}x)."
             )
         frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
         if new.num_frozen_layers < old.num_frozen_layers:
             count = old.num_frozen_layers - new.num_frozen_layers
-            frozen = f"{count} layer{'s' if count > 1 else ''} thawed, {frozen}"
-        announce(
-            f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}. "
-            f"K={old.pipeline_size} x R={old.num_replicas} -> K={new.pipeline_size} x R={new.num_replicas}, "
-            f"moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s{gain}."
-        )
+            frozen = f"{counted(count, 'layer')} unfrozen, {frozen}"
+        moved = ""
+        if (old.places, old.boundaries) != (new.places, new.boundaries):
+            shapes = " -> ".join(dict.fromkeys((old.shape_in_words, new.shape_in_words)))
+            moved = f" {shapes}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s."
+        announce(f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")

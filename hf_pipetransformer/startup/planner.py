@@ -21,7 +21,7 @@ from hf_pipetransformer.autopipe.planner import (
     plan_layout,
 )
 from hf_pipetransformer.autopipe.token_plans import WORTH, best_whole_and_cut, cut_layout
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.layout import Layout, counted
 from hf_pipetransformer.pipeline.schedules import find_schedule
 from hf_pipetransformer.simulator import simulate_equal
 from hf_pipetransformer.splitters.check import Probe
@@ -211,16 +211,17 @@ class RunPlanner:
         # Without frozen layers there is nothing to store.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.is_asynchronous
         cache = self.args.activation_cache if may_cache else "off"
-        if policy == "none":
-            stays = layout.num_frozen_layers > self.num_frozen_by_user
-            quality = "" if layout.is_asynchronous else ", quality as with Trainer"
-            policy += f" from here on, {layout.num_frozen_layers} layers stay frozen" if stays else quality
+        freezing = f"Freezing: {policy}."
+        if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:
+            freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
+        elif policy == "none":
+            freezing = "Nothing freezes." if layout.is_asynchronous else "Nothing freezes: same results as Trainer."
         pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
         pace += self._slices(layout, samples)
         if self.args.is_asynchronous and not layout.is_asynchronous:
             pace += " One stage waits for nobody: async_1f1b and its options change nothing."
         return {
-            "expectation": f"Freezing: {policy}. Activation cache: {cache}. A step is expected "
+            "expectation": f"{freezing} Activation cache: {cache}. A step is expected "
             f"to take {prediction.seconds * 1e3:.0f} ms.{pace}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
@@ -237,8 +238,8 @@ class RunPlanner:
             return ""
         slices = max(map(len, layout.token_slices), default=1)
         timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
-        parts = f"M={m}" if slices == 1 else f"M={m} with S={slices}"
-        return f" Bubble: at most {1 - timeline.bubble:.0%} of {k} devices a pipeline are busy at {parts}."
+        parts = counted(m, "micro-batch", "micro-batches") + ("" if slices == 1 else f" of {slices} token slices")
+        return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
 
     def _slices(self, layout: Layout, samples: int) -> str:
         """How sequences of the length that was measured are cut, as a sentence, or why they stay whole."""

@@ -46,7 +46,9 @@ class Fixed(FreezePolicy):
         late = [step for step in self.table if step >= max_steps]
         if not late:
             return []
-        return [f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes or thaws anything."]
+        return [
+            f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes or unfreezes anything."
+        ]
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         return step in self.table

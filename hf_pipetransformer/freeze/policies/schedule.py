@@ -31,5 +31,7 @@ class Schedule(FreezePolicy):
         return f"{self.name}, alpha {self.alpha:.3g}"
 
     def explain(self, signal: FreezeSignal) -> str:
-        bound = self.most_wanted(signal)
-        return f"{self.name}: at most {bound:.2f} layers, rounded up {rounded_up(bound)}"
+        share = {1 / 3: "a third", 1 / 2: "half", 1 / 4: "a quarter"}.get(self.alpha, f"{self.alpha:.3g}")
+        wanted, left = signal.num_wanted, signal.num_layers - signal.num_wanted
+        part = f"{share} of {left:.3g}" if not wanted else f"{wanted:.3g} and {share} of the other {left:.3g}"
+        return f"{self.name}: limit {rounded_up(self.most_wanted(signal))} layers ({part})"
