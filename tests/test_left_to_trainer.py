@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.samples import OwnBatches
+from hf_pipetransformer.splitters import UnsupportedModelError
 from tests.usages import USAGES, Line, assert_same, outcome, points
 
 
@@ -31,6 +34,30 @@ def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog
     assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
     said = [record.message for record in caplog.records if "freezes and stores nothing" in record.message]
     assert len(said) == 1 and "Line has no config.model_type" in said[0]
+
+
+@pytest.mark.parametrize("raises", ["always", "on parts of a batch"])
+def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
+    raises: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the pipeline that was asked for; where freezing alone was, one sentence says that nothing freezes."""
+    usage = USAGES[f"a model that raises when it is inspected, {raises}"]
+    options = {"pipeline_parallel_num_microbatches": 2}
+    with pytest.raises(UnsupportedModelError, match="raises KeyError .*'planted'") as refused:
+        outcome(usage, PipeTransformerTrainer, options, tmp_path / "refused")
+    assert isinstance(refused.value.__cause__, KeyError)
+    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+    assert len([each for each in caplog.records if "planted" in each.message]) == 1
+
+
+def test_errors_of_the_data_set_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: Any) -> Any:
+        raise KeyError("a column")
+
+    monkeypatch.setattr(OwnBatches, "read", fail)
+    with pytest.raises(KeyError, match="a column"):
+        outcome(USAGES["BERT"], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gone on with", "gone on with from the start"])

@@ -26,6 +26,7 @@ from hf_pipetransformer.splitters.profile import (
     units_run_alone,
 )
 from hf_pipetransformer.splitters.structure import Structure
+from hf_pipetransformer.startup.inspection import Inspection
 from hf_pipetransformer.startup.model import Subject
 from hf_pipetransformer.startup.whole_steps import correct_by_steps
 
@@ -54,11 +55,13 @@ def measure_costs(
     structure: Structure,
     args: PipeTransformerArguments,
     topology: Topology,
+    inspection: Inspection,
     read: ReadBatch | None,
 ) -> MeasuredCosts:
     """Rank 0's measurement, on every rank. A collective call.
 
     Args:
+        inspection: makes it.
         read: gives the batch that the units are measured with; None measures with the subject's.
     """
 
@@ -76,7 +79,7 @@ def measure_costs(
             "num_samples": num_samples,
         }
 
-    costs = topology.decide(measure)
+    costs = inspection.on_first_rank(measure)
     num_samples = int(costs["num_samples"])
     message_bytes = int(costs["boundary_bytes"] * num_samples)
     hop, reduction = topology.measure(message_bytes)
