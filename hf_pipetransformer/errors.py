@@ -16,6 +16,10 @@ class PipelineError(RuntimeError):
     """The run cannot go on; the text names the first cause that is known."""
 
 
+class ModelSettingError(ValueError):
+    """A setting of the model, or a kind of layer in it, does not go with stages; the text says which."""
+
+
 class PeerLostError(PipelineError):
     """Another rank did not answer: it died, or it is doing something else."""
 

@@ -12,6 +12,7 @@ import torch
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.errors import ModelSettingError
 from hf_pipetransformer.fingerprint import are_other_data
 from hf_pipetransformer.pipeline.schedules import find_schedule
 
@@ -242,6 +243,7 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         optimizers: the user's optimizer and scheduler.
 
     Raises:
+        ModelSettingError: skipped layers, batch normalisation or outputs of all layers; Trainer has them all.
         ValueError: names what was found and what to do.
     """
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
@@ -250,7 +252,7 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
     batch_norms = [name for name, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if batch_norms and not is_undivided:
-        raise ValueError(
+        raise ModelSettingError(
             f"The model has batch normalisation ({batch_norms[0]}), whose statistics run over a whole batch; "
             "micro-batches and replicas would each have their own. Use one process with "
             "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
@@ -260,13 +262,13 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
     config = getattr(model, "config", None)
     layerdrop: float = getattr(config, "layerdrop", 0.0)
     if pipeline_size != 1 and layerdrop:
-        raise ValueError(
+        raise ModelSettingError(
             f"config.layerdrop={layerdrop}: layers that are skipped at random cannot be stages. Set it to 0."
         )
     for option in ("output_hidden_states", "output_attentions"):
         is_on: bool = getattr(config, option, False)
         if pipeline_size != 1 and is_on:
-            raise ValueError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
+            raise ModelSettingError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
 
 
 def _check_divisible(optimizer: Any) -> None:

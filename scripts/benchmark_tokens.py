@@ -39,6 +39,7 @@ from hf_pipetransformer.pipeline.losses import LossRule
 from hf_pipetransformer.pipeline.timing import StepMeter
 from hf_pipetransformer.splitters import find_splitter
 from hf_pipetransformer.splitters.check import Probe
+from hf_pipetransformer.startup.inspection import Inspection
 from hf_pipetransformer.startup.model import Subject
 from hf_pipetransformer.startup.slicing import measure_slices, measured_times
 from hf_pipetransformer.transition import Stage, apply_layout
@@ -128,7 +129,9 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
         model, find_splitter(model), inputs, lambda given, _: model(**given).loss,
         lambda given: count_items(given, shifts_labels=True),
     )  # fmt: skip
-    costs = measure_slices(subject, found.structure, LossRule.MEAN, topology, None, samples)
+    costs = measure_slices(
+        subject, found.structure, LossRule.MEAN, Inspection(topology, type(model).__name__), None, samples
+    )
     times = measured_times(subject, found.structure, LossRule.MEAN, inputs) if topology.rank == 0 else []
     stage = stage_of(model, found, topology)
     start = time.perf_counter()

@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.samples import OwnBatches
 from hf_pipetransformer.splitters import UnsupportedModelError
 from tests.usages import USAGES, Line, assert_same, outcome, points
 
@@ -64,6 +65,30 @@ def test_a_model_of_no_layers_is_refused_in_a_sentence(tmp_path: Path) -> None:
     trainer = training_without_layers(PipeTransformerTrainer, tmp_path, pipeline_parallel_num_microbatches=2)
     with pytest.raises(UnsupportedModelError, match="has no layers, found num_hidden_layers=0: expected 1 or more"):
         trainer.train()
+
+
+@pytest.mark.parametrize("raises", ["always", "on parts of a batch"])
+def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
+    raises: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the pipeline that was asked for; where freezing alone was, one sentence says that nothing freezes."""
+    usage = USAGES[f"a model that raises when it is inspected, {raises}"]
+    options = {"pipeline_parallel_num_microbatches": 2}
+    with pytest.raises(UnsupportedModelError, match="raises KeyError .*'planted'") as refused:
+        outcome(usage, PipeTransformerTrainer, options, tmp_path / "refused")
+    assert isinstance(refused.value.__cause__, KeyError)
+    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+    assert len([each for each in caplog.records if "planted" in each.message]) == 1
+
+
+def test_errors_of_the_data_set_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: Any) -> Any:
+        raise KeyError("a column")
+
+    monkeypatch.setattr(OwnBatches, "read", fail)
+    with pytest.raises(KeyError, match="a column"):
+        outcome(USAGES["BERT"], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gone on with", "gone on with from the start"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import (
+    BertForSequenceClassification,
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    HubertConfig,
+    HubertForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
@@ -149,6 +154,43 @@ def on_a_map() -> nn.Module:
     model = build_model("bert_sequence")
     model.hf_device_map = {"": "cpu"}
     return model
+
+
+class Uninspected(BertForSequenceClassification):
+    """Trains, and raises while it is looked at before the first step: on what the inspection does with it."""
+
+    raises: str
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        rows, is_inspected = len(input_ids), self.training and not self.bert.training
+        is_raised = {
+            "always": True,
+            "on rank 1": os.environ.get("RANK") == "1",
+            "on parts of a batch": rows < 4,
+        }[self.raises]
+        if is_inspected and is_raised:
+            raise KeyError("planted")
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
+def uninspected(raises: str) -> nn.Module:
+    kind = type("Uninspected", (Uninspected,), {"raises": raises})
+    return kind(build_model("bert_sequence").config)
+
+
+def with_layerdrop() -> nn.Module:
+    """Audio whose layers are skipped at random."""
+    config = HubertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8,), conv_stride=(4,), conv_kernel=(8,), num_feat_extract_layers=1, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, apply_spec_augment=False, classifier_proj_size=8, layerdrop=0.5,
+    )  # fmt: skip
+    return HubertForSequenceClassification(config)
+
+
+def sounds(num: int = 22) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_values": torch.randn(64, generator=generator), "labels": i % 2} for i in range(num)]
 
 
 def lora() -> LoraConfig:
@@ -417,6 +459,13 @@ USAGES = {
     "T5": Usage(model=t5, data=tokens, act=train_and_evaluate),
     "GPT-2": Usage(model=gpt2, data=tokens, act=train_and_evaluate),
     "BERT": Usage(**BERT, act=train_and_evaluate),
+    **{
+        f"a model that raises when it is inspected, {when}": Usage(**{**BERT, "model": partial(uninspected, when)})
+        for when in ("always", "on rank 1", "on parts of a batch")
+    },
+    "layers skipped at random": Usage(
+        {"max_steps": 3, "ddp_find_unused_parameters": True}, with_layerdrop, sounds
+    ),
     "a device map": Usage(**{**BERT, "model": on_a_map}),
     "adapters": Usage({"save_steps": 2}, **{**BERT, "model": with_adapters}, act=files_of_adapters),
     "an added adapter": Usage({"save_steps": 2}, **{**BERT, "model": with_added_adapter}, act=files_of_adapters),

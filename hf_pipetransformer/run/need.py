@@ -7,7 +7,9 @@ from typing import Any
 
 from hf_pipetransformer.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.arguments import PipeTransformerArguments
+from hf_pipetransformer.errors import ModelSettingError
 from hf_pipetransformer.freeze.policies import FreezePolicy
+from hf_pipetransformer.pipeline.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.splitters import Splitter, UnsupportedModelError, find_splitter, layers_of
 
 
@@ -32,7 +34,7 @@ def need_of(
         splitter: the user's own.
         model: None where it is not made yet.
     """
-    freezes = args.freeze_policy != "none" if policy is None else policy.freezes
+    freezes = _freezes(args, policy)
     asks_for_parts = _asks_for_parts(args, splitter)
     if _leaves_adapters_to_trainer(model) and not asks_for_parts:
         return Need.WISH if freezes or args.activation_cache == "on" else Need.NONE
@@ -44,9 +46,23 @@ def need_of(
     return Need.WISH if args.activation_cache == "auto" and _may_store(model) else Need.NONE
 
 
-def does_without_layers(args: PipeTransformerArguments, splitter: Splitter | None) -> bool:
-    """Whether a model without layers is trained all the same: nobody said that it shall be split or stored."""
-    return not _asks_for_parts(args, splitter) and args.activation_cache != "on"
+def does_without(
+    error: ValueError, args: PipeTransformerArguments, policy: FreezePolicy | None, splitter: Splitter | None
+) -> bool:
+    """Return whether Trainer does a run that `error` keeps from a pipeline, since nobody asked for what that adds.
+
+    A model that cannot be split is trained without freezing too. One that could be, with another setting or another
+    loss, is refused where freezing was asked for.
+    """
+    if _asks_for_parts(args, splitter) or args.activation_cache == "on":
+        return False
+    if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
+        return not _freezes(args, policy)
+    return isinstance(error, UnsupportedModelError)
+
+
+def _freezes(args: PipeTransformerArguments, policy: FreezePolicy | None) -> bool:
+    return args.freeze_policy != "none" if policy is None else policy.freezes
 
 
 def _asks_for_parts(args: PipeTransformerArguments, splitter: Splitter | None) -> bool:
@@ -72,6 +88,6 @@ def _may_store(model: Any) -> bool:
         return any(not parameter.requires_grad for parameter in model.parameters())
     try:
         first = layers_of(find_splitter(model), bare_model(model))[0]
-    except UnsupportedModelError:
+    except Exception:  # Whatever keeps a splitter from finding layers, there are none to store.
         return False
     return not any(parameter.requires_grad for parameter in first.parameters())

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from transformers import Trainer
@@ -17,6 +18,7 @@ from hf_pipetransformer.autodp.draws import set_states
 from hf_pipetransformer.autodp.loader import PipelineLoader
 from hf_pipetransformer.autodp.stream import StreamLoader
 from hf_pipetransformer.autodp.topology import get_topology
+from hf_pipetransformer.errors import ModelSettingError
 from hf_pipetransformer.freeze.policies import PREDICTED_SECONDS, FreezePolicy, make_policy
 from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.option_combinations import unused_freeze_options
@@ -43,7 +45,7 @@ from hf_pipetransformer.run.loaders import (
     share_draws,
     states_of_first_rank,
 )
-from hf_pipetransformer.run.need import Need, does_without_layers, need_of
+from hf_pipetransformer.run.need import Need, does_without, need_of
 from hf_pipetransformer.run.only_run import only_run
 from hf_pipetransformer.run.patience import Patience
 from hf_pipetransformer.run.pipeline import Pipeline
@@ -115,7 +117,7 @@ class Run:
         self._evaluation: Evaluation | UsersEvaluation | None = None
         self._needs_pipeline = needs_pipeline
         self._may_do_without = is_undivided(args) or need_of(args, policy, splitter, trainer.model) is not Need.MUST
-        self._does_without_layers = does_without_layers(args, splitter)
+        self._does_without = partial(does_without, args=args, policy=policy, splitter=splitter)
         self.is_left_to_trainer = self._evaluates_alone = not needs_pipeline or is_undivided(args)
         """Whether Trainer's own methods run now."""
         self._in_loop = ExitStack()
@@ -164,10 +166,10 @@ class Run:
         """See `Starter.look`; None if the model or its loss does not do, and from now on Trainer does without us."""
         try:
             return self.starter.look(given, is_training)
-        except (UnsupportedModelError, LossDoesNotDecomposeError) as error:
-            lacks_layers = isinstance(error, UnsupportedModelError) and self._does_without_layers
+        except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
+            may_do_without = self._may_do_without or self._does_without(error)
             # A run that Trainer did is one that it goes on with.
-            if not (self._may_do_without or lacks_layers) or not (self.resumption is None or self.resumption.is_plain):
+            if not may_do_without or not (self.resumption is None or self.resumption.is_plain):
                 raise
             say_left_to_trainer(error)
         self.trainer.args.leave_recomputing_to_trainer()

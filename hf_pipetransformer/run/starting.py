@@ -28,7 +28,7 @@ from hf_pipetransformer.report.events import logger
 from hf_pipetransformer.run import host
 from hf_pipetransformer.run.first_batches import first_batches, most_samples
 from hf_pipetransformer.run.loaders import Request
-from hf_pipetransformer.run.need import Need, does_without_layers, need_of
+from hf_pipetransformer.run.need import Need, does_without, need_of
 from hf_pipetransformer.run.noted import noting_nothing
 from hf_pipetransformer.run.pipeline import Pipeline
 from hf_pipetransformer.samples import probe_samples
@@ -169,8 +169,7 @@ def check_given(
             check_trained_model(model, args, optimizers[0])
         check_dataset(train_dataset, "training")
     except ValueError as error:
-        lacks_layers = isinstance(error, UnsupportedModelError) and does_without_layers(args, splitter)
-        if need is Need.MUST and not lacks_layers:
+        if need is Need.MUST and not does_without(error, args, policy, splitter):
             raise
         say_left_to_trainer(error)
         args.leave_recomputing_to_trainer()

@@ -25,6 +25,7 @@ from hf_pipetransformer.splitters.profile import (
     units_run_alone,
 )
 from hf_pipetransformer.splitters.structure import Structure
+from hf_pipetransformer.startup.inspection import Inspection
 from hf_pipetransformer.startup.model import Subject
 
 
@@ -52,11 +53,13 @@ def measure_costs(
     structure: Structure,
     args: PipeTransformerArguments,
     topology: Topology,
+    inspection: Inspection,
     read: ReadBatch | None,
 ) -> MeasuredCosts:
     """Rank 0's measurement, on every rank. A collective call.
 
     Args:
+        inspection: makes it.
         read: gives the batch that the units are measured with; None measures with the subject's.
     """
 
@@ -72,7 +75,7 @@ def measure_costs(
             "num_samples": num_samples,
         }
 
-    costs = topology.decide(measure)
+    costs = inspection.on_first_rank(measure)
     num_samples = int(costs["num_samples"])
     message_bytes = int(costs["boundary_bytes"] * num_samples)
     hop, reduction = topology.measure(message_bytes)

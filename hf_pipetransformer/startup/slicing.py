@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.autodp.topology import Topology
 from hf_pipetransformer.autopipe.token_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.batches import batch_size, cut_tokens, take_samples
 from hf_pipetransformer.pipeline.losses import LossRule
@@ -27,6 +26,7 @@ from hf_pipetransformer.splitters.profile import PROFILE_SECONDS, trained_as_giv
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.costs import ReadBatch, moved
+from hf_pipetransformer.startup.inspection import Inspection
 from hf_pipetransformer.startup.model import Subject
 
 
@@ -88,13 +88,13 @@ class SlicedModel:
         return sum(losses)
 
 
-def check_slices(exact: Subject, structure: Structure, rule: LossRule, topology: Topology) -> None:
+def check_slices(exact: Subject, structure: Structure, rule: LossRule, inspection: Inspection) -> None:
     """Compare slices of the tiny batch's sequences with whole ones, in full precision. A collective call.
 
     Raises:
         ValueError: on every rank, their loss or gradients differ.
     """
-    refusal = topology.decide(lambda: refusal_of_slices(exact, structure, rule))
+    refusal = inspection.on_first_rank(lambda: refusal_of_slices(exact, structure, rule))
     if refusal is not None:
         raise ValueError(f"pipeline_schedule='token': {refusal}")
 
@@ -133,7 +133,7 @@ def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> s
 
 
 def measure_slices(
-    subject: Subject, structure: Structure, rule: LossRule, topology: Topology, read: ReadBatch | None, most: int
+    subject: Subject, structure: Structure, rule: LossRule, inspection: Inspection, read: ReadBatch | None, most: int
 ) -> TokenCosts:
     """What slices cost on rank 0, for one sequence and for a few. A collective call.
 
@@ -149,7 +149,7 @@ def measure_slices(
         with trained_as_given(subject.model, structure):
             return fit_token_costs(measured_times(subject, structure, rule, batch)).as_event()
 
-    return TokenCosts(**topology.decide(measure))
+    return TokenCosts(**inspection.on_first_rank(measure))
 
 
 def measured_times(subject: Subject, structure: Structure, rule: LossRule, batch: dict[str, Any]) -> list[SliceTime]:

@@ -24,6 +24,7 @@ from hf_pipetransformer.startup.costs import (
     moved,
     smallest_device_bytes,
 )
+from hf_pipetransformer.startup.inspection import Inspection
 from hf_pipetransformer.startup.model import Subject, has_dropout, num_frozen_by_user
 from hf_pipetransformer.startup.padding import hangs_on_length, hangs_on_padding
 from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
@@ -78,7 +79,7 @@ def look_at(
         events: the file with what happened to earlier runs in this folder, for training; on rank 0.
 
     Raises:
-        UnsupportedModelError: the split model gives other numbers.
+        UnsupportedModelError: on every rank, the split model gives other numbers, or what looks at it raised.
         LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
         ValueError: the models of the ranks differ, or slices of sequences, if they are asked for, give other numbers.
     """
@@ -86,20 +87,24 @@ def look_at(
     _move_to_probe(model, device, topology)
     place = next(model.parameters()).device
     subject = replace(given, inputs={key: moved(value, place) for key, value in given.inputs.items()})
+    inspection = Inspection(topology, type(model).__name__)
+    read = None if read is None else inspection.reading(read)
     with undisturbed(model, is_training):
-        probe = probe_model(model, subject.splitter, subject.loss, subject.inputs, subject.main_input)
+        probe = inspection.on_every_rank(
+            lambda: probe_model(model, subject.splitter, subject.loss, subject.inputs, subject.main_input)
+        )
         _check_same_model(topology, model, probe)
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
         with in_full_precision(model):
             exact = replace(subject, inputs=in_float32(subject.inputs))
-            rule = _loss_rule(exact, args, topology)
-            pads_alike, keeps_padding = topology.decide(lambda: _padding(exact, args, topology, probe))
+            rule = _loss_rule(exact, args, topology, inspection)
+            pads_alike, keeps_padding = inspection.on_first_rank(lambda: _padding(exact, args, topology, probe))
             if args.cuts_tokens:
-                check_slices(exact, probe.structure, rule.rule, topology)
-        costs = measure_costs(subject, probe.structure, args, topology, read)
+                check_slices(exact, probe.structure, rule.rule, inspection)
+        costs = measure_costs(subject, probe.structure, args, topology, inspection, read)
         if args.cuts_tokens:
             most = min(args.train_samples_per_device, affordable_sequences(costs.units, device, topology))
-            slices = measure_slices(subject, probe.structure, rule.rule, topology, read, most)
+            slices = measure_slices(subject, probe.structure, rule.rule, inspection, read, most)
             costs = replace(costs, units=replace(costs.units, slices=slices))
     if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
@@ -171,7 +176,9 @@ def _padding(exact: Subject, args: PipeTransformerArguments, topology: Topology,
     return pads_alike, args.activation_cache == "off" or hangs_on_padding(exact, probe.structure)
 
 
-def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topology) -> FoundRule:
+def _loss_rule(
+    exact: Subject, args: PipeTransformerArguments, topology: Topology, inspection: Inspection
+) -> FoundRule:
     inputs, is_whole = exact.inputs, topology.world_size == 1 and args.num_microbatches in (None, 1)
     is_alone = batch_size(inputs) == 1
     if is_alone:
@@ -198,7 +205,7 @@ def _loss_rule(exact: Subject, args: PipeTransformerArguments, topology: Topolog
             refusal = None
         return [found.rule.value, found.ignores_num_items, refusal]
 
-    rule, ignores_num_items, refusal = topology.decide(find)
+    rule, ignores_num_items, refusal = inspection.on_first_rank(find)
     if refusal is not None and not is_whole:
         raise LossDoesNotDecomposeError(refusal)
     return FoundRule(LossRule(rule), ignores_num_items, refusal)

@@ -242,6 +242,14 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "no_timeout": {"options": {"pipeline_timeout": 0}},
     "batch_norm": {"model": with_batch_norm, "train_dataset": lambda: make_dataset("vit", 20)},
     "layerdrop": {"model": with_layerdrop},
+    "layerdrop_and_freezing": {
+        "model": with_layerdrop,
+        "options": {
+            "pipeline_parallel_size": "auto",
+            "pipeline_parallel_num_microbatches": "auto",
+            "freeze_policy": "gradient_norm",
+        },
+    },
     "weighted_loss_on_sorted_data": {"trainer": WeightedTrainer, "train_dataset": sorted_dataset},
     "multiple_choice": {"model": multiple_choice, "train_dataset": choices},
     "no_train_dataset": {"train_dataset": lambda: None},

@@ -2,7 +2,7 @@
 
     replica_worker.py FOLDER USAGE...
 
-A usage that begins with "freezing: " runs with the options that ours has by itself.
+A usage that begins with "defaults: " runs with the options that ours has by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with
 
 
 OPTIONS = {"freeze_policy": "none", "pipeline_parallel_size": "1"}
-FREEZING = "freezing: "
+DEFAULTS = "defaults: "
 
 
 def refuse_stages_of_prompts(folder: Path) -> None:
@@ -99,9 +99,9 @@ class Notes(TrainerCallback):
 
 def main() -> None:
     for number, name in enumerate(sys.argv[2:]):
-        folder, usage = Path(sys.argv[1]) / str(number), USAGES[name.removeprefix(FREEZING)]
+        folder, usage = Path(sys.argv[1]) / str(number), USAGES[name.removeprefix(DEFAULTS)]
         plain = outcome(usage, Trainer, {}, folder / "plain")
-        options = {} if name.startswith(FREEZING) else OPTIONS
+        options = {} if name.startswith(DEFAULTS) else OPTIONS
         ours = outcome(usage, PipeTransformerTrainer, options, folder / "ours")
         assert ours["is_left"], f"{name}: a pipeline ran"
         assert_same(ours, plain)

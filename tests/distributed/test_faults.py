@@ -232,6 +232,7 @@ NAMED = {
     "lomo": "optim.*lomo",
     "adalomo": "optim.*adalomo",
     "galore": "optim.*galore",
+    "layerdrop_and_freezing": "layerdrop",
     "swin": "Swin",
     "albert": "Albert",
     "hyperparameter_search": "hyperparameter_search|hyper-parameter search",
