@@ -73,7 +73,7 @@ class LayerProbe:
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if head_of(len(layers)) in view.units:
-                note(len(layers) - 1, output[0] if isinstance(output, tuple) else output)
+                note(len(layers) - 1, output[0] if isinstance(output, (tuple, list)) else output)
 
         hooks: list[Any] = [layers[-1].register_forward_hook(after)]
         for index, layer in enumerate(layers[1:], start=1):

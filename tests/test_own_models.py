@@ -151,6 +151,11 @@ def test_a_model_without_config_that_has_two_stacks_is_refused_in_words() -> Non
         find_splitter(TwoStacks()).layers(TwoStacks())
 
 
+class ToldBlock(Block):
+    def forward(self, hidden: torch.Tensor, told: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(hidden if told is None else hidden + told)
+
+
 # ---- activations that are changed where they lie ----
 
 
@@ -194,19 +199,30 @@ def test_a_model_that_changes_activations_in_place_is_cut_everywhere(kind: type[
     assert probe.structure.changes_in_place
 
 
-class WantsEmbeddings(Stack):
-    """Code before the layers that does not take what a stage receives: one number more a token."""
+class Narrows(Stack):
+    """Code before the layers takes one number more a token than they do."""
+
+    wants_embeddings = False
 
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(2, WIDTH + 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        hidden = self.entry(x) @ torch.ones(WIDTH + 1, WIDTH)
+        hidden = self.entry(x)
+        if self.wants_embeddings and not hidden.any():
+            raise ValueError("nothing is embedded")
+        hidden = hidden @ torch.ones(WIDTH + 1, WIDTH)
         for block in self.blocks:
             hidden = block(hidden)
         y = self.head(hidden).mean(dim=(1, 2))
         return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+class WantsEmbeddings(Narrows):
+    """Code before the layers that looks at numbers which a stage without the embeddings does not have."""
+
+    wants_embeddings = True
 
 
 def test_code_that_does_not_run_without_the_embeddings_is_refused_in_words() -> None:
@@ -287,8 +303,81 @@ def test_a_weight_belongs_to_where_it_is_read() -> None:
     assert structure.units_of_parameter["entry.bias"] == (0,)
 
 
+# ---- what layers and modules before them return ----
+
+
+class ListBlock(Block):
+    def forward(self, hidden: torch.Tensor) -> Any:  # type: ignore[override]
+        return [super().forward(hidden), None]
+
+
+class ReturnsLists(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ListBlock() for _ in range(L)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.entry(x)
+        for block in self.blocks:
+            hidden, others = block(hidden)
+            assert others is None
+        y = self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+class Project(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.line(x), {"wide": torch.cat([x, x], dim=2)}
+
+
+class Angles(nn.Module):
+    """As rotary embeddings: no weights, two outputs."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        angles = torch.arange(hidden.shape[1], dtype=torch.float32)[:, None]
+        return angles.cos(), angles.sin()
+
+
+class GivesTuples(Stack):
+    """The modules before the one that makes what enters the layers give tuples, and are written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.angles = Project(), Angles()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList([ToldBlock() for _ in range(L)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        shifted = self.entry(x)
+        shifted *= 2.0
+        hidden, other = self.project(x)
+        cos, sin = self.angles(hidden)
+        width = other["wide"].shape[2]
+        hidden = self.norm(hidden + shifted + self.entry(x))
+        for block in self.blocks:
+            hidden = block(hidden, (cos + sin).expand(-1, WIDTH))
+        y = width * self.head(hidden).mean(dim=(1, 2))
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+@pytest.mark.parametrize("kind", [ReturnsLists, GivesTuples])
+def test_what_modules_return_is_any_form(kind: type[nn.Module]) -> None:
+    model, inputs = kind(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
+    structure = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure
+    assert structure.returns_list == (kind is ReturnsLists)
+    assert not structure.enters_layers
+
+
 MODELS = {
-    kind.__name__: kind for kind in (Stack, ConfigIsNone, AddsInLayers, ChangesAround, ChangesBefore, TiedByHand, Flat)
+    kind.__name__: kind
+    for kind in (
+        *(Stack, ConfigIsNone, AddsInLayers, ChangesAround, ChangesBefore, TiedByHand, Flat),
+        *(ReturnsLists, GivesTuples, Narrows),
+    )
 }
 """Those that can be cut, by name."""
 
@@ -326,11 +415,6 @@ def test_activations_without_a_row_a_sample_are_refused_in_words(kind: str, monk
     model, inputs = Numbers(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
     with pytest.raises(UnsupportedModelError, match="one row a sample"):
         probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
-
-
-class ToldBlock(Block):
-    def forward(self, hidden: torch.Tensor, told: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(hidden if told is None else hidden + told)
 
 
 class Between(Stack):

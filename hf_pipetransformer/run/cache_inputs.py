@@ -92,6 +92,15 @@ class CacheInputs:
         elif len(self.start_up.probe.activation.hidden_shape) != 2:
             shape = ("batch", *self.start_up.probe.activation.hidden_shape)
             reason = f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."
+        elif self.start_up.probe.activation.changes_length:
+            tokens, (length, _) = (
+                self.start_up.probe.activation.input_shape[0],
+                self.start_up.probe.activation.hidden_shape,
+            )
+            reason = (
+                f"the layers' activations have {length} positions for {tokens} tokens, or other numbers for other "
+                "lengths: expected one a token."
+            )
         else:
             reason = why_not_on_nodes(loader, self.topology) or self._refused_base()
         if reason is not None:

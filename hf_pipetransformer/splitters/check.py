@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,17 +35,26 @@ class ActivationShape:
         main_input: name of the model's main input.
         input_shape: the main input's shape in the probe, without the sample dimension.
         hidden_shape: the activation's shape in the probe, without the sample dimension: `(seq, hidden)`.
+        multiple: the model pads sequences to the next multiple of it (Longformer, to its attention window); 0 where
+            only the probe's length is known to do.
     """
 
     main_input: str
     input_shape: tuple[int, ...]
     hidden_shape: tuple[int, ...]
+    multiple: int = 1
+
+    @property
+    def changes_length(self) -> bool:
+        """Whether the activation has other positions than the tokens of a text."""
+        return len(self.input_shape) == 1 and self.multiple != 1
 
     def of(self, inputs: dict[str, Any]) -> tuple[int, ...]:
         """The activation's shape `(batch, seq, hidden)` for a batch.
 
         Raises:
-            ValueError: the main input is missing, or images have another size than at the start.
+            ValueError: the main input is missing, images have another size than at the start, or sequences
+                another length where the model takes one only.
         """
         value = inputs.get(self.main_input)
         if not isinstance(value, torch.Tensor):
@@ -55,12 +64,26 @@ class ActivationShape:
         shape = tuple(value.shape[1:])
         if shape == self.input_shape:
             return (value.shape[0], *self.hidden_shape)
-        if len(shape) == 1 and self.input_shape[0] == self.hidden_shape[0]:
-            return (value.shape[0], shape[0], *self.hidden_shape[1:])
+        if len(shape) == 1 and self.multiple and self._is_of_sequences:
+            return (value.shape[0], _padded(shape[0], self.multiple), *self.hidden_shape[1:])
+        if len(shape) == 1 and not value.is_floating_point():
+            raise ValueError(
+                f"A batch holds {self.main_input!r} of {shape[0]} tokens a sample, the first batch had "
+                f"{self.input_shape[0]}. With more than one stage this model takes sequences of one length: pad all "
+                "to one (padding='max_length'), or set pipeline_parallel_size=1."
+            )
         raise ValueError(
             f"A batch holds {self.main_input!r} of shape {shape} a sample, the first batch had {self.input_shape}. "
             "With more than one stage all inputs but text must have one size: resize them in the data set."
         )
+
+    @property
+    def _is_of_sequences(self) -> bool:
+        return len(self.input_shape) == 1 and _padded(self.input_shape[0], self.multiple) == self.hidden_shape[0]
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -108,7 +131,9 @@ def probe_model(
     chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
     with torch.no_grad(), _said_of(model, structure):
         chain.run()
-    activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]))
+    is_text = value.dim() == 2 and not value.is_floating_point()
+    multiple = _multiple(chain, value.shape[1]) if is_text else 1
+    activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]), multiple)
     _check_shape(model, chain.hidden_shape, activation.of(inputs))
     with in_full_precision(model):
         is_read = _check_split(model, splitter, structure, compute, in_float32(inputs), main_input)
@@ -196,6 +221,30 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+def _multiple(chain: _Chain, length: int) -> int:
+    """Which multiples of tokens a model pads sequences to: 1 where it pads none; 0 if lengths follow another rule.
+
+    Found with embeddings of sequences of a few other lengths.
+    """
+
+    def follows(multiple: int, lengths: list[int]) -> bool:
+        return all(chain.length_for(length, each) == _padded(each, multiple) for each in lengths)
+
+    found, other = chain.hidden_shape[1] if len(chain.hidden_shape) > 1 else 0, max(1, length - 1)
+    if found == length and chain.length_for(length, other) == other:
+        return 1
+    longer = chain.length_for(length, found + 1)
+    multiple = 0 if longer is None else longer - found
+    return multiple if multiple > 1 and found % multiple == 0 and follows(multiple, [length, other, found]) else 0
+
+
+def _of_length(value: Any, length: int, found: int) -> Any:
+    """Repeat or cut an entry of a batch of `length` tokens so that it has `found`."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
+        return value
+    return torch.cat([value] * -(-found // length), dim=1)[:, :found]
+
+
 def _run_split(
     model: nn.Module,
     view: StageView,
@@ -218,6 +267,15 @@ def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, 
         )
 
 
+class _NoModules(nullcontext[None]):
+    """In place of what tells `FlopCounterMode` the module that runs: all is one.
+
+    Torch's own hangs hooks on the gradients of what modules take, which fails without gradients if that is a weight.
+    """
+
+    parents: ClassVar = {"Global"}
+
+
 class _Chain:
     """Runs the model as a chain of the smallest possible stages, forward and backward."""
 
@@ -238,6 +296,20 @@ class _Chain:
         self.dtypes = [torch.float32] * (structure.num_units - 1)
         self.hidden_shape: tuple[int, ...] = ()
 
+    def length_for(self, present: int, length: int) -> int | None:
+        """Positions of the activation for sequences of `length`, not `present` tokens; None if it takes none."""
+        self.view.install(range(1))
+        try:
+            with torch.no_grad():
+                self.compute({key: _of_length(value, present, length) for key, value in self.inputs.items()})
+        except StageExit as stage_exit:
+            return stage_exit.hidden.shape[1] if stage_exit.hidden.dim() > 1 else None
+        except (IndexError, RuntimeError, ValueError):
+            return None  # Longer than there are positions, say.
+        finally:
+            self.view.remove()
+        return None
+
     def run(self) -> list[torch.Tensor]:
         """What each stage gives, the loss last; with the backward if there is one."""
         received: torch.Tensor | None = None
@@ -256,7 +328,9 @@ class _Chain:
     def _run_stage(self, units: range, received: torch.Tensor | None) -> torch.Tensor:
         self.view.install(units)
         self.view.received = received
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        with counter:
             try:
                 output = self.compute(dict(self.inputs if received is None else self.later_inputs))
             except StageExit as stage_exit:

@@ -13,15 +13,21 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, c
 
 
 class GenericSplitter(Splitter):
-    """Cuts between layers. The stack is the one `ModuleList` of `config.num_hidden_layers` equal modules."""
+    """Cuts between layers. The stack is the one `ModuleList` of `num_hidden_layers` equal modules that have parts.
+
+    Where the config does not say how many, those inside it do (`vision_config`, `text_config`).
+    """
 
     cuts_inside_layers = False
 
     def layers(self, model: Any) -> list[nn.Module]:
         name = type(model).__name__
-        expected = config_value(model, "num_hidden_layers")
+        expected = _numbers_of_layers(model)
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
-        uniform = [stack for stack in stacks if len(stack) == expected and _is_uniform(stack)]
+        uniform = [stack for stack in stacks if len(stack) in expected.values() and _is_uniform(stack)]
+        if len(uniform) > 1:
+            # Embeddings of several columns lie in lists, too (MarkupLM).
+            uniform = [stack for stack in uniform if any(True for _ in stack[0].children())]
         if len(uniform) == 1:
             return list(uniform[0])
         num_groups = config_value(model, "num_hidden_groups")
@@ -33,7 +39,7 @@ class GenericSplitter(Splitter):
             )
         found = [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
         raise UnsupportedModelError(
-            f"{name} has no single stack of config.num_hidden_layers={expected} uniform layers, found {found}. "
+            f"{name} has no single stack of {_in_words(expected)} uniform layers, found {found}. "
             "Only uniform stacks can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
         )
 
@@ -45,6 +51,20 @@ class GenericSplitter(Splitter):
 
     def run_mlp(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the generic splitter never cuts inside a layer")
+
+
+def _numbers_of_layers(model: nn.Module) -> dict[str, int]:
+    """Entry of the config to a number of layers that it says: its own, else those of the configs inside it."""
+    config = getattr(model, "config", None)
+    own = getattr(config, "num_hidden_layers", None)
+    if isinstance(own, int):
+        return {"config.num_hidden_layers": own}
+    inner = {name: getattr(value, "num_hidden_layers", None) for name, value in vars(config).items()} if config else {}
+    return {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
+
+
+def _in_words(expected: dict[str, int]) -> str:
+    return " or ".join(f"{name}={number}" for name, number in expected.items()) or "config.num_hidden_layers=None"
 
 
 def _is_uniform(stack: nn.ModuleList | nn.Sequential) -> bool:

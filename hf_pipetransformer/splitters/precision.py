@@ -79,10 +79,20 @@ def _float32_products() -> Iterator[None]:
     ]
     own = [kernel.fp32_precision for kernel in kernels]
     try:
+        # A CTC loss reads the older switch of cuDNN (`torch.backends.cudnn.flags`), which torch refuses where it says
+        # something else than the newer ones.
+        allowed_tf32 = backends.cudnn.allow_tf32
+    except RuntimeError:
+        allowed_tf32 = None  # Its user has set them apart.
+    try:
+        if allowed_tf32 is not None:
+            backends.cudnn.allow_tf32 = False
         for kernel in kernels:
             kernel.fp32_precision = "ieee"
         yield
     finally:
+        if allowed_tf32 is not None:
+            backends.cudnn.allow_tf32 = allowed_tf32
         for kernel, precision in zip(kernels, own, strict=True):
             kernel.fp32_precision = precision
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,10 @@ from hf_pipetransformer.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 
 
+StandIn = Callable[[torch.Tensor], Any]
+"""The received activation to what an entry gives in place of its own output."""
+
+
 @dataclass(frozen=True)
 class Structure:
     """A model as a chain of units (see `Layout`).
@@ -25,9 +29,13 @@ class Structure:
         layers: the encoder layers.
         cuts_inside_layers: whether a boundary may fall inside a layer.
         entries: the modules, none part of another, that run until the activation which enters the first layer is
-            made; a stage without the embeddings replaces their output by the activation that it received. What runs
-            between them and the first layer (position biases, rotary embeddings) runs on every stage.
-        returns_tuple: whether a layer returns a tuple, and its length; 0 for a bare tensor.
+            made, the one that makes it last; a stage without the embeddings has that one give the activation which
+            it received, and the others `stand_ins`. What runs between them and the first layer (position biases,
+            rotary embeddings) runs on every stage.
+        stand_ins: of each entry, makes of the received activation something in the form of what the entry returns:
+            code that unpacks it or asks for its shape runs on every stage.
+        returns_tuple: whether a layer returns a tuple or a list, and its length; 0 for a bare tensor.
+        returns_list: it is a list.
         units_of_parameter: name of each parameter to the units that use it, in increasing order; more than one for
             tied weights and relative position biases.
         units_of_buffer: the same for buffers, also for those that are not saved.
@@ -44,6 +52,8 @@ class Structure:
     units_of_buffer: dict[str, tuple[int, ...]]
     changes_in_place: bool
     enters_layers: bool = False
+    stand_ins: list[StandIn] = field(default_factory=list)
+    returns_list: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -132,6 +142,11 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
             f"One loss runs {name} {passes} times, expected once: leave out what has it run again, as "
             "label_smoothing_factor and compute_loss_func do with SFTTrainer."
         )
+    if not trace.layer_calls:
+        raise UnsupportedModelError(
+            f"{name} calls none of its {len(layers)} layers as a module: it calls their `forward` itself, as "
+            "SqueezeBERT does, or does not run them for this batch. Expected `layer(hidden, ...)` once each, in order."
+        )
     if trace.layer_calls != list(range(len(layers))):
         raise UnsupportedModelError(
             f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
@@ -144,14 +159,19 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
             "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
             "use transformers.Trainer."
         )
-    outer = [module for module, parent in trace.before if parent in trace.spanning]
+    # One that runs several times counts where it runs last.
+    ran = [module for module, parent in trace.before if parent in trace.spanning]
+    outer = list({id(module): module for module in reversed(ran)}.values())[::-1]
     found = {key: output for key, (output, version) in trace.outputs.items() if version == trace.versions[0][1]}
     makers = [i for i, module in enumerate(outer) if found.get(id(module)) is trace.entered_input]
+    hidden_shape = getattr(trace.entered_input, "shape", torch.Size())
     if makers:
-        entries, beside = outer[: makers[-1] + 1], outer[makers[-1] + 1 :]
+        maker = outer[makers[-1]]
+        below = [each for each in outer[: makers[-1]] if _is_activation(each, trace.outputs, hidden_shape)]
+        entries = [*below, maker]
     else:
         entries = [module for module in outer if any(True for _ in module.parameters())]
-        beside = [module for module in outer if module not in entries]
+    beside = [module for module in outer if module not in entries]
     first_output = trace.layer_outputs[0]
     users = _users(splitter, layers, entries, beside, trace)
     # What never ran (an unused pooler, say) is kept with the head so that it is saved.
@@ -160,12 +180,54 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
         layers=layers,
         cuts_inside_layers=splitter.cuts_inside_layers,
         entries=entries,
-        returns_tuple=len(first_output) if isinstance(first_output, tuple) else 0,
+        returns_tuple=len(first_output) if isinstance(first_output, (tuple, list)) else 0,
+        returns_list=isinstance(first_output, list),
         units_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
         units_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
         changes_in_place=any(_version(value) != version for value, version in trace.versions),
         enters_layers=not makers,
+        stand_ins=[_stand_in(trace.outputs[id(entry)][0], hidden_shape) for entry in entries],
     )
+
+
+def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]], hidden_shape: torch.Size) -> bool:
+    """Whether only the first stage can run a module: it has weights, or takes what others make of them.
+
+    Rotary embeddings have none and give something of another shape: every stage runs them.
+    """
+    output = outputs[id(module)][0]
+    values = output if isinstance(output, (tuple, list)) else [output]
+    is_like_hidden = any(isinstance(value, torch.Tensor) and value.shape == hidden_shape for value in values)
+    return is_like_hidden or any(True for _ in module.parameters())
+
+
+def _stand_in(output: Any, hidden_shape: torch.Size) -> StandIn:
+    """Return what makes a value in the form of `output`: the received activation where it has its shape, else zeros.
+
+    Batch and length follow those of the received activation.
+    """
+    if isinstance(output, torch.Tensor):
+        shape, dtype = output.shape, output.dtype
+        if shape == hidden_shape:
+            return lambda received: received.detach().clone()
+        follows = [
+            axis < 2 and axis < len(hidden_shape) and shape[axis] == hidden_shape[axis] for axis in range(len(shape))
+        ]
+        return lambda received: torch.zeros(
+            [received.shape[axis] if follows[axis] else size for axis, size in enumerate(shape)],
+            dtype=dtype,
+            device=received.device,
+        )
+    if isinstance(output, Mapping):
+        # Outputs of transformers are made like dictionaries by name.
+        kind, named = type(output), {key: _stand_in(value, hidden_shape) for key, value in output.items()}
+        return lambda received: kind(**{key: make(received) for key, make in named.items()})
+    if isinstance(output, (tuple, list)):
+        sequence, parts = type(output), [_stand_in(value, hidden_shape) for value in output]
+        if hasattr(output, "_fields"):
+            return lambda received: sequence(*(make(received) for make in parts))
+        return lambda received: sequence(make(received) for make in parts)
+    return lambda received: output
 
 
 def _version(value: Any) -> int | None:
@@ -193,7 +255,7 @@ def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator
     def after(module: nn.Module, _args: Any, output: Any) -> None:
         if id(module) in index_of:
             trace.layer_outputs.append(output)
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = output[0] if isinstance(output, (tuple, list)) else output
             trace.versions.append((hidden, _version(hidden)))
         elif id(module) not in inside:
             trace.stack.pop()

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.errors import PipelineError
 from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.splitters.structure import Structure
+from hf_pipetransformer.splitters.structure import StandIn, Structure
 from hf_pipetransformer.units import attention_of, mlp_of
 
 
@@ -150,17 +150,27 @@ class StageView:
 
     def _forwards_of(self, units: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """The modules whose own forward does not serve a stage that owns `units`, and what they run instead."""
-        found = [] if 0 in units else [(entry, self._give_received) for entry in self.structure.entries]
+        found = [] if 0 in units else self._entry_forwards()
         for index, layer in enumerate(self.structure.layers):
             forward = self._layer_forward(index, layer, units)
             if forward is not None:
                 found.append((layer, forward))
         return found
 
+    def _entry_forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """What the entries give in a stage without the embeddings."""
+        entries = self.structure.entries
+        forwards: list[Callable[..., Any]] = [partial(self._give_stand_in, make) for make in self.structure.stand_ins]
+        if not self.structure.enters_layers:
+            forwards[-1] = self._give_received
+        return list(zip(entries, forwards, strict=True))
+
+    def _give_stand_in(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
+        assert self.received is not None, "the engine sets the received activation before it runs the model"
+        return make(self.received)  # What the code around makes of it is not read.
+
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
-        if self.structure.enters_layers:
-            return self.received.detach().clone()  # What the code around makes of it is not read.
         # Autograd does not let a leaf be changed where it lies, and others still read it.
         return self.received.clone() if self.structure.changes_in_place else self.received
 
@@ -183,7 +193,8 @@ class StageView:
                 hidden = run_attention(hidden, *args, **kwargs)
             elif mlp in units:
                 hidden = run_mlp(hidden)
-            return (hidden,) + (None,) * (wraps - 1) if wraps else hidden
+            whole = [hidden, *[None] * (wraps - 1)]
+            return hidden if not wraps else whole if self.structure.returns_list else tuple(whole)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)

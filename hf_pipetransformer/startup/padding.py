@@ -8,8 +8,8 @@ import torch
 
 from hf_pipetransformer.autodp.padding import pad_batch
 from hf_pipetransformer.splitters.base import config_value
+from hf_pipetransformer.splitters.check import Probe
 from hf_pipetransformer.splitters.padding_check import sees_padding
-from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import Subject
 
 
@@ -21,16 +21,28 @@ def hangs_on_length(subject: Subject) -> bool:
     if padded is None:
         return True
     with torch.no_grad():
-        expected, found = float(subject.loss(subject.inputs)), float(subject.loss(padded))
-    return abs(found - expected) > 1e-6 * abs(expected)
+        expected = float(subject.loss(subject.inputs))
+        found = _loss_if_taken(subject, padded)
+    return found is None or abs(found - expected) > 1e-6 * abs(expected)
 
 
-def hangs_on_padding(subject: Subject, structure: Structure) -> bool:
+def hangs_on_padding(subject: Subject, probe: Probe) -> bool:
     """Whether what stands at masked positions changes the loss: then stored rows keep it."""
-    padded = _padded_more(subject) if _is_text(subject) else None
-    if padded is None:
+    padded = _padded_more(subject) if _is_text(subject) and not probe.activation.changes_length else None
+    if padded is None or _loss_if_taken(subject, padded) is None:
         return True
-    return sees_padding(subject.model, subject.splitter, structure, subject.loss, padded)
+    return sees_padding(subject.model, subject.splitter, probe.structure, subject.loss, padded)
+
+
+def _loss_if_taken(subject: Subject, inputs: dict[str, Any]) -> float | None:
+    """The loss; None where the model does not take sequences of this length (Nystromformer takes one length)."""
+    try:
+        with torch.no_grad():
+            return float(subject.loss(inputs))
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError):
+        return None
 
 
 def _is_text(subject: Subject) -> bool:

@@ -173,7 +173,7 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
 def _padding(exact: Subject, args: PipeTransformerArguments, topology: Topology, probe: Probe) -> tuple[bool, bool]:
     """Whether replicas must pad alike, and whether stored rows keep their padding."""
     pads_alike = topology.world_size > 1 and hangs_on_length(exact)
-    return pads_alike, args.activation_cache == "off" or hangs_on_padding(exact, probe.structure)
+    return pads_alike, args.activation_cache == "off" or hangs_on_padding(exact, probe)
 
 
 def _loss_rule(
