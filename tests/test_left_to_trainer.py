@@ -82,6 +82,14 @@ def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
     assert len([each for each in caplog.records if "planted" in each.message]) == 1
 
 
+def test_what_a_model_changes_in_itself_while_it_is_inspected_is_undone(tmp_path: Path) -> None:
+    """Else it would not draw again what it drew then."""
+    usage = USAGES["a module made anew in the first forward"]
+    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    assert ours["is_left"]
+    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+
+
 def test_errors_of_the_data_set_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: Any) -> Any:
         raise KeyError("a column")

@@ -178,6 +178,20 @@ def uninspected(raises: str) -> nn.Module:
     return kind(build_model("bert_sequence").config)
 
 
+class Rebuilding(BertForSequenceClassification):
+    """Makes a module anew in its first forward, with drawn weights, as BigBird does for short texts."""
+
+    is_rebuilt = False
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        if not self.is_rebuilt:
+            self.is_rebuilt = True
+            self.dropout = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3))
+        if self.training and not self.bert.training:
+            raise KeyError("planted")
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
 def with_layerdrop() -> nn.Module:
     """Audio whose layers are skipped at random."""
     config = HubertConfig(
@@ -463,6 +477,9 @@ USAGES = {
         f"a model that raises when it is inspected, {when}": Usage(**{**BERT, "model": partial(uninspected, when)})
         for when in ("always", "on rank 1", "on parts of a batch")
     },
+    "a module made anew in the first forward": Usage(
+        **{**BERT, "model": lambda: Rebuilding(build_model("bert_sequence").config)}
+    ),
     "layers skipped at random": Usage(
         {"max_steps": 3, "ddp_find_unused_parameters": True}, with_layerdrop, sounds
     ),

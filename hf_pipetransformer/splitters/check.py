@@ -388,14 +388,22 @@ def gradients_discarded(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+_PARTS = ("_parameters", "_buffers", "_modules")
+"""Where a module holds what belongs to it."""
+
+
 @contextmanager
 def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     """Evaluation mode, and no trace left in any random number generator or module mode.
+
+    After an error the modules are as before, too: some models make parts of themselves anew in their first forward,
+    which draws weights, and have to do so again where Trainer goes on with them.
 
     Args:
         is_training: whether the outermost module says that it trains, which a loss may ask.
     """
     modes = {module: module.training for module in model.modules()}
+    own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}
     python_state, numpy_state = random.getstate(), np.random.get_state()
     model.eval()
     model.training = is_training
@@ -403,6 +411,14 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
         device = next(model.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
+    except BaseException:
+        for module, (attributes, parts) in own.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, part in zip(_PARTS, parts, strict=True):
+                attributes[name].clear()
+                attributes[name].update(part)
+        raise
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)

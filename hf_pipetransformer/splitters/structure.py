@@ -224,7 +224,7 @@ def _stand_in(output: Any, hidden_shape: torch.Size) -> StandIn:
         return lambda received: kind(**{key: make(received) for key, make in named.items()})
     if isinstance(output, (tuple, list)):
         sequence, parts = type(output), [_stand_in(value, hidden_shape) for value in output]
-        if hasattr(output, "_fields"):
+        if sequence not in (tuple, list):  # A named tuple.
             return lambda received: sequence(*(make(received) for make in parts))
         return lambda received: sequence(make(received) for make in parts)
     return lambda received: output
