@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.arguments import PipeTransformerArguments
-    from hf_pipetransformer.errors import PipelineError
-    from hf_pipetransformer.freeze.policies import FreezePolicy, FreezeSignal
-    from hf_pipetransformer.layout import Layout
-    from hf_pipetransformer.splitters import Splitter, UnsupportedModelError
-    from hf_pipetransformer.trainer import PipeTransformerMixin, PipeTransformerTrainer
+    from hf_pipetransformer.comm.errors import PipelineError
+    from hf_pipetransformer.freeze.policy import FreezePolicy, FreezeSignal
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
+    from hf_pipetransformer.trainer.mixin import PipeTransformerMixin, PipeTransformerTrainer
 
 
 __all__ = [
@@ -29,15 +29,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "PipeTransformerArguments": "arguments",
-    "PipelineError": "errors",
-    "FreezePolicy": "freeze.policies",
-    "FreezeSignal": "freeze.policies",
-    "Layout": "layout",
-    "Splitter": "splitters",
-    "UnsupportedModelError": "splitters",
-    "PipeTransformerMixin": "trainer",
-    "PipeTransformerTrainer": "trainer",
+    "PipeTransformerArguments": "options.arguments",
+    "PipelineError": "comm.errors",
+    "FreezePolicy": "freeze.policy",
+    "FreezeSignal": "freeze.policy",
+    "Layout": "schedules.layout",
+    "Splitter": "splitters.base",
+    "UnsupportedModelError": "splitters.base",
+    "PipeTransformerMixin": "trainer.mixin",
+    "PipeTransformerTrainer": "trainer.mixin",
 }
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import hf_pipetransformer
-from hf_pipetransformer.pipeline.schedules import SCHEDULE_NAMES, find_schedule
-from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import draw, equal_durations, simulate, simulate_equal, steady_seconds
+from hf_pipetransformer.planning.simulator import draw, equal_durations, simulate, simulate_equal, steady_seconds
+from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.placement import Placement
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +64,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def _simulate_window(options: argparse.Namespace) -> None:
     """An asynchronous schedule from one drain to the next, and what each rank holds."""
-    from hf_pipetransformer.pipeline.weights import find_weights  # Takes torch, and seconds.
+    from hf_pipetransformer.schedules.weight_kinds import find_weights  # Takes torch, and seconds.
 
     kind = find_weights(options.weights or "pipeoptim")
     placement, frozen = Placement(options.stages), options.frozen_stages
@@ -90,7 +90,7 @@ def _simulate_window(options: argparse.Namespace) -> None:
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:
-    from hf_pipetransformer.plain_checkpoint import export_checkpoint  # Takes torch, and seconds.
+    from hf_pipetransformer.state.plain_checkpoint import export_checkpoint  # Takes torch, and seconds.
 
     for text in export_checkpoint(options.checkpoint, options.output):
         print(text)
@@ -99,8 +99,7 @@ def _export_checkpoint(options: argparse.Namespace) -> None:
 
 def _cache(options: argparse.Namespace) -> None:
     """What is damaged, or a folder that cannot be trusted, ends the command with an error."""
-    from hf_pipetransformer.autocache.folder import default_base
-    from hf_pipetransformer.autocache.inspection import list_stores, prune_stores, verify_stores
+    from hf_pipetransformer.cache.folder import default_base, list_stores, prune_stores, verify_stores
 
     base, is_sound = options.activation_cache_dir or default_base(), True
     try:

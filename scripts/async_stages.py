@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_pipetransformer.pipeline.weights import PredictionErrors, StageWeights, WeightKind, coming_rates
+from hf_pipetransformer.engine.weights.rates import PredictionErrors, coming_rates
+from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.schedules.weight_kinds import WeightKind
 
 
 Batch = dict[str, torch.Tensor]

@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 from benchmark_pipeline import machine
 
-from hf_pipetransformer.pipeline.schedules import Op, find_schedule
-from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
-from hf_pipetransformer.pipeline.weights import WEIGHTS_NAMES, find_weights
-from hf_pipetransformer.pipeline.weights.kind import ForwardPass
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import Durations, simulate, steady_seconds
+from hf_pipetransformer.planning.simulator import Durations, simulate, steady_seconds
+from hf_pipetransformer.schedules import Op, find_schedule
+from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, ForwardPass, find_weights
 
 
 VALUE = 4

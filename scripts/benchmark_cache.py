@@ -44,8 +44,8 @@ from benchmark_pipeline import machine, summary
 from transformers import PrinterCallback
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 

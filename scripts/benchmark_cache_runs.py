@@ -54,7 +54,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache.store import ActivationStore
+from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 

@@ -39,8 +39,8 @@ from benchmark_pipeline import bert_like, finish, machine, summary, vit
 from torch.nn.utils import get_total_norm
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.layout import Layout
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.schedules.layout import Layout
 
 
 NUM_WARM, NUM_MEASURED = 2, 12

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe import Pipe
+from hf_pipetransformer.pipe.pipe import Pipe
 
 
 MODES = ("never", "except_last", "always")

@@ -48,17 +48,19 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.planner import plan_layout
-from hf_pipetransformer.batches import split_batch
-from hf_pipetransformer.pipeline.program import MicroBatch
-from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.splitters import find_splitter
-from hf_pipetransformer.splitters.check import Probe, probe_model
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.batches import split_batch
+from hf_pipetransformer.elastic.transition import apply_layout
+from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.planning.planner import plan_layout
+from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageExit
-from hf_pipetransformer.transition import Stage, apply_layout
-from hf_pipetransformer.wiring import StageSettings, make_engine
+from hf_pipetransformer.startup.check import probe_model
 
 
 def bert_like(

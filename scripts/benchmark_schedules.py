@@ -31,15 +31,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as peers
 
-from hf_pipetransformer.autodp.topology import PipelineGroups, Topology
-from hf_pipetransformer.pipeline.engine import Engine
-from hf_pipetransformer.pipeline.links import Link, Local, StageLinks, Wire
-from hf_pipetransformer.pipeline.program import MicroBatch
-from hf_pipetransformer.pipeline.schedules import Action, Op, Row, find_schedule
-from hf_pipetransformer.pipeline.schedules.transfers import add_transfers
-from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
+from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.schedules import Action, Op, Row, find_schedule
+from hf_pipetransformer.schedules.actions import add_transfers
+from hf_pipetransformer.schedules.placement import Placement
 
 
 SHAPE = (8, 64)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from benchmark_pipeline import machine, summary
 
-from hf_pipetransformer.autopipe.slice_lengths import Times, pipeline_seconds, plan_slices
-from hf_pipetransformer.autopipe.token_plans import MOST_GRANULES
-from hf_pipetransformer.pipeline.schedules import Op, Table, find_schedule
-from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.planning.slice_costs import Times, pipeline_seconds, plan_slices
+from hf_pipetransformer.planning.token_plans import MOST_GRANULES
+from hf_pipetransformer.schedules import Op, Table, find_schedule
 
 
 GRANULE = 8

@@ -29,21 +29,21 @@ from benchmark_pipeline import finish, machine, probe, report, summary, timed
 from saved_bytes import SavedBytes
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.planner import plan_layout
-from hf_pipetransformer.autopipe.token_costs import SliceTime, TokenCosts
-from hf_pipetransformer.autopipe.token_plans import choose_slices, seconds_of_slices
-from hf_pipetransformer.batches import count_items
-from hf_pipetransformer.execution import StageRunner
-from hf_pipetransformer.pipeline.losses import LossRule
-from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.splitters import find_splitter
-from hf_pipetransformer.splitters.check import Probe
-from hf_pipetransformer.startup.inspection import Inspection
-from hf_pipetransformer.startup.model import Subject
-from hf_pipetransformer.startup.slicing import measure_slices, measured_times
-from hf_pipetransformer.transition import Stage, apply_layout
-from hf_pipetransformer.wiring import StageSettings, make_engine
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.elastic.transition import apply_layout
+from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.planning.planner import plan_layout
+from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts
+from hf_pipetransformer.planning.token_plans import choose_slices, seconds_of_slices
+from hf_pipetransformer.runtime.execution import StageRunner
+from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.startup.model import Inspection, Subject
+from hf_pipetransformer.startup.start import measure_slices, measured_times
 
 
 VOCABULARY, HIDDEN = 5000, 384

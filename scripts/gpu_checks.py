@@ -38,11 +38,13 @@ from transformers import (
     set_seed,
 )
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, transfers
-from hf_pipetransformer.autodp.topology import let_group_threads_finish
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipe import Pipe, WithDevice
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm import transfers
+from hf_pipetransformer.comm.topology import let_group_threads_finish
+from hf_pipetransformer.pipe.pipe import Pipe
+from hf_pipetransformer.pipe.stages import WithDevice
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.schedules.layout import Layout
 
 
 Figures = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from hf_pipetransformer.pipe import clock
+from hf_pipetransformer.pipe import flow as clock
 
 
 OUTCOMES = "PIPE_SUITE_OUTCOMES"

@@ -33,9 +33,7 @@ from async_stages import Batch, BertPart, SimulatedRank, Unit, ViTPart, cut, run
 from benchmark_real_input import cifar10_images, minilm_folder
 from intervals import interval_95
 
-from hf_pipetransformer.pipeline.weights import find_weights
-from hf_pipetransformer.pipeline.weights.kind import ForwardPass
-from hf_pipetransformer.pipeline.weights.pipeoptim import PipeOptim
+from hf_pipetransformer.schedules.weight_kinds import ForwardPass, PipeOptim, find_weights
 
 
 SEEDS = (0, 1, 2, 3, 4)

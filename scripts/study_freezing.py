@@ -30,7 +30,8 @@ from benchmark_real_input import minilm_folder
 from intervals import interval_95
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, FreezeSignal, decide, make_policy
+from hf_pipetransformer.freeze.policies import make_policy
+from hf_pipetransformer.freeze.policy import GRADIENT_NORMS, FreezeSignal, decide
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_pipetransformer.pipeline.schedules import Action, Op, Schedule
-from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.schedules import Action, Op, Schedule
+from hf_pipetransformer.schedules.placement import Placement
 
 
 def _in_order(placement: Placement, num_microbatches: int, _first_active_stage: int) -> list[list[Action]]:

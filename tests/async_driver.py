@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_pipetransformer.pipeline.weights import StageWeights, coming_rates, find_weights
+from hf_pipetransformer.engine.weights.rates import coming_rates
+from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.schedules.weight_kinds import find_weights
 from tests.async_simulation import Stage, make_stages, output_gradient, unit_of_data
 
 

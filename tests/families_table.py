@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.splitters.families import find_splitter
 from tests.decoders import DECODERS, make_decoder
 from tests.models import MODELS, attention_implementations, build_model
 

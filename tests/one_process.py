@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hf_pipetransformer.batches import split_batch
-from hf_pipetransformer.pipeline.engine import Engine
-from hf_pipetransformer.pipeline.links import Local, StageLinks
-from hf_pipetransformer.pipeline.program import MicroBatch, ModelProgram, StageProgram
-from hf_pipetransformer.pipeline.schedules import Table
-from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.pipeline.weight_gradients import WeightGradients, linear_layers
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.splitters import Splitter, find_splitter
+from hf_pipetransformer.data.batches import split_batch
+from hf_pipetransformer.engine.engine import Engine, Local, StageLinks
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
+from hf_pipetransformer.schedules import Table
+from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.splitters.view import StageView
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
 
-from hf_pipetransformer.pipeline.schedules import (
+from hf_pipetransformer.schedules import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
     GIVES,
@@ -20,7 +20,7 @@ from hf_pipetransformer.pipeline.schedules import (
     Table,
     source_of,
 )
-from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.schedules.placement import Placement
 
 
 _WHOLE = [Op.FORWARD, Op.BACKWARD]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_pipetransformer.freeze.policies import FreezePolicy, FreezeSignal
+from hf_pipetransformer.freeze.policy import FreezePolicy, FreezeSignal
 
 
 class Settled(FreezePolicy):

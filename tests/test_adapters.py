@@ -14,17 +14,20 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, adapters, checkpoint
-from hf_pipetransformer.autopipe.costs import UnitCosts, rank_bytes, trained_elements
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.shell import PipelineShell
-from hf_pipetransformer.run.frozen_weights import _context
-from hf_pipetransformer.run.need import Need, need_of
-from hf_pipetransformer.splitters import find_splitter
-from hf_pipetransformer.splitters.check import Probe, probe_model
-from hf_pipetransformer.splitters.ownership import ParameterStore
-from hf_pipetransformer.splitters.profile import middle_layer
-from hf_pipetransformer.units import attention_of, block_of, mlp_of
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.cache.chain import _context
+from hf_pipetransformer.planning.costs import UnitCosts, rank_bytes, trained_elements
+from hf_pipetransformer.runtime.ownership import ParameterStore
+from hf_pipetransformer.runtime.pipeline import PipelineShell
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
+from hf_pipetransformer.splitters import adapters
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.startup.check import probe_model
+from hf_pipetransformer.startup.costs import middle_layer
+from hf_pipetransformer.state.weights import check_weights, load_weights
+from hf_pipetransformer.training.starting import Need, need_of
 from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.models import build_model, collate, make_dataset
 from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
@@ -278,8 +281,8 @@ def test_several_adapters_are_loaded_each_from_its_folder(tmp_path: Path) -> Non
         nn.init.normal_(model.get_parameter(name))
     model.save_pretrained(tmp_path)
     assert adapters.adapter_files(str(tmp_path)) == [adapters.FILE, f"second/{adapters.FILE}"]
-    checkpoint.check_weights(str(tmp_path))
-    checkpoint.load_weights(other, str(tmp_path))
+    check_weights(str(tmp_path))
+    load_weights(other, str(tmp_path))
     for adapter in ("default", "second"):
         for each in (model, other):
             each.set_adapter(adapter)
@@ -289,13 +292,13 @@ def test_several_adapters_are_loaded_each_from_its_folder(tmp_path: Path) -> Non
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     adapted("bert", "lora").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="adapters, and BertForSequenceClassification has none"):
-        checkpoint.load_weights(base_of("bert"), str(tmp_path))
+        load_weights(base_of("bert"), str(tmp_path))
     with pytest.raises(ValueError, match="not those of this model"):
-        checkpoint.load_weights(adapted("bert", "ranks"), str(tmp_path))
+        load_weights(adapted("bert", "ranks"), str(tmp_path))
     opened = adapted("bert", "lora")
     opened.base_model.model.bert.pooler.dense.weight.requires_grad_(True)
     with pytest.raises(ValueError, match="no weights for .*pooler.*which is trained"):
-        checkpoint.load_weights(opened, str(tmp_path))
+        load_weights(opened, str(tmp_path))
 
 
 # ---- adapters that no stage would own ----

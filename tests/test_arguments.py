@@ -14,8 +14,8 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.arguments import READERS, with_pipeline_options
-from hf_pipetransformer.refusals import comparable
+from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
+from hf_pipetransformer.options.refusals import comparable
 
 
 OWN_FIELDS = sorted({f.name for f in fields(PipeTransformerArguments)} - {f.name for f in fields(TrainingArguments)})

@@ -11,11 +11,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.arguments import WEIGHTS
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.weights import WEIGHTS_NAMES
-from hf_pipetransformer.run.horizon import next_drain
-from hf_pipetransformer.run.windows import check_stages
+from hf_pipetransformer.options.arguments import WEIGHTS
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
+from hf_pipetransformer.training.windows import check_stages, next_drain
 from tests.models import build_model, collate, make_dataset
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.pipeline.schedules import Op, Row, find_schedule
-from hf_pipetransformer.pipeline.schedules.actions import ScheduleError
-from hf_pipetransformer.pipeline.schedules.async_1f1b import ASYNC_1F1B, enough, step_row, units_ahead, window_table
-from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.schedules import Op, Row, find_schedule
+from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.asynchronous import ASYNC_1F1B, enough, step_row, units_ahead, window_table
+from hf_pipetransformer.schedules.placement import Placement
 from tests.schedule_checker import check_on_nccl, check_table
 from tests.test_schedules import one_communicator_a_pair, parse, some_counts, table_of, text
 

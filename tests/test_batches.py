@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer.autodp.draws import SharedDraws, States, present_states
-from hf_pipetransformer.autodp.reading import Samples
-from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
-from hf_pipetransformer.autodp.shares import replica_slice
-from hf_pipetransformer.autodp.stream import StreamLoader
-from hf_pipetransformer.autodp.topology import PipelineGroups
-from hf_pipetransformer.batches import batch_size, count_items, join_outputs, split_batch
-from hf_pipetransformer.messages import pack, unpack
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.transfers import pack, unpack
+from hf_pipetransformer.data.batches import batch_size, count_items, join_outputs, split_batch
+from hf_pipetransformer.data.dispatching import StreamLoader
+from hf_pipetransformer.data.node_shares import replica_slice
+from hf_pipetransformer.data.rng import SharedDraws, States, present_states
+from hf_pipetransformer.data.sampler import ReplicaBatchSampler, Samples
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_pipetransformer.autocache.chain import PrefixWatch, chain_keys, unit_digests
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.cache.chain import PrefixWatch, chain_keys, unit_digests
+from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 
 from .models import NUM_LAYERS, build_model, collate, make_dataset

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.autocache.decision import CacheCosts, decide_cache
+from hf_pipetransformer.planning.storing import CacheCosts, decide_cache
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.

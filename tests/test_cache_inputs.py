@@ -19,10 +19,14 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_pipetransformer.autocache.inputs import NUM_DRAWS, examine_inputs
-from hf_pipetransformer.autocache.padding_rule import PaddingRule
-from hf_pipetransformer.autocache.probe import NUM_SAMPLES
-from hf_pipetransformer.autocache.samples import real_lengths, row_digests
+from hf_pipetransformer.cache.inputs import (
+    NUM_DRAWS,
+    NUM_SAMPLES,
+    PaddingRule,
+    examine_inputs,
+    real_lengths,
+    row_digests,
+)
 
 from .models import collate, make_dataset
 

@@ -16,13 +16,12 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.run import beginning
-from hf_pipetransformer.run.cache import TrainingCache
-from hf_pipetransformer.run.cache_inputs import CacheInputs
-from hf_pipetransformer.run.cache_stores import CacheStores
-from hf_pipetransformer.run.frozen_weights import _context
+from hf_pipetransformer.cache.chain import _context
+from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
+from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.training import setup as beginning
 from tests.models import build_model, collate, make_dataset, make_rows
 from tests.test_cache_safety import NUM_SAMPLES, SOURCE
 from tests.test_store import fill

@@ -18,19 +18,18 @@ import numpy as np
 import pytest
 import torch
 
-from hf_pipetransformer.autocache import folder as folder_module
-from hf_pipetransformer.autocache.cache import ActivationCache
-from hf_pipetransformer.autocache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
-from hf_pipetransformer.autocache.inputs import InputReport
-from hf_pipetransformer.autocache.padding_rule import PaddingRule
-from hf_pipetransformer.autocache.parts import LENGTH_FIELD, SampleSource
-from hf_pipetransformer.autocache.planner import measure_storage
-from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.autocache.store import ActivationStore
-from hf_pipetransformer.autocache.table import StoreDamagedError
-from hf_pipetransformer.cache_tags import detach_tags
+from hf_pipetransformer.cache import folder as folder_module
+from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
+from hf_pipetransformer.cache.inputs import InputReport, PaddingRule
+from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
+from hf_pipetransformer.cache.planner import measure_storage
+from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.cli import main
-from hf_pipetransformer.pipeline.program import MicroBatch
+from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.engine.program import MicroBatch
 
 
 NUM_SAMPLES = 12

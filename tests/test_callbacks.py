@@ -17,7 +17,12 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from hf_pipetransformer.run.callbacks import WholeModelCallbacks, give_whole_model, giving_whole_model, takes_model
+from hf_pipetransformer.training.callbacks import (
+    WholeModelCallbacks,
+    give_whole_model,
+    giving_whole_model,
+    takes_model,
+)
 
 
 class Named(TrainerCallback):

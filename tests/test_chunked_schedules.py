@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, Schedule, Table, find_schedule
-from hf_pipetransformer.pipeline.schedules.actions import ScheduleError
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.schedules import FORWARD_ONLY, Schedule, Table, find_schedule
+from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.placement import Placement
 from tests.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
 from tests.one_process import make_engines, run_table
 from tests.schedule_checker import check_table

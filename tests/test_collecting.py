@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.autodp import collecting, rounds
-from hf_pipetransformer.autodp.collecting import collect_parameters, share_buffers
+from hf_pipetransformer.comm import transfers as rounds
+from hf_pipetransformer.runtime import gathering as collecting
+from hf_pipetransformer.runtime.gathering import collect_parameters, share_buffers
 from tests.wires import Wires
 
 

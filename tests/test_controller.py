@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer import PipeTransformerArguments, controller, decisions
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.costs import Overheads
-from hf_pipetransformer.autopipe.inputs import PlanInputs
-from hf_pipetransformer.controller import Change, LayoutController
-from hf_pipetransformer.decisions import Decisions, Write
-from hf_pipetransformer.errors import PipelineError
-from hf_pipetransformer.freeze.policies import DecisionClock, FreezePolicy, FreezeSignal
-from hf_pipetransformer.freeze.weights import relative_changes
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.messages import pack, unpack
-from hf_pipetransformer.pipeline.timing import PARTS
+from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.transfers import pack, unpack
+from hf_pipetransformer.elastic import controller, decisions
+from hf_pipetransformer.elastic.controller import Change, LayoutController
+from hf_pipetransformer.elastic.decisions import Decisions, Write
+from hf_pipetransformer.engine.timing import PARTS
+from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal
+from hf_pipetransformer.freeze.signals import relative_changes
+from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.planning.planner import PlanInputs
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_known_microbatches
+from hf_pipetransformer.schedules.layout import Layout
 from tests.test_planning import costs_of, layout_of, rules_for
 
 

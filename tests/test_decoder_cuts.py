@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.splitters import GenericSplitter, UnsupportedModelError, find_splitter
-from hf_pipetransformer.splitters.check import Probe, probe_model
-from hf_pipetransformer.splitters.gpt2 import GPT2Splitter
-from hf_pipetransformer.splitters.llama import LlamaSplitter
+from hf_pipetransformer.splitters.base import GenericSplitter, UnsupportedModelError
+from hf_pipetransformer.splitters.families import GPT2Splitter, LlamaSplitter, find_splitter
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.startup.check import probe_model
 from tests.decoders import CUT_INSIDE, DECODERS, collate_tokens, make_decoder, make_rows
 from tests.test_families import broken, inputs_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_pipetransformer import staging
+from hf_pipetransformer.comm import staging
 from tests.doubles.device import DEVICE, HOST, DeviceStandIn
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.autodp.draws import SharedDraws, draws_at_random, generators_kept, present_states, set_states
+from hf_pipetransformer.data.rng import SharedDraws, draws_at_random, generators_kept, present_states, set_states
 from tests.drawing import Augmented, Masked, losses, masking, trainer_of
 from tests.models import collate, make_dataset
 

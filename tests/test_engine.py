@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.pipeline.engine import Engine
-from hf_pipetransformer.pipeline.links import Local, StageLinks
-from hf_pipetransformer.pipeline.program import MicroBatch
-from hf_pipetransformer.pipeline.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, Op, Row, find_schedule
-from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.engine.engine import Engine, Local, StageLinks
+from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, Op, Row, find_schedule
+from hf_pipetransformer.schedules.placement import Placement
 from tests.one_process import CPU, QueueLink, make_engines, run_table, together
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.report import announce
 from hf_pipetransformer.report.events import (
     EVENTS_FILE,
     EventLog,
-    announce,
     read_events,
     read_known_microbatches,
     read_layouts,
     read_unfit,
 )
+from hf_pipetransformer.schedules.layout import Layout
 from tests.mutations import GONE, draw_mutations, mutated, refusal_of
 
 

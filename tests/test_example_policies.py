@@ -15,9 +15,9 @@ from examples.policies.gradient_change import GradientChange
 from examples.policies.plasticity import Plasticity
 from examples.policies.saliency import Saliency
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.decisions import Decisions
-from hf_pipetransformer.freeze.policies import MEASUREMENTS, FreezePolicy, FreezeSignal
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.elastic.decisions import Decisions
+from hf_pipetransformer.freeze.policy import MEASUREMENTS, FreezePolicy, FreezeSignal
+from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
 
 

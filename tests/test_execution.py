@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.execution import OnDevice
-from hf_pipetransformer.pipeline.engine import Engine
-from hf_pipetransformer.pipeline.program import MicroBatch
-from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, SENDS, find_schedule
-from hf_pipetransformer.pipeline.timing import StepMeter
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.staging import CopyStream
+from hf_pipetransformer.comm.staging import CopyStream
+from hf_pipetransformer.engine.engine import Engine
+from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.runtime.execution import OnDevice
+from hf_pipetransformer.schedules import COMPUTATIONS, SENDS, find_schedule
+from hf_pipetransformer.schedules.placement import Placement
 from tests.one_process import CPU, make_links, together
 
 

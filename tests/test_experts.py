@@ -11,7 +11,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.splitters import UnsupportedModelError, find_splitter
+from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup.model import has_dropout
 from tests.decoders import collate_tokens, make_decoder, make_rows
 

@@ -24,19 +24,22 @@ from transformers import (
     SwinForImageClassification,
 )
 
-from hf_pipetransformer.splitters import GenericSplitter, UnsupportedModelError, find_splitter
-from hf_pipetransformer.splitters.beit import BeitSplitter
-from hf_pipetransformer.splitters.bert import BertSplitter
-from hf_pipetransformer.splitters.check import probe_model, undisturbed
-from hf_pipetransformer.splitters.deberta_v2 import DebertaV2Splitter
-from hf_pipetransformer.splitters.dinov2 import Dinov2Splitter
-from hf_pipetransformer.splitters.distilbert import DistilBertSplitter
-from hf_pipetransformer.splitters.modernbert import ModernBertSplitter
-from hf_pipetransformer.splitters.mpnet import MPNetSplitter
-from hf_pipetransformer.splitters.packing import check_not_packed
-from hf_pipetransformer.splitters.siglip import SiglipSplitter
+from hf_pipetransformer.splitters.base import GenericSplitter, UnsupportedModelError
+from hf_pipetransformer.splitters.families import (
+    BeitSplitter,
+    BertSplitter,
+    DebertaV2Splitter,
+    Dinov2Splitter,
+    DistilBertSplitter,
+    ModernBertSplitter,
+    MPNetSplitter,
+    SiglipSplitter,
+    ViTSplitter,
+    find_splitter,
+)
 from hf_pipetransformer.splitters.structure import trace_structure
-from hf_pipetransformer.splitters.vit import ViTSplitter
+from hf_pipetransformer.startup.check import probe_model, undisturbed
+from hf_pipetransformer.startup.first_samples import check_not_packed
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
 from tests.families_table import families_table, written_table
 from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows

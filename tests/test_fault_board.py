@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hf_pipetransformer.autodp import faults
-from hf_pipetransformer.autodp.faults import FaultBoard
+from hf_pipetransformer.comm import faults
+from hf_pipetransformer.comm.faults import FaultBoard
 
 
 def board_over(store: dist.Store) -> FaultBoard:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_pipetransformer.autocache.decision import CacheCosts
-from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts
-from hf_pipetransformer.autopipe.forecast import Forecast, Span, Storing, spans_of
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.planning.costs import Overheads, UnitCosts
+from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, spans_of
+from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.schedules.layout import Layout
 
 
 PER_EPOCH = 10

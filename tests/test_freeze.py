@@ -13,25 +13,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.freeze.monitor import GradientNormMonitor
-from hf_pipetransformer.freeze.outlook import in_words, outlook
 from hf_pipetransformer.freeze.policies import (
-    DecisionClock,
     Fixed,
-    FreezePolicy,
-    FreezeSignal,
     GradientNorm,
     NoFreezing,
     Schedule,
+    in_words,
+    make_policy,
+    outlook,
+)
+from hf_pipetransformer.freeze.policy import (
+    MOST_ASKED,
+    DecisionClock,
+    FreezePolicy,
+    FreezeSignal,
     check_policy,
     decide,
     make_clock,
-    make_policy,
 )
-from hf_pipetransformer.freeze.policies.protocol import MOST_ASKED
-from hf_pipetransformer.freeze.similarity import SimilarityMonitor, linear_cka
-from hf_pipetransformer.freeze.weights import WeightMonitor, relative_changes
-from hf_pipetransformer.option_values import parse_freeze_at
+from hf_pipetransformer.freeze.signals import (
+    GradientNormMonitor,
+    SimilarityMonitor,
+    WeightMonitor,
+    linear_cka,
+    relative_changes,
+)
+from hf_pipetransformer.options.reading import parse_freeze_at
 from tests.settled_policy import Settled
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
-from hf_pipetransformer.trainer.given import Given, find_given
+from hf_pipetransformer.trainer.mixin import Given, find_given
 from tests.models import build_model, collate, make_dataset
 
 

@@ -11,14 +11,16 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache.planner import measure_storage
-from hf_pipetransformer.autocache.rows import RowFormat
-from hf_pipetransformer.checkpoint import check_weights, read_state
-from hf_pipetransformer.errors import PipelineError
-from hf_pipetransformer.freeze.policies import FreezePolicy
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.run import cache_stores, resumption
-from hf_pipetransformer.splitters.ownership import ParameterStore
+from hf_pipetransformer.cache import opening as cache_stores
+from hf_pipetransformer.cache.planner import measure_storage
+from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.freeze.policy import FreezePolicy
+from hf_pipetransformer.runtime.ownership import ParameterStore
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.state import resumption
+from hf_pipetransformer.state.checkpoint import read_state
+from hf_pipetransformer.state.weights import check_weights
 from tests.models import build_model, collate, make_dataset
 from tests.settled_policy import Settled
 

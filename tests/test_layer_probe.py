@@ -13,11 +13,11 @@ import torch
 from transformers import BertForSequenceClassification
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.layer_probe import LayerProbe
-from hf_pipetransformer.pipeline.schedules.forward_only import FORWARD_ONLY
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.freeze.signals import LayerProbe
+from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
+from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset, make_rows

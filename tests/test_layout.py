@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hf_pipetransformer import units
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.placement import PLACEMENTS, Placement
+from hf_pipetransformer.schedules import placement as units
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement
 
 
 def layout(num_stages: int = 2, num_layers: int = 6, **fields) -> Layout:

@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.samples import OwnBatches
-from hf_pipetransformer.splitters import UnsupportedModelError
+from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.startup.first_samples import OwnBatches
 from tests.usages import USAGES, Line, assert_same, outcome, points
 
 

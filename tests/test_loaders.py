@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.run.noted import Noted
-from hf_pipetransformer.run.steps import Steps
+from hf_pipetransformer.training.metrics import Noted
+from hf_pipetransformer.training.steps import Steps
 from tests.models import build_model, collate, make_dataset
 from tests.usages import same, untimed
 

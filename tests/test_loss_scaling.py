@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_pipetransformer.pipeline.loss_scaling import agree_on_overflow
+from hf_pipetransformer.engine.losses import agree_on_overflow
 
 
 def step(gradient: float | None, elsewhere: float) -> tuple[float, float]:

@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.batches import count_items
-from hf_pipetransformer.pipeline.losses import FoundRule, LossDoesNotDecomposeError, LossRule, find_loss_rule
-from hf_pipetransformer.run.loaders import request_of
-from hf_pipetransformer.samples import (
+from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.data.loader import request_of
+from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, find_loss_rule
+from hf_pipetransformer.startup.first_samples import (
     NUM_PROBE_SAMPLES,
     NUM_SEARCHED_SAMPLES,
     OwnBatches,

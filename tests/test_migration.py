@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.autodp import migration, rounds
-from hf_pipetransformer.autodp.migration import (
+from hf_pipetransformer.comm import transfers as rounds
+from hf_pipetransformer.comm.transfers import in_rounds
+from hf_pipetransformer.elastic import migration
+from hf_pipetransformer.elastic.migration import (
     Move,
     OptimizerState,
     check_replicas,
@@ -23,9 +25,8 @@ from hf_pipetransformer.autodp.migration import (
     keep_parameters,
     plan_moves,
 )
-from hf_pipetransformer.autodp.rounds import in_rounds
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.placement import PLACEMENTS
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import PLACEMENTS
 from tests.wires import Wires
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.splitters.families import find_splitter
 from tests.models import (
     IGNORED,
     MODELS,

@@ -11,9 +11,9 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_pipetransformer.autodp.shares import NodeOrder
-from hf_pipetransformer.autodp.topology import nodes_of
-from hf_pipetransformer.run.node_orders import num_rows_here, samples_here, why_not_on_nodes
+from hf_pipetransformer.cache.opening import num_rows_here, samples_here, why_not_on_nodes
+from hf_pipetransformer.comm.topology import nodes_of
+from hf_pipetransformer.data.node_shares import NodeOrder
 
 
 DATA = range(12)

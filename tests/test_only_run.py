@@ -15,8 +15,8 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.run import only_run as module
-from hf_pipetransformer.run.only_run import LOCK_FILE
+from hf_pipetransformer.state import only_run as module
+from hf_pipetransformer.state.only_run import LOCK_FILE
 from tests.models import build_model, collate, make_dataset
 
 

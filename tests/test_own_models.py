@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, Splitter
-from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.base import UnsupportedModelError
-from hf_pipetransformer.splitters.check import probe_model
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.startup.check import probe_model
 from tests.one_process import ModelPipeline
 
 

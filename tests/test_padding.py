@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_pipetransformer.autodp.padding import pad_batch, sequence_length
+from hf_pipetransformer.data.batches import pad_batch, sequence_length
 
 
 BATCH = {

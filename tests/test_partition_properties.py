@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.autopipe.costs import UnitCosts, unit_loads
-from hf_pipetransformer.autopipe.partition import partition
-from hf_pipetransformer.autopipe.planner import stage_boundaries
+from hf_pipetransformer.planning.costs import UnitCosts, unit_loads
+from hf_pipetransformer.planning.partition import partition
+from hf_pipetransformer.planning.planner import stage_boundaries
 
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=9)

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe import NoChunk, Pipe, balance_by_size, balance_by_time, child_costs, partition_model
-from hf_pipetransformer.pipe.skip import pop, skippable, stash
+from hf_pipetransformer.pipe import balance as child_costs
+from hf_pipetransformer.pipe.balance import balance_by_size, balance_by_time, partition_model
+from hf_pipetransformer.pipe.micro_batches import NoChunk
+from hf_pipetransformer.pipe.pipe import Pipe
+from hf_pipetransformer.pipe.skips import pop, skippable, stash
 
 
 CPU = torch.device("cpu")

@@ -9,10 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe import partition_model
-from hf_pipetransformer.pipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from hf_pipetransformer.pipe.skip.exchange import SkipExchange, current_exchange, exchanging
-from hf_pipetransformer.pipe.skip.layout import find_routes
+from hf_pipetransformer.pipe.balance import partition_model
+from hf_pipetransformer.pipe.skips import (
+    Namespace,
+    SkipExchange,
+    current_exchange,
+    exchanging,
+    find_routes,
+    pop,
+    skippable,
+    stash,
+    verify_skippables,
+)
 
 
 @pytest.fixture(autouse=True)

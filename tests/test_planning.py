@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.autopipe.compression import Candidate, choose_by_throughput, compress_by_memory
-from hf_pipetransformer.autopipe.costs import Overheads, UnitCosts, predict_step, rank_bytes, unit_loads
-from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial, candidates
-from hf_pipetransformer.autopipe.partition import partition
-from hf_pipetransformer.autopipe.planner import (
+from hf_pipetransformer.planning.costs import Overheads, UnitCosts, predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
+from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
+from hf_pipetransformer.planning.planner import (
     MEMORY_RESERVE,
     Plan,
     PlanRules,
@@ -32,8 +31,8 @@ from hf_pipetransformer.autopipe.planner import (
     reachable_shapes,
     stage_boundaries,
 )
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.startup.costs import MeasuredCosts
 from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
 

@@ -10,9 +10,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_pipetransformer.splitters import UnsupportedModelError, find_splitter
-from hf_pipetransformer.splitters.check import probe_model, undisturbed
-from hf_pipetransformer.splitters.precision import in_float32, in_full_precision
+from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.startup.check import in_float32, in_full_precision, probe_model, undisturbed
 from tests.models import build_model, collate, make_rows
 
 

@@ -9,20 +9,14 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache.decision import CacheCosts
-from hf_pipetransformer.autocache.passes import Pass, passes_ahead
-from hf_pipetransformer.autocache.planner import CachePlanner, StorageSpeed
-from hf_pipetransformer.autopipe.costs import Overheads, predict_step
-from hf_pipetransformer.autopipe.inputs import PlanInputs
-from hf_pipetransformer.autopipe.rest_of_run import seconds_left
-from hf_pipetransformer.decisions import Decisions
-from hf_pipetransformer.freeze.policies import (
-    MEASUREMENTS,
-    DecisionClock,
-    FreezePolicy,
-    FreezeSignal,
-)
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
+from hf_pipetransformer.elastic.decisions import Decisions
+from hf_pipetransformer.freeze.policy import MEASUREMENTS, DecisionClock, FreezePolicy, FreezeSignal
+from hf_pipetransformer.planning.costs import Overheads, predict_step
+from hf_pipetransformer.planning.forecast import seconds_left
+from hf_pipetransformer.planning.planner import PlanInputs
+from hf_pipetransformer.planning.storing import CacheCosts, Pass, passes_ahead
+from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
 from tests.test_planning import costs_of, layout_of, rules_for
 

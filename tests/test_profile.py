@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.batches import count_items
-from hf_pipetransformer.run.first_batches import most_samples
-from hf_pipetransformer.samples import NUM_PROBE_SAMPLES, OwnBatches, probe_samples
-from hf_pipetransformer.splitters import find_splitter, profile
-from hf_pipetransformer.splitters.profile import UnitProfile, affordable_samples
-from hf_pipetransformer.startup import StartUp, Subject, look_at, samples_per_microbatch, start
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.startup import costs as profile
+from hf_pipetransformer.startup import start
+from hf_pipetransformer.startup.costs import UnitProfile, affordable_samples, samples_per_microbatch
+from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, OwnBatches, most_samples, probe_samples
+from hf_pipetransformer.startup.model import Subject
+from hf_pipetransformer.startup.planner import StartUp
+from hf_pipetransformer.startup.start import look_at
 from tests.models import build_model, collate, make_rows
 
 

@@ -15,16 +15,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ElectraConfig, ElectraForTokenClassification
 
-from hf_pipetransformer.cache_tags import CacheTags
-from hf_pipetransformer.errors import PipelineError
-from hf_pipetransformer.pipeline.cached_entry import CachedEntryProgram
-from hf_pipetransformer.pipeline.program import MicroBatch, ModelProgram
-from hf_pipetransformer.pipeline.recompute import RecomputingProgram, recomputed_micro_batches
-from hf_pipetransformer.pipeline.reduction import last_gradients
-from hf_pipetransformer.pipeline.schedules import Action, Op, Row, find_schedule
-from hf_pipetransformer.pipeline.weight_gradients import WeightGradients, linear_layers
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.data.batches import CacheTags
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.reduction import last_gradients
+from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
+from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram, recomputed_micro_batches
+from hf_pipetransformer.schedules import Action, Op, Row, find_schedule
+from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
 from tests.models import NUM_TOKEN_LABELS, build_model, collate, has_zero_gradient, make_rows
 from tests.one_process import CPU, ModelPipeline, trace, whole_gradients

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipeline import reduction
-from hf_pipetransformer.pipeline.reduction import GradientReducer
+from hf_pipetransformer.engine import reduction
+from hf_pipetransformer.engine.reduction import GradientReducer
 
 
 NUM_PARAMETERS = 20

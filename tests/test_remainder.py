@@ -10,9 +10,9 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
-from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
-from hf_pipetransformer.fingerprint import are_other_data, describe_data
-from hf_pipetransformer.run.remainder import find_remainder
+from hf_pipetransformer.data.sampler import ReplicaBatchSampler
+from hf_pipetransformer.state.description import are_other_data, describe_data
+from hf_pipetransformer.state.resumption import find_remainder
 
 
 def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> ReplicaBatchSampler:

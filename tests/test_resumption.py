@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer import checkpoint
-from hf_pipetransformer.checkpoint import STATE_FILE, STATE_FOLDER, read_state
+from hf_pipetransformer.elastic.transitions import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.manifest import checksum_of
-from hf_pipetransformer.refusals import check_same_run
-from hf_pipetransformer.run import resumption
-from hf_pipetransformer.run.resumption import Resumption, find_resumption
-from hf_pipetransformer.run.thawing import longest_pipeline
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.state import checkpoint, resumption
+from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_state
+from hf_pipetransformer.state.description import check_same_run
+from hf_pipetransformer.state.manifest import checksum_of
+from hf_pipetransformer.state.resumption import Resumption, find_resumption
 from tests.models import build_model
 from tests.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
 from tests.test_going_on import trainer_of

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, FORWARD_ONLY, Action, Op, Row, Table, find_schedule
-from hf_pipetransformer.pipeline.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules import COMPUTATIONS, FORWARD_ONLY, Action, Op, Row, Table, find_schedule
+from hf_pipetransformer.schedules.actions import ScheduleError
 from tests.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
-from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
-from hf_pipetransformer.autodp.shares import Arrangement, NodeOrder, replica_slice
+from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
+from hf_pipetransformer.data.sampler import ReplicaBatchSampler
 
 
 def lengths_of(devices: tuple[int, ...]) -> list[int]:

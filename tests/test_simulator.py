@@ -6,11 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.pipeline.schedules import Action, Op, find_schedule
-from hf_pipetransformer.pipeline.schedules.actions import ScheduleError
-from hf_pipetransformer.pipeline.schedules.async_1f1b import window_table
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.simulator import Durations, Span, Timeline, draw, simulate, simulate_equal, steady_seconds
+from hf_pipetransformer.planning.simulator import (
+    Durations,
+    Span,
+    Timeline,
+    draw,
+    simulate,
+    simulate_equal,
+    steady_seconds,
+)
+from hf_pipetransformer.schedules import Action, Op, find_schedule
+from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.placement import Placement
 from tests.test_schedules import ONE_STAGE_A_RANK, table_of
 
 

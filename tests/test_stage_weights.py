@@ -9,17 +9,11 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from hf_pipetransformer.pipeline.weights import (
-    MEASURED_EVERY,
-    SAMPLED_WEIGHTS,
-    WEIGHTS_NAMES,
-    StageWeights,
-    coming_rates,
-    find_weights,
-)
-from hf_pipetransformer.pipeline.weights.casts import cast_parameter
-from hf_pipetransformer.pipeline.weights.directions import adam_move
-from hf_pipetransformer.pipeline.weights.prediction_errors import ErrorMeter
+from hf_pipetransformer.engine.weights.directions import adam_move
+from hf_pipetransformer.engine.weights.rates import MEASURED_EVERY, SAMPLED_WEIGHTS, ErrorMeter, coming_rates
+from hf_pipetransformer.engine.weights.rows import cast_parameter
+from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, find_weights
 
 
 def one_weight(kind="pipeoptim", stage=0, num_stages=2, shape=(3,)):

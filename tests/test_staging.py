@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.autocache.chain import PrefixWatch
-from hf_pipetransformer.staging import CopyStream, pinned
-from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
+from hf_pipetransformer.cache.chain import PrefixWatch
+from hf_pipetransformer.comm.staging import CopyStream, pinned
+from hf_pipetransformer.trainer.overrides import SelfFilteringLoss
 from tests.doubles.device import DEVICE, DeviceStandIn
 
 

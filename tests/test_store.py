@@ -22,12 +22,12 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.autocache import folder as folder_module
-from hf_pipetransformer.autocache.folder import StoreFolder, safe_max_bytes, take_store
-from hf_pipetransformer.autocache.rows import RowFormat, Rows
-from hf_pipetransformer.autocache.shards import Shards
-from hf_pipetransformer.autocache.store import ActivationStore, fitting_share
-from hf_pipetransformer.autocache.table import StoreDamagedError
+from hf_pipetransformer.cache import folder as folder_module
+from hf_pipetransformer.cache.folder import StoreFolder, safe_max_bytes, take_store
+from hf_pipetransformer.cache.rows import RowFormat, Rows
+from hf_pipetransformer.cache.shards import Shards
+from hf_pipetransformer.cache.store import ActivationStore, fitting_share
+from hf_pipetransformer.cache.table import StoreDamagedError
 
 
 HIDDEN = 8
@@ -530,7 +530,7 @@ def test_random_writes_follow_a_dictionary(steps: list[tuple[int, list[tuple[int
 # ---- several processes ----
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["hf_pipetransformer.autocache.store"])
+PROCESSES.set_forkserver_preload(["hf_pipetransformer.cache.store"])
 TIME_LIMIT = 60
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.run.summary import Summary
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.training.metrics import Summary
 
 
 TWO_STAGES = Layout(4, 0, num_stages=2, num_replicas=1, boundaries=(0, 5, 10), num_microbatches=4, schedule="1f1b")

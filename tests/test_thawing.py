@@ -14,17 +14,10 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from examples.policies.plasticity import Plasticity
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.freeze.outlook import in_words, outlook
-from hf_pipetransformer.freeze.policies import (
-    DecisionClock,
-    Fixed,
-    FreezePolicy,
-    FreezeSignal,
-    decide,
-    make_policy,
-)
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.run.thawing import check_thawing
+from hf_pipetransformer.elastic.transitions import check_thawing
+from hf_pipetransformer.freeze.policies import Fixed, in_words, make_policy, outlook
+from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal, decide
+from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
 from tests.test_planning import layout_of, plan, rules_for
 

@@ -23,16 +23,16 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autopipe.costs import Overheads
-from hf_pipetransformer.autopipe.token_costs import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.autopipe.token_plans import WORTH, choose_slices, cut_layout, plan_buckets
-from hf_pipetransformer.batches import cut_tokens
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.simulator import Durations, simulate
+from hf_pipetransformer.data.batches import cut_tokens
+from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
+from hf_pipetransformer.planning.token_plans import WORTH, choose_slices, cut_layout, plan_buckets
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.startup.costs import MeasuredCosts
 from hf_pipetransformer.startup.planner import RunPlanner
-from hf_pipetransformer.token_slices import slice_bounds
 from tests.decoders import collate_tokens, make_decoder, make_rows
 from tests.sft import make_tokenizer
 from tests.test_planning import costs_of, layout_of

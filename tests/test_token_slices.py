@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_pipetransformer.autopipe.slice_lengths import pipeline_seconds, plan_slices
-from hf_pipetransformer.pipeline.program import MicroBatch, ModelProgram, Place
-from hf_pipetransformer.pipeline.recompute import RecomputingProgram
-from hf_pipetransformer.pipeline.schedules import COMPUTATIONS, Op, Table, find_schedule
-from hf_pipetransformer.pipeline.schedules.actions import ScheduleError
-from hf_pipetransformer.pipeline.schedules.token import TOKEN
-from hf_pipetransformer.pipeline.token_program import TokenSliceProgram
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.splitters import find_splitter
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
+from hf_pipetransformer.engine.token_program import TokenSliceProgram
+from hf_pipetransformer.engine.wrappers import RecomputingProgram
+from hf_pipetransformer.planning.slice_costs import pipeline_seconds, plan_slices
+from hf_pipetransformer.schedules import COMPUTATIONS, Op, Table, find_schedule
+from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.schedule import TOKEN
+from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
 from tests.decoders import make_decoder
 from tests.one_process import CPU, make_engines, run_table, trace, whole_gradients

@@ -6,8 +6,8 @@ from itertools import groupby
 
 import pytest
 
-from hf_pipetransformer.autodp import topology
-from hf_pipetransformer.autodp.topology import Topology, ranks_in_a_row
+from hf_pipetransformer.comm import topology
+from hf_pipetransformer.comm.topology import Topology, ranks_in_a_row
 
 
 @pytest.mark.parametrize(

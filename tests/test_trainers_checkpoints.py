@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, checkpoint
-from hf_pipetransformer.autodp.shares import NodeOrder
-from hf_pipetransformer.plain_checkpoint import export_checkpoint, read_plain_state
-from hf_pipetransformer.run.resumption import find_for_trainer
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.data.node_shares import NodeOrder
+from hf_pipetransformer.state import checkpoint
+from hf_pipetransformer.state.plain_checkpoint import export_checkpoint, read_plain_state
+from hf_pipetransformer.state.resumption import find_for_trainer
 from tests.models import build_model, collate, make_dataset
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_pipetransformer import transfers
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.comm import transfers
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.schedules.placement import Placement
 from tests.schedule_checker import check_first_uses
 from tests.test_imports import MODULES
 

@@ -9,7 +9,7 @@ import pytest
 from trl import SFTConfig, SFTTrainer
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.run.noted import averages
+from hf_pipetransformer.training.metrics import averages
 from tests.decoders import make_decoder
 from tests.sft import SFTArguments, SFTPipelineTrainer, logged, make_sft_trainer, make_texts, make_tokenizer
 

@@ -10,9 +10,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.splitters import UnsupportedModelError, find_splitter
-from hf_pipetransformer.splitters.check import Probe, probe_model, undisturbed
-from hf_pipetransformer.splitters.precision import in_full_precision
+from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.startup.check import in_full_precision, probe_model, undisturbed
 from tests.models import collate
 from tests.uncommon import REFUSED, UNCOMMON, build, rows
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer import PipeTransformerArguments, refusals
-from hf_pipetransformer.refusals import VERIFIED_ON_NCCL, check_arguments, warn_about_options
+from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.options import refusals
+from hf_pipetransformer.options.refusals import VERIFIED_ON_NCCL, check_arguments, warn_about_options
 
 
 REPOSITORY = Path(__file__).resolve().parents[1]

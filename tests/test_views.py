@@ -17,10 +17,11 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache import decision, planner
-from hf_pipetransformer.autodp.seeding import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
-from hf_pipetransformer.autodp.views import ItemCode, Views, uniform
-from hf_pipetransformer.run.view_inputs import seeded_reading
+from hf_pipetransformer.cache import planner
+from hf_pipetransformer.cache.opening import seeded_reading
+from hf_pipetransformer.data.augmentation import ItemCode, Views, uniform
+from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
+from hf_pipetransformer.planning import storing as decision
 from tests.drawing import Augmented, Masked, masking
 from tests.models import build_model, collate, make_dataset
 from tests.test_loaders import LateGenerator

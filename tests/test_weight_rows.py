@@ -11,8 +11,10 @@ from torch.nn.functional import embedding
 from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_pipetransformer.pipeline.weights import StageWeights, coming_rates, find_weights
-from hf_pipetransformer.pipeline.weights.rows import find_embeddings
+from hf_pipetransformer.engine.weights.rates import coming_rates
+from hf_pipetransformer.engine.weights.rows import find_embeddings
+from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 
 OPTIMIZERS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_pipetransformer.pipeline.weights import WEIGHTS_NAMES, find_weights
+from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, find_weights
 from tests.async_driver import drive, driven_stages, warm_up
 from tests.async_simulation import make_stages, output_gradient, simulate, unit_of_data
 

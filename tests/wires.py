@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.autodp.rounds import Parcel
+from hf_pipetransformer.comm.transfers import Parcel
 
 
 class Wires:

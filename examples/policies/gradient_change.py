@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, FreezePolicy, FreezeSignal, is_usable
+from hf_pipetransformer.freeze.policy import GRADIENT_NORMS, FreezePolicy, FreezeSignal, is_usable
 
 
 class GradientChange(FreezePolicy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_pipetransformer.freeze.policies import ACTIVATION_SIMILARITY, FreezePolicy, FreezeSignal, is_usable
+from hf_pipetransformer.freeze.policy import ACTIVATION_SIMILARITY, FreezePolicy, FreezeSignal, is_usable
 
 
 WINDOW = 3

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_pipetransformer.freeze.policies import GRADIENT_NORMS, PREDICTED_SECONDS, FreezePolicy, FreezeSignal, is_usable
+from hf_pipetransformer.freeze.policy import GRADIENT_NORMS, PREDICTED_SECONDS, FreezePolicy, FreezeSignal, is_usable
 
 
 SMOOTHING = 0.5

@@ -3,12 +3,10 @@
 In the place of `torch.distributed.pipeline.sync`, which PyTorch had until 2.3, and of torchgpipe.
 """
 
-from hf_pipetransformer.pipe.balance import balance_by_size, balance_by_time
+from hf_pipetransformer.pipe.balance import balance_by_size, balance_by_time, partition_model
 from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
-from hf_pipetransformer.pipe.gpipe import GPipe
 from hf_pipetransformer.pipe.micro_batches import NoChunk
-from hf_pipetransformer.pipe.partitioning import partition_model
-from hf_pipetransformer.pipe.pipe import Pipe
+from hf_pipetransformer.pipe.pipe import GPipe, Pipe
 from hf_pipetransformer.pipe.recomputation import is_checkpointing, is_recomputing
 from hf_pipetransformer.pipe.stages import WithDevice
 

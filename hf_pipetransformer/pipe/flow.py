@@ -1,24 +1,186 @@
-"""One mini-batch through the stages, by clock cycles."""
+"""Clock cycles of a batch: who computes what and when, and the order of the backwards.
+
+Edges in autograd's graph order backwards that have nothing else to do with each other: a stage takes the backwards of
+its micro-batches in the order of the schedule's table. That bounds what recomputation keeps at a time, keeps devices
+in step, and makes the sums of gradients the same in every run.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_pipetransformer.pipe.clock import clock_cycles, next_backwards
-from hf_pipetransformer.pipe.in_place import InPlaceCheck, may_be_separated
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values
-from hf_pipetransformer.pipe.ordering import hold, release
 from hf_pipetransformer.pipe.recomputation import checkpointed, waking
-from hf_pipetransformer.pipe.skip.exchange import SkipExchange, exchanging
-from hf_pipetransformer.pipe.skip.namespace import Key
+from hf_pipetransformer.pipe.skips import Key, SkipExchange, exchanging
 from hf_pipetransformer.pipe.stages import Stage
-from hf_pipetransformer.pipe.streams import Departed, arrive, depart
-from hf_pipetransformer.pipe.workers import Workers
+from hf_pipetransformer.pipe.workers import Departed, Workers, arrive, depart
+from hf_pipetransformer.schedules import Op, find_schedule, source_of
+
+
+Clock = tuple[tuple[int, int], ...]
+"""The (micro-batch, stage) pairs that are computed at one time."""
+
+
+@lru_cache(maxsize=64)
+def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
+    """The forwards of GPipe's table, those together that can run at one time, in the order of the stages.
+
+    Three micro-batches, two stages (micro-batch, stage):
+
+        (0, 0) | (1, 0) (0, 1) | (2, 0) (1, 1) | (2, 1)
+    """
+    times: dict[tuple[int, int], int] = {}
+    for stage, row in enumerate(find_schedule("gpipe").table(num_stages, num_micro_batches)):
+        now = -1
+        for op, micro_batch, _ in row:
+            if op is Op.FORWARD:
+                source = source_of(op, stage, num_stages)
+                arrived = -1 if source is None else times[micro_batch, source]
+                now = 1 + max(now, arrived)
+                times[micro_batch, stage] = now
+    clocks: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(times.values()))]
+    for entry in sorted(times, key=lambda entry: entry[1]):
+        clocks[times[entry]].append(entry)
+    return tuple(map(tuple, clocks))
+
+
+@lru_cache(maxsize=64)
+def next_backwards(num_micro_batches: int, num_stages: int, stage: int) -> dict[int, int]:
+    """By micro-batch, the one whose backward comes right after its own on this stage; the last one has none."""
+    row = find_schedule("gpipe").table(num_stages, num_micro_batches)[stage]
+    order = [micro_batch for op, micro_batch, _ in row if op is Op.BACKWARD]
+    return dict(pairwise(order))
+
+
+class _Held(torch.autograd.Function):
+    """Tensors whose backward waits for the gradient of a token."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return *(tensor.detach() for tensor in tensors), tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return gradients[:-1]
+
+
+class _Releasing(torch.autograd.Function):
+    """Tensors whose backward, when it is through, releases what waits for the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, num_tokens: int, *tokens_and_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.num_tokens = num_tokens
+        return tuple(tensor.detach() for tensor in tokens_and_tensors[num_tokens:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *([None] * ctx.num_tokens), *gradients
+
+
+def _needing_gradients(values: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Each of them once: what is one tensor before must be one after, for whoever changes it in place."""
+    return {id(value): value for value in values if isinstance(value, torch.Tensor) and value.requires_grad}
+
+
+def _replaced(
+    values: Sequence[Any], found: dict[int, torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    results = dict(zip(found, tensors, strict=True))
+    return tuple(results.get(id(value), value) for value in values)
+
+
+def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """`values`, and a token: the backward of these values comes after that of what the token is released by.
+
+    No token if nothing of them needs a gradient.
+    """
+    found = _needing_gradients(values)
+    if not found:
+        return tuple(values), ()
+    *tensors, token = _Held.apply(*found.values())  # type: ignore[no-untyped-call]
+    return _replaced(values, found, tensors), (token,)
+
+
+def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """`values`, whose backward goes before that of what the tokens hold, and the tokens that are still to be released.
+
+    Those are all of them where no value needs a gradient: it would be computed for the order's sake alone.
+    """
+    found = _needing_gradients(values) if tokens else {}
+    if not found:
+        return tuple(values), tuple(tokens)
+    tensors = _Releasing.apply(len(tokens), *tokens, *found.values())  # type: ignore[no-untyped-call]
+    return _replaced(values, found, tensors), ()
+
+
+def may_be_separated(values: Sequence[Any], others: Sequence[Any]) -> set[int]:
+    """Which of the values share memory with another tensor of the micro-batch.
+
+    Between two stages each is given a place in autograd's graph, or a copy, of its own: a change in place of the one
+    would no longer be one of the other.
+
+    Args:
+        values: what goes to the next stage.
+        others: skip tensors on their way.
+    """
+    # A tensor that is given twice stays one.
+    once = {id(value): value for value in values}.values()
+    users = Counter(place for place in map(_memory, (*once, *others)) if place is not None)
+    shared = {place for place, count in users.items() if count > 1}
+    return {i for i, value in enumerate(values) if _memory(value) in shared}
+
+
+def _memory(value: Any) -> int | None:
+    """What tensors of the same memory have in common; None where there is none."""
+    has_memory = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    return value.untyped_storage().data_ptr() if has_memory and value.numel() else None
+
+
+class InPlaceCheck:
+    """Compares the versions of a stage's inputs before and after its forward.
+
+    Args:
+        values: the stage's inputs.
+        is_checkpointed: whether its forward will run again.
+        shared: positions of those that others share.
+    """
+
+    def __init__(self, values: Sequence[Any], is_checkpointed: bool, shared: set[int]) -> None:
+        self._is_checkpointed = is_checkpointed
+        watched = [
+            value
+            for i, value in enumerate(values)
+            if isinstance(value, torch.Tensor) and not value.is_inference() and (is_checkpointed or i in shared)
+        ]
+        self._before = [(tensor, tensor._version) for tensor in watched]
+
+    def end(self) -> None:
+        """The forward is over.
+
+        Raises:
+            RuntimeError: it changed one of them.
+        """
+        if all(tensor._version == version for tensor, version in self._before):
+            return
+        remedy = "Write the stage's first operation out of place (nn.ReLU() for nn.ReLU(inplace=True))"
+        if self._is_checkpointed:
+            raise RuntimeError(
+                "A stage changes its input in place, which checkpointing would compute again from what is left of it. "
+                f"{remedy}, or use checkpoint='never'."
+            )
+        raise RuntimeError(
+            "A stage changes its input in place, and another tensor of the micro-batch, one that is stashed or "
+            f"returned twice, is the same memory. {remedy}."
+        )
 
 
 Tokens = tuple[torch.Tensor, ...]

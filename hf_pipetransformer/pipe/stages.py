@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe.random_state import Drawing
+from hf_pipetransformer.pipe.recomputation import Drawing
 
 
 class Expanding(nn.Sequential):

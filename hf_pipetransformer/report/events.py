@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from tqdm.auto import tqdm
-
-from hf_pipetransformer.json_values import entries, entry, text, whole_number
-from hf_pipetransformer.layout import MOST_MICROBATCHES, Layout
+from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.schedules.json_values import entries, entry, text, whole_number
+from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
 EVENTS_FILE = "pipetransformer_events.jsonl"
 KINDS = ("run", "freeze", "transition", "profile", "cache", "checkpoint", "fault", "end")
-
-logger = logging.getLogger("hf_pipetransformer")
 
 
 class EventLog:
@@ -194,24 +189,3 @@ def read_unfit(path: str | None, conditions: dict[str, Any]) -> int:
             "Remove that file, or set pipeline_parallel_size, to choose otherwise."
         )
     return unfit
-
-
-class _AboveProgressBar(logging.Handler):
-    """Writes a line without tearing the progress bar that may stand below it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:
-            self.handleError(record)
-
-
-def announce(text: str) -> None:
-    """One readable line for the person who started the run, unless a level above INFO was set for this logger."""
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        handler = _AboveProgressBar()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-    logger.info(text)

@@ -1,4 +1,4 @@
-"""Tracing a model on a real batch: what runs before the first layer, inside each, after the last."""
+"""Structure of a model: its blocks, who uses which parameter, and the report of the traced model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hf_pipetransformer import units
-from hf_pipetransformer.adapters import bare_model
+from hf_pipetransformer.schedules import placement as units
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 
 
@@ -327,3 +327,81 @@ def _users(
 def _tensors(part: nn.Module | nn.Parameter) -> list[torch.Tensor]:
     """The parameters and buffers of a module, or a parameter itself."""
     return [part] if isinstance(part, nn.Parameter) else [*part.parameters(), *part.buffers()]
+
+
+@dataclass(frozen=True)
+class ActivationShape:
+    """How the shape at the stage boundaries follows from a batch.
+
+    Args:
+        main_input: name of the model's main input.
+        input_shape: the main input's shape in the probe, without the sample dimension.
+        hidden_shape: the activation's shape in the probe, without the sample dimension: `(seq, hidden)`.
+        multiple: the model pads sequences to the next multiple of it (Longformer, to its attention window); 0 where
+            only the probe's length is known to do.
+    """
+
+    main_input: str
+    input_shape: tuple[int, ...]
+    hidden_shape: tuple[int, ...]
+    multiple: int = 1
+
+    @property
+    def changes_length(self) -> bool:
+        """Whether the activation has other positions than the tokens of a text."""
+        return len(self.input_shape) == 1 and self.multiple != 1
+
+    def of(self, inputs: dict[str, Any]) -> tuple[int, ...]:
+        """The activation's shape `(batch, seq, hidden)` for a batch.
+
+        Raises:
+            ValueError: the main input is missing, images have another size than at the start, or sequences
+                another length where the model takes one only.
+        """
+        value = inputs.get(self.main_input)
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"The batch has no tensor {self.main_input!r}, the model's main input; found {sorted(inputs)}."
+            )
+        shape = tuple(value.shape[1:])
+        if shape == self.input_shape:
+            return (value.shape[0], *self.hidden_shape)
+        if len(shape) == 1 and self.multiple and self._is_of_sequences:
+            return (value.shape[0], padded_length(shape[0], self.multiple), *self.hidden_shape[1:])
+        if len(shape) == 1 and not value.is_floating_point():
+            raise ValueError(
+                f"A batch holds {self.main_input!r} of {shape[0]} tokens a sample, the first batch had "
+                f"{self.input_shape[0]}. With more than one stage this model takes sequences of one length: pad all "
+                "to one (padding='max_length'), or set pipeline_parallel_size=1."
+            )
+        raise ValueError(
+            f"A batch holds {self.main_input!r} of shape {shape} a sample, the first batch had {self.input_shape}. "
+            "With more than one stage all inputs but text must have one size: resize them in the data set."
+        )
+
+    @property
+    def _is_of_sequences(self) -> bool:
+        return len(self.input_shape) == 1 and padded_length(self.input_shape[0], self.multiple) == self.hidden_shape[0]
+
+
+def padded_length(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one tiny batch told about the model.
+
+    Args:
+        structure: units and who uses which parameter.
+        unit_flops: forward floating-point operations of each unit on the probe.
+        boundary_dtypes: dtype of the activation after each unit but the head.
+        activation: shape rule at the boundaries.
+        placeholders: batch entries that only the embeddings read: other values of them on later stages change no bit.
+    """
+
+    structure: Structure
+    unit_flops: tuple[float, ...]
+    boundary_dtypes: tuple[torch.dtype, ...]
+    activation: ActivationShape
+    placeholders: frozenset[str]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.errors import PipelineError
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import StandIn, Structure
-from hf_pipetransformer.units import attention_of, mlp_of
 
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -1,18 +1,103 @@
-"""The model that a run starts with, beside the tiny batch that it is probed with."""
+"""The model that a run starts with: its inspection on all ranks, and what its padding changes."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from hf_pipetransformer.splitters.base import Splitter, config_value
-from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.units import block_of
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.batches import pad_batch
+from hf_pipetransformer.schedules.placement import block_of
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value, main_input_of
+from hf_pipetransformer.splitters.structure import Probe, Structure
+from hf_pipetransformer.splitters.view import StageExit, StageView
+from hf_pipetransformer.startup.check import Compute, gradient_norms, gradients_discarded
+
+
+T = TypeVar("T")
+
+_NOT_OF_THE_MODEL = (PipelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Another rank's failure, a lack of memory, a device that is lost: Trainer would fare no better."""
+_OUT_OF_HOST_MEMORY = "DefaultCPUAllocator"
+
+
+class Inspection:
+    """Makes calls that run a model, and turns what they raise into one kind of error.
+
+    Args:
+        topology: the ranks, which agree on the outcome.
+        name: of the model's class.
+    """
+
+    def __init__(self, topology: Topology, name: str) -> None:
+        self._topology = topology
+        self._name = name
+        self._of_data: Exception | None = None
+
+    def reading(self, read: Callable[[int], T]) -> Callable[[int], T]:
+        """Make `read` one whose errors are the data set's: they stay what they are."""
+
+        def noting_errors(num_samples: int) -> T:
+            try:
+                return read(num_samples)
+            except Exception as error:
+                self._of_data = error
+                raise
+
+        return noting_errors
+
+    def on_every_rank(self, call: Callable[[], T]) -> T:
+        """Make a call on every rank; what one of them raises is refused by all. A collective call.
+
+        Raises:
+            UnsupportedModelError: the call raised on some rank; on that rank with its error as the cause.
+        """
+        value, refusal = self._attempt(call)
+        for text in self._topology.gather(None if refusal is None else str(refusal)):
+            if text is not None:
+                raise refusal or UnsupportedModelError(text)
+        return cast(T, value)
+
+    def on_first_rank(self, call: Callable[[], Any]) -> Any:
+        """Give every rank what a call gives on rank 0; see `Topology.decide`. A collective call.
+
+        Raises:
+            UnsupportedModelError: on every rank, the call raised; on rank 0 with its error as the cause.
+        """
+        refusals = []
+
+        def attempt() -> list[Any]:
+            value, refusal = self._attempt(call)
+            refusals.append(refusal)
+            return [value, None if refusal is None else str(refusal)]
+
+        value, text = self._topology.decide(attempt)
+        if text is not None:
+            raise (refusals[0] if refusals else None) or UnsupportedModelError(text)
+        return value
+
+    def _attempt(self, call: Callable[[], T]) -> tuple[T | None, UnsupportedModelError | None]:
+        """Return what a call gives, or what the model is refused for."""
+        try:
+            return call(), None
+        except UnsupportedModelError as error:
+            return None, error
+        except _NOT_OF_THE_MODEL:
+            raise
+        except Exception as error:
+            if error is self._of_data or _OUT_OF_HOST_MEMORY in str(error):
+                raise
+            refusal = UnsupportedModelError(
+                f"{self._name} raises {type(error).__name__} while it is tried on stages: {error}. This model cannot "
+                "be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use transformers.Trainer."
+            )
+            refusal.__cause__ = error
+            return None, refusal
 
 
 ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
@@ -51,17 +136,6 @@ class Subject:
         return config_value(self.model, "pad_token_id") or 0
 
 
-def main_input_of(model: nn.Module) -> str:
-    """Name of the input that the embeddings read; of a model that does not say, `input_ids` or the first one."""
-    name: str | None = getattr(model, "main_input_name", None)
-    if name is not None:
-        return name
-    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-    # A wrapper hands on whatever it is given.
-    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    return names[0] if names and "input_ids" not in names else "input_ids"
-
-
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model draws random masks, or noise, in training: a module or the config holds a rate above 0."""
     config = getattr(model, "config", None)
@@ -85,3 +159,96 @@ def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
     """F at the start: leading layers that the script froze, the embeddings included."""
     first = min(trained_units(model, structure), default=structure.num_units - 1)
     return max(0, block_of(first) - 1)
+
+
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-4
+
+
+def sees_padding(
+    model: nn.Module, splitter: Splitter, structure: Structure, compute: Compute, inputs: dict[str, Any]
+) -> bool:
+    """Put noise on the hidden states at masked positions: does the loss or any gradient change?
+
+    A mean over tokens that are not ignored does not see padding, a softmax over positions (question answering) does.
+
+    Args:
+        compute: the loss of the whole model.
+        inputs: a tiny batch with `attention_mask`, `(batch, seq)`, that masks some positions.
+    """
+    view = StageView(model, splitter, structure)
+    masked = inputs["attention_mask"] == 0
+    try:
+        view.install(range(1))
+        try:
+            compute(dict(inputs))
+            raise AssertionError("a view without the head leaves the model early")
+        except StageExit as stage_exit:
+            hidden = stage_exit.hidden.detach()
+        view.install(range(1, structure.num_units))
+        noise = torch.randn_like(hidden) * masked[..., None]
+        (loss, norms), (noisy_loss, noisy_norms) = (
+            _loss_and_norms(model, view, compute, inputs, entering) for entering in (hidden, hidden + noise)
+        )
+    finally:
+        view.remove()
+    same_loss = abs(loss - noisy_loss) <= LOSS_TOLERANCE * max(abs(loss), 1e-3)
+    same_norms = float((norms - noisy_norms).norm()) <= GRADIENT_TOLERANCE * max(float(norms.norm()), 1e-3)
+    return not (same_loss and same_norms)
+
+
+def _loss_and_norms(
+    model: nn.Module, view: StageView, compute: Compute, inputs: dict[str, Any], entering: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    view.received = entering
+    with gradients_discarded(model):
+        loss = compute(dict(inputs))
+        if loss.requires_grad:
+            loss.backward()
+        return float(loss.detach()), gradient_norms(model)
+
+
+def hangs_on_length(subject: Subject) -> bool:
+    """Whether one more position of padding changes the loss: then replicas must pad alike."""
+    if not _is_text(subject):
+        return False
+    padded = _padded_more(subject)
+    if padded is None:
+        return True
+    with torch.no_grad():
+        expected = float(subject.loss(subject.inputs))
+        found = _loss_if_taken(subject, padded)
+    return found is None or abs(found - expected) > 1e-6 * abs(expected)
+
+
+def hangs_on_padding(subject: Subject, probe: Probe) -> bool:
+    """Whether what stands at masked positions changes the loss: then stored rows keep it."""
+    padded = _padded_more(subject) if _is_text(subject) and not probe.activation.changes_length else None
+    if padded is None or _loss_if_taken(subject, padded) is None:
+        return True
+    return sees_padding(subject.model, subject.splitter, probe.structure, subject.loss, padded)
+
+
+def _loss_if_taken(subject: Subject, inputs: dict[str, Any]) -> float | None:
+    """The loss; None where the model does not take sequences of this length (Nystromformer takes one length)."""
+    try:
+        with torch.no_grad():
+            return float(subject.loss(inputs))
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError):
+        return None
+
+
+def _is_text(subject: Subject) -> bool:
+    tokens = subject.inputs[subject.main_input]
+    return tokens.dim() == 2 and not tokens.is_floating_point()
+
+
+def _padded_more(subject: Subject) -> dict[str, Any] | None:
+    """The batch with one more position of padding; None where that is not possible."""
+    length = subject.inputs[subject.main_input].shape[1]
+    longest = config_value(subject.model, "max_position_embeddings", length + 1)
+    if "attention_mask" not in subject.inputs or length + 2 >= longest:
+        return None
+    return pad_batch(subject.inputs, subject.main_input, length + 1, subject.pad_token_id)

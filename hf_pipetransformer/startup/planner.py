@@ -7,26 +7,29 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from transformers.training_args import OptimizerNames
 
-from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.autodp.topology import Topology
-from hf_pipetransformer.autopipe.costs import UPDATE_WORK, costs_by_work, predict_step, rank_bytes, unit_loads
-from hf_pipetransformer.autopipe.inputs import PlanInputs
-from hf_pipetransformer.autopipe.planner import (
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.loader import CommonLength
+from hf_pipetransformer.engine.losses import FoundRule
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.planning.costs import UPDATE_WORK, costs_by_work, predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.planning.planner import (
+    PlanInputs,
     PlanRules,
     choose_num_chunks,
     choose_pipeline_size,
     largest_rank_size,
     plan_layout,
 )
-from hf_pipetransformer.autopipe.token_plans import WORTH, best_whole_and_cut, cut_layout
-from hf_pipetransformer.layout import Layout, counted
-from hf_pipetransformer.pipeline.schedules import find_schedule
-from hf_pipetransformer.simulator import simulate_equal
-from hf_pipetransformer.splitters.check import Probe
+from hf_pipetransformer.planning.simulator import simulate_equal
+from hf_pipetransformer.planning.token_plans import WORTH, best_whole_and_cut, cut_layout
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout, counted
+from hf_pipetransformer.schedules.placement import slice_bounds
+from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import MeasuredCosts, num_microbatches_at_start
-from hf_pipetransformer.token_slices import slice_bounds
 
 
 _MEANING = {
@@ -293,3 +296,28 @@ class RunPlanner:
 def _listed(lengths: Sequence[int]) -> str:
     """Two numbers or more in words."""
     return f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What was found out about a model before its first step, the same on every rank.
+
+    Args:
+        probe: of the model.
+        loss_rule: how losses of parts add up.
+        common_length: the length that replicas must pad alike to; None where padding changes no loss.
+        sees_padding: whether what stands at masked positions changes the loss.
+        pad_token_id: what text is padded with.
+        main_dtype: of the main input.
+        samples: the tiny batch that was looked at.
+        plans: plans the layouts.
+    """
+
+    probe: Probe
+    loss_rule: FoundRule
+    common_length: CommonLength | None
+    sees_padding: bool
+    pad_token_id: int
+    main_dtype: torch.dtype
+    samples: dict[str, Any]
+    plans: RunPlanner

@@ -1,26 +1,78 @@
-"""What a pipeline changes of `Trainer`: overrides that hand over to the parts of a run."""
+"""Overrides that step aside where a run needs no pipeline."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_pipetransformer import checkpoint
-from hf_pipetransformer.arguments import PipeTransformerArguments
-from hf_pipetransformer.batches import batch_size
-from hf_pipetransformer.pipeline.shell import PipelineShell
-from hf_pipetransformer.refusals import check_dataset
-from hf_pipetransformer.report.events import logger
-from hf_pipetransformer.run import host
-from hf_pipetransformer.run.loaders import Request, note_request
-from hf_pipetransformer.run.run import Run
-from hf_pipetransformer.staging import is_apart
-from hf_pipetransformer.trainer.filtering import SelfFilteringLoss
-from hf_pipetransformer.trainer.leaving import left_to_trainer
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.data.loader import Request, note_request
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.options.refusals import check_dataset
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.runtime.pipeline import PipelineShell
+from hf_pipetransformer.state.weights import has_weights, load_weights
+from hf_pipetransformer.training.run import Run
+
+
+def left_to_trainer(overrides: type) -> type:
+    """Have each method of a class give way to the one below it while `self.pipeline_run` is left to Trainer.
+
+    Before a run exists, in Trainer's own constructor, no method gives way.
+    """
+    for name, method in list(vars(overrides).items()):
+        if isinstance(method, FunctionType):
+            setattr(overrides, name, _giving_way(overrides, name, method))
+    return overrides
+
+
+def _giving_way(overrides: type, name: str, method: FunctionType) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = vars(self).get("pipeline_run")
+        if run is not None and run.is_left_to_trainer:
+            return getattr(super(overrides, self), name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+class SelfFilteringLoss(torch.Tensor):
+    """A loss that Trainer adds up without knowing its value.
+
+    Trainer asks of each whether it is nan or infinite, which waits for the device twice a batch, and then counts the
+    mean of the losses since the last log instead. This one says no, and does so itself when it is added.
+    """
+
+    num_logged: int
+
+    @staticmethod
+    def of(loss: torch.Tensor, num_logged: int) -> SelfFilteringLoss:
+        """The loss, scalar, and what Trainer divides the sum of the earlier ones by to have their mean."""
+        filtering = loss.as_subclass(SelfFilteringLoss)
+        filtering.num_logged = num_logged
+        return filtering
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.isnan, torch.isinf):
+            return torch.zeros(args[0].shape, dtype=torch.bool)
+        with torch._C.DisableTorchFunctionSubclass():
+            # `+=` arrives as the method that it stands for.
+            if function in (torch.Tensor.add_, torch.Tensor.__iadd__) and isinstance(args[1], cls):
+                total, loss = args
+                loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
+                return total.add_(torch.where(loss.isfinite(), loss, total / count))
+            return function(*args, **(kwargs or {}))
 
 
 # What follows the mixin is a Trainer, of which it overrides methods.
@@ -227,18 +279,16 @@ class Overrides(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Called by `Trainer.train` while the model is whole. Trainer's own only warns of weights that it misses."""
-        self.pipeline_run.topology.together(
-            lambda: checkpoint.load_weights(model or self.model, resume_from_checkpoint)
-        )
+        self.pipeline_run.topology.together(lambda: load_weights(model or self.model, resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         """As Trainer's, which leaves models as they are that are saved under other names (ViT)."""
         folder = self.state.best_model_checkpoint
-        if not checkpoint.has_weights(folder):
+        if not has_weights(folder):
             super()._load_best_model()
             return
         logger.info(f"Loading the best model from {folder} (score: {self.state.best_metric}).")
-        checkpoint.load_weights(self.model, folder)
+        load_weights(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Nothing here: the training takes it up, when parameters and their groups are known by name."""

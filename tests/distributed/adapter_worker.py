@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autopipe.costs import trained_elements
+from hf_pipetransformer.planning.costs import trained_elements
 from tests.adapted import METHODS, adapted, base_of, data_of
 
 

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.pipeline.weights.casts import casting_again
+from hf_pipetransformer.engine.weights.rows import casting_again
 from tests.async_simulation import SimulatedStage, versions
 from tests.models import build_model, collate, make_dataset
 

@@ -29,8 +29,8 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache import cache
-from hf_pipetransformer.autocache.folder import StoreFolder
+from hf_pipetransformer.cache import cache
+from hf_pipetransformer.cache.folder import StoreFolder
 from tests.distributed.transition_observer import encoder_parts
 from tests.models import build_model, collate, make_rows
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.autocache import decision
+from hf_pipetransformer.planning import storing as decision
 from tests.distributed.resume_worker import write_plan
 from tests.drawing import losses, trainer_of
 

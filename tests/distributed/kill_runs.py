@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.checkpoint import STATE_FOLDER, latest_sound
+from hf_pipetransformer.state.checkpoint import STATE_FOLDER, latest_sound
 from tests.distributed.launcher import free_port
 from tests.models import build_model, collate, has_zero_gradient, make_dataset
 

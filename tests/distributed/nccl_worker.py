@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.autodp.topology import PipelineGroups, Topology, let_group_threads_finish
-from hf_pipetransformer.placement import Placement
-from hf_pipetransformer.transfers import complete, post, receiving, sending
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology, let_group_threads_finish
+from hf_pipetransformer.comm.transfers import complete, post, receiving, sending
+from hf_pipetransformer.schedules.placement import Placement
 from tests.doubles import nccl
 
 

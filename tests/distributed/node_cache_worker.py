@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autocache import decision
-from hf_pipetransformer.autodp import reading, topology
-from hf_pipetransformer.autodp.sampler import ReplicaBatchSampler
-from hf_pipetransformer.run import cache_stores
+from hf_pipetransformer.cache import opening as cache_stores
+from hf_pipetransformer.comm import topology
+from hf_pipetransformer.data import sampler as reading
+from hf_pipetransformer.data.sampler import ReplicaBatchSampler
+from hf_pipetransformer.planning import storing as decision
 from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
 from tests.models import build_model, collate, make_rows
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_pipetransformer.autodp.topology import let_group_threads_finish
-from hf_pipetransformer.pipe import Pipe, WithDevice
+from hf_pipetransformer.comm.topology import let_group_threads_finish
+from hf_pipetransformer.pipe.pipe import Pipe
+from hf_pipetransformer.pipe.stages import WithDevice
 from tests.test_pipe import MODES, gradients, sequential
 
 

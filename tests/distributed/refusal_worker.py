@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.freeze.policies.clock import DecisionClock
-from hf_pipetransformer.freeze.policies.schedule import Schedule
-from hf_pipetransformer.splitters.bert import BertSplitter
+from hf_pipetransformer.freeze.policies import Schedule
+from hf_pipetransformer.freeze.policy import DecisionClock
+from hf_pipetransformer.splitters.families import BertSplitter
 from tests.models import build_model, collate, make_dataset
 
 

@@ -20,8 +20,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autopipe.microbatches import MicrobatchTrial
-from hf_pipetransformer.pipeline.timing import StepMeter
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.planning.microbatches import MicrobatchTrial
 from hf_pipetransformer.startup import costs
 from tests.distributed.transition_worker import FreezeByHand
 from tests.models import build_model, collate, make_dataset

@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.run.only_run import LOCK_FILE, _here, _start_of
+from hf_pipetransformer.state.only_run import LOCK_FILE, _here, _start_of
 from tests.test_trainers_checkpoints import TRAINERS, losses, make
 from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
 

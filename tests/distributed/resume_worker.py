@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main as main_of_cli
-from hf_pipetransformer.layout import Layout
+from hf_pipetransformer.schedules.layout import Layout
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset
 from tests.settled_policy import Settled
 

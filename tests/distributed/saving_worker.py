@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, ViTForImageClassification
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.arguments import RECOMPUTE_MODES
+from hf_pipetransformer.options.arguments import RECOMPUTE_MODES
 from scripts.saved_bytes import SavedBytes
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
 

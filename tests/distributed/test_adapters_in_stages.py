@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
-from hf_pipetransformer.plain_checkpoint import export_checkpoint
+from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
 from tests.distributed.adapter_worker import CASES, ON_EVERY_CHANGE, OTHERS, SAVED_AT, STEPS, make_trainer, run
 from tests.distributed.launcher import launch
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_pipetransformer.run.cache_stores import NUM_KEY_SAMPLES
+from hf_pipetransformer.cache.opening import NUM_KEY_SAMPLES
 from tests.distributed.cache_worker import (
     ALONE,
     EPOCHS,

@@ -10,7 +10,7 @@ import pytest
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.autocache import decision
+from hf_pipetransformer.planning import storing as decision
 from tests.distributed.draws_worker import CASES
 from tests.distributed.launcher import launch
 from tests.drawing import losses, trainer_of

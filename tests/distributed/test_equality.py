@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.schedules import find_schedule
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED
 from tests.distributed.launcher import LaunchError, launch

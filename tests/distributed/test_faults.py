@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer.refusals import check_launch
+from hf_pipetransformer.options.refusals import check_launch
 from tests.distributed.fault_worker import PLANTED, READY, SILENT, SLOW_SECONDS
 from tests.distributed.launcher import LaunchResult, accelerate_launch, launch
 from tests.distributed.refusal_worker import ATTEMPTS

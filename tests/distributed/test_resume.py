@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_pipetransformer.checkpoint import latest_sound
-from hf_pipetransformer.layout import Layout
-from hf_pipetransformer.plain_checkpoint import export_checkpoint
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.state.checkpoint import latest_sound
+from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
 from tests.distributed.launcher import LaunchResult, launch
 from tests.distributed.resume_worker import (
     ATTEMPTS,

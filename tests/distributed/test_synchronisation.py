@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.pipeline.timing import WARMUP_STEPS
+from hf_pipetransformer.engine.timing import WARMUP_STEPS
 from tests.distributed.launcher import launch
 
 

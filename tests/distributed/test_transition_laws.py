@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer.placement import Placement
+from hf_pipetransformer.schedules.placement import Placement
 from tests.distributed.test_transitions import selectable
 from tests.distributed.transition_cases import CACHED_CASES, GLOBAL_BATCH, TransitionCase
 from tests.distributed.transition_observer import encoder_parts, frozen_names

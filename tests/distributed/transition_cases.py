@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hf_pipetransformer.pipeline.schedules import find_schedule
+from hf_pipetransformer.schedules import find_schedule
 from tests.models import NUM_LAYERS
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, transition
-from hf_pipetransformer.freeze.policies import FreezePolicy
-from hf_pipetransformer.run import replay
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.elastic import transition
+from hf_pipetransformer.freeze.policy import FreezePolicy
+from hf_pipetransformer.state import resumption as replay
 from tests.distributed.transition_cases import Phase, TransitionCase
 from tests.models import build_model, collate, make_dataset
 

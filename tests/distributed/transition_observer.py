@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_pipetransformer.pipeline.links import Wire
+from hf_pipetransformer.engine.engine import Wire
 from tests.models import MODELS, PAD, make_rows
 
 

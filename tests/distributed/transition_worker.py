@@ -29,8 +29,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.autodp import migration
-from hf_pipetransformer.freeze.policies import FreezePolicy
+from hf_pipetransformer.elastic import migration
+from hf_pipetransformer.freeze.policy import FreezePolicy
 from tests.distributed.equality_worker import digest, note
 from tests.distributed.transition_cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, TransitionCase
 from tests.distributed.transition_observer import Observer, encoder_parts, observe

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer import staging
+from hf_pipetransformer.comm import staging
 
 
 # Torch hands the index through to every operation, and drops it from the tensors.

@@ -1,0 +1,501 @@
+"""Whether the inputs of a run may be stored: probes of its samples, padding and randomness."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_pipetransformer.data.rng import generators_kept, plain_row
+
+
+MASK = "attention_mask"
+
+
+def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.ndarray:
+    """Real tokens of each sample, `(batch,)`: where the last one is that the attention mask shows, plus one.
+
+    Without a mask `(batch, seq)` every sample has the full length of the main input; 0 without a token dimension.
+    """
+    mask, value = batch.get(MASK), batch.get(main_input)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        shown = mask.cpu().numpy() != 0
+        return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
+    if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+        return np.full(value.shape[0], value.shape[1])
+    count = next((len(other) for other in batch.values() if isinstance(other, torch.Tensor) and other.dim()), 0)
+    return np.zeros(count, dtype=np.int64)
+
+
+def row_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:
+    """A digest of each sample, uint64 `(batch,)`, over all its tensors: independent of padding and of its partners.
+
+    Args:
+        batch: tensors with a sample dimension; anything else is left out.
+        lengths: real tokens of each sample, `(batch,)`.
+        token_fields: names of the tensors `(batch, seq)`, which are cut to the real length.
+    """
+    digests = field_digests(batch, lengths, token_fields)
+    if not digests:
+        return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
+    rows = np.stack([digests[name] for name in sorted(digests)], axis=1)
+    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], dtype=np.uint64)
+
+
+def field_digests(
+    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]
+) -> dict[str, np.ndarray]:
+    """For each tensor a digest of each sample, over name, dtype, shape and bytes."""
+    digests: dict[str, np.ndarray] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        is_cut = name in token_fields
+        head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
+        data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
+        found = np.empty(len(data), dtype=np.uint64)
+        for index, row in enumerate(data):
+            hasher = xxhash.xxh3_64(head)
+            hasher.update(row[: int(lengths[index]) * value.element_size()] if is_cut else row)
+            found[index] = hasher.intdigest()
+        digests[name] = found
+    return digests
+
+
+NUM_SAMPLES = 8
+
+Batch = dict[str, torch.Tensor]
+
+
+class UnfitError(Exception):
+    """The cache must stay off: what was found, and what to do to use it all the same."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"found {found}; to use the cache {remedy}.")
+
+
+class RandomInputError(UnfitError):
+    """A sample is another one each time it is read, all by itself."""
+
+
+class Probe:
+    """Reads small batches of samples from all over a data set."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], main_input: str) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.main_input = main_input
+        spread = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_SAMPLES))
+        self.indices = [round(index) for index in spread.tolist()]
+        self._times: list[float] = []
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Median of reading and collating; 0 if nothing was read."""
+        return float(np.median(self._times)) if self._times else 0.0
+
+    def rows(self, indices: Sequence[int]) -> list[Any]:
+        """Samples as a collator is given them."""
+        return [plain_row(row) for row in self._fetched(indices)]
+
+    def _fetched(self, indices: Sequence[int]) -> list[Any]:
+        """Samples as a DataLoader would fetch them."""
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(list(indices)))
+        return [self.dataset[index] for index in indices]
+
+    def batch(self, indices: Sequence[int], draw: int = 0) -> Batch:
+        """The collated batch of these samples, with the random number generators as `draw` says."""
+        seed = 7919 * (draw + 1)
+        random.seed(seed)
+        np.random.seed(seed)
+        # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
+        torch.default_generator.manual_seed(seed)
+        start = time.perf_counter()
+        batch = self.collate(self._fetched(indices))
+        if len(indices) == len(self.indices):
+            # As in training: collating one sample alone takes longer.
+            self._times.append((time.perf_counter() - start) / len(indices))
+        return self.checked(batch, len(indices))
+
+    def checked(self, batch: Any, count: int) -> Batch:
+        """The batch as a dict of tensors `(count, ...)`."""
+        if not isinstance(batch, Mapping) or not isinstance(batch.get(self.main_input), torch.Tensor):
+            names = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise UnfitError(
+                f"a batch without a tensor {self.main_input!r}, the model's main input ({names})",
+                "let the collator return a dict with it",
+            )
+        for name, value in batch.items():
+            remedy = "let the collator return tensors with one row a sample only"
+            if not isinstance(value, torch.Tensor):
+                raise UnfitError(f"{name!r} in the batch, a {type(value).__name__}", remedy)
+            if value.dim() == 0 or value.shape[0] != count:
+                raise UnfitError(f"{name!r} of shape {tuple(value.shape)} in a batch of {count} samples", remedy)
+        return dict(batch)
+
+
+MULTIPLES = (1, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class PaddingRule:
+    """Padded length of a batch from the real lengths of its samples.
+
+    Args:
+        kind: "none": there is no token dimension (images); "fixed": always `size`; "multiple": the longest, rounded
+            up to a multiple of `size` (1 is the longest itself).
+        size: see `kind`.
+    """
+
+    kind: Literal["none", "fixed", "multiple"]
+    size: int = 1
+
+    def length(self, longest: int) -> int:
+        """Padded length of a batch whose longest sample has `longest` real tokens; 0 without a token dimension."""
+        if self.kind == "none":
+            return 0
+        if self.kind == "fixed":
+            # No collator cuts: a sample that is longer than the rule keeps its length.
+            return max(self.size, longest)
+        return -(-longest // self.size) * self.size
+
+
+def find_padding(probe: Probe, batches: list[Batch]) -> PaddingRule:
+    """The rule that explains every batch."""
+    found = [_observed(batch, probe.main_input) for batch in batches]
+    found += _shortened(probe, batches)
+    lengths = {padded for _, padded in found}
+    if len(lengths) == 1 and any(longest < padded for longest, padded in found):
+        return PaddingRule("fixed", lengths.pop())
+    for multiple in MULTIPLES:
+        rule = PaddingRule("multiple", multiple)
+        if all(rule.length(longest) == padded for longest, padded in found):
+            return rule
+    examples = ", ".join(f"{longest} to {padded}" for longest, padded in sorted(set(found))[:4])
+    raise UnfitError(
+        f"padding that follows no known rule (longest sample to length of the batch: {examples})",
+        f"pad to one length, to the longest sample, or to a multiple of {', '.join(map(str, MULTIPLES[1:]))}",
+    )
+
+
+def _observed(batch: Batch, main_input: str) -> tuple[int, int]:
+    """Longest real length and padded length."""
+    return int(real_lengths(batch, main_input).max()), batch[main_input].shape[1]
+
+
+def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
+    """How the collator pads the beginning of a sample.
+
+    Samples of similar lengths fit several rules. This tells more, where it is the collator that pads and not the data
+    set.
+    """
+    rows = probe.rows(probe.indices)
+    sizes = [
+        _size(row[probe.main_input]) if isinstance(row, Mapping) and probe.main_input in row else 0 for row in rows
+    ]
+    if sizes != real_lengths(batches[0], probe.main_input).tolist():
+        return []
+    size, row = max(sizes), rows[sizes.index(max(sizes))]
+    found = []
+    for length in sorted({1, 2, size // 2, size - 1} & set(range(1, size))):
+        try:
+            batch = probe.collate(
+                [{key: value[:length] if _size(value) == size else value for key, value in row.items()}]
+            )
+            found.append(_observed(probe.checked(batch, 1), probe.main_input))
+        # A collator need not take what the data set never gives.
+        except Exception:
+            return []
+    return found
+
+
+def _size(value: Any) -> int:
+    """Length of a list or array; 0 for anything else."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.shape[0] if value.ndim else 0
+    return len(value) if isinstance(value, (list, tuple)) else 0
+
+
+NUM_DRAWS = 16
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """What a probe of data set and collator found.
+
+    Args:
+        reason: why the cache must stay off (what was found, what to do); None if the input is fine. With a reason,
+            everything but the time and `is_random` is empty.
+        padding: how the collator pads.
+        token_fields: names and dtypes of the tensors `(batch, seq)`.
+        sample_fields: names, dtypes and shapes per sample of the other tensors; without the main input if it is a
+            placeholder.
+        seconds_per_sample: measured, reading and collating one sample in this process; 0 if nothing was read.
+        fill_values: what each token field is padded with; a field that was never seen padded is absent.
+        is_random: the reason is that samples are others each time they are read.
+    """
+
+    reason: str | None
+    padding: PaddingRule | None = None
+    token_fields: dict[str, torch.dtype] = field(default_factory=dict)
+    sample_fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    seconds_per_sample: float = 0.0
+    fill_values: dict[str, int | float] = field(default_factory=dict)
+    is_random: bool = False
+
+
+def examine_inputs(
+    dataset: Any, collate: Callable[[list[Any]], Any], main_input: str, placeholders: frozenset[str]
+) -> InputReport:
+    """Probe data set and collator: may an activation be stored and used again for the same sample?
+
+    Eight samples from all over the data set are read 16 times under different seeds, then in reversed order, in pairs
+    and one by one. Some 160 samples are read, twice as many if something is random. No state of the random number
+    generators of Python, numpy and torch is changed, nor of such that data set or collator hold themselves.
+    What is random in far less than one sample out of a hundred may stay unnoticed.
+
+    Args:
+        dataset: has a length and is indexed; read as a DataLoader reads it.
+        collate: makes a batch from a list of samples.
+        main_input: name of the input that the embeddings read.
+        placeholders: batch entries that only the embeddings read.
+    """
+    probe = None
+    try:
+        _check_dataset(dataset)
+        probe = Probe(dataset, collate, main_input)
+        with generators_kept(dataset, collate):
+            return _examine(probe, placeholders)
+    except UnfitError as error:
+        unfit = error
+    # Whatever a user's code raises for an unusual batch (a single sample, say) must not end a run without a cache.
+    except Exception as error:
+        unfit = UnfitError(
+            f"that samples cannot be read and collated in small batches ({type(error).__name__}: {error})",
+            f"let data set and collator take any 1 to {NUM_SAMPLES} samples",
+        )
+    seconds, is_random = probe.seconds_per_sample if probe else 0.0, isinstance(unfit, RandomInputError)
+    return InputReport(str(unfit), seconds_per_sample=seconds, is_random=is_random)
+
+
+def _check_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UnfitError(f"a data set without length or index ({name})", "give one that is indexed")
+    if len(dataset) == 0:
+        raise UnfitError(f"an empty data set ({name})", "give one with samples")
+    if hasattr(dataset, "set_epoch"):
+        raise UnfitError(
+            f"a data set with set_epoch ({name}), whose samples may change from epoch to epoch",
+            "give one whose samples stay the same, without that method",
+        )
+
+
+def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
+    main_input, indices = probe.main_input, probe.indices
+    whole = probe.batch(indices)
+    is_text = _is_text(whole[main_input], main_input, placeholders)
+    pairs = list(zip(indices, indices[1:], strict=False))
+    parts = [indices[::-1], *([index] for index in indices), *pairs]
+    # Every check below goes over all of them.
+    groups: list[Sequence[int]] = [indices, *parts]
+    batches = [whole, *(probe.batch(part) for part in parts)]
+    _check_alike(batches)
+    token_fields = _find_token_fields(batches, main_input) if is_text else frozenset[str]()
+    fill_values: dict[str, int | float] = {}
+    if is_text:
+        _check_padding_side(batches, main_input)
+        token_fields, fill_values = _find_fill_values(batches, token_fields, main_input)
+    _check_draws(probe, whole, token_fields)
+    _check_mixing(groups, batches, token_fields, main_input)
+    sample_fields = _find_sample_fields(batches, token_fields)
+    if not is_text and main_input in placeholders:
+        del sample_fields[main_input]
+    return InputReport(
+        reason=None,
+        padding=find_padding(probe, batches) if is_text else PaddingRule("none"),
+        token_fields={name: whole[name].dtype for name in whole if name in token_fields},
+        sample_fields=sample_fields,
+        seconds_per_sample=probe.seconds_per_sample,
+        fill_values=fill_values,
+    )
+
+
+def _is_text(value: torch.Tensor, main_input: str, placeholders: frozenset[str]) -> bool:
+    if value.is_floating_point():
+        if main_input not in placeholders:
+            raise UnfitError(
+                f"that more than the embeddings reads {main_input!r}, which is too large to be stored beside an "
+                "activation",
+                "take a model whose layers and loss do without it",
+            )
+        return False
+    if value.dim() != 2:
+        raise UnfitError(
+            f"{main_input!r} of shape {tuple(value.shape)} and {value.dtype}",
+            "give token ids (batch, seq) or floating point images",
+        )
+    return True
+
+
+def _check_alike(batches: list[Batch]) -> None:
+    expected = {name: value.dtype for name, value in batches[0].items()}
+    for batch in batches:
+        found = {name: value.dtype for name, value in batch.items()}
+        if found != expected:
+            differing = sorted(name for name, _ in set(found.items()) ^ set(expected.items()))
+            raise UnfitError(
+                f"that {_listed(differing)} are absent or of another dtype in some batches",
+                "let the collator return the same fields for all samples",
+            )
+
+
+def _find_token_fields(batches: list[Batch], main_input: str) -> frozenset[str]:
+    """What is as long as the text in every batch, so that only chance could make something else look like it."""
+    return frozenset(
+        name
+        for name in batches[0]
+        if all(batch[name].dim() == 2 and batch[name].shape == batch[main_input].shape for batch in batches)
+    )
+
+
+def _check_padding_side(batches: list[Batch], main_input: str) -> None:
+    if MASK not in batches[0]:
+        lengths = sorted({batch[main_input].shape[1] for batch in batches})
+        if len(lengths) > 1:
+            raise UnfitError(
+                f"batches of different lengths ({lengths[0]} to {lengths[-1]}) without {MASK!r}, so that padding "
+                "cannot be told from tokens",
+                f"let the collator return {MASK!r}",
+            )
+        return
+    for batch in batches:
+        mask = batch[MASK]
+        if mask.shape != batch[main_input].shape:
+            shape = tuple(batch[main_input].shape)
+            raise UnfitError(
+                f"{MASK!r} of shape {tuple(mask.shape)} beside {main_input!r} of shape {shape}",
+                "give one value a token",
+            )
+        shown = mask != 0
+        if bool((shown.any(dim=1) & ~shown[:, 0]).any()):
+            raise UnfitError("text that is padded on the left", 'set padding_side="right" in the tokenizer')
+
+
+def _find_fill_values(
+    batches: list[Batch], token_fields: frozenset[str], main_input: str
+) -> tuple[frozenset[str], dict[str, int | float]]:
+    """The token fields whose padding holds one value, and that value."""
+    fills: dict[str, set[int | float]] = {name: set() for name in token_fields}
+    for batch in batches:
+        lengths = torch.from_numpy(real_lengths(batch, main_input))
+        is_padding = torch.arange(batch[main_input].shape[1]) >= lengths[:, None]
+        for name in token_fields:
+            fills[name].update(batch[name][is_padding].unique().tolist())
+    mixed = {name for name, values in fills.items() if len(values) > 1}
+    if main_input in mixed:
+        raise UnfitError(
+            f"different values in {main_input!r} behind the last token that {MASK!r} shows",
+            f"let {MASK!r} show every token, and pad with one value",
+        )
+    values = {name: next(iter(found)) for name, found in sorted(fills.items()) if len(found) == 1}
+    return token_fields - mixed, values
+
+
+def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> None:
+    def digests(batch: Batch) -> dict[str, bytes]:
+        found = field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
+        return {name: values.tobytes() for name, values in found.items()}
+
+    expected = digests(whole)
+    changed: set[str] = set()
+    for draw in range(1, NUM_DRAWS):
+        changed |= {name for name, _ in digests(probe.batch(probe.indices, draw)).items() ^ expected.items()}
+    if not changed:
+        return
+    # One sample alone has nobody to be mixed with: what still changes is random by itself.
+    alone = {index: probe.batch([index]) for index in probe.indices}
+    is_own = any(
+        _is_other(probe.batch([index], draw), batch) for draw in range(1, NUM_DRAWS) for index, batch in alone.items()
+    )
+    names = _listed(sorted(changed))
+    if not is_own:
+        raise _mixing(names)
+    if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
+        raise RandomInputError(
+            f"random augmentation: {names} of the same samples change from one reading to the next",
+            "transform the images always alike, or store augmented copies in the data set",
+        )
+    raise RandomInputError(
+        f"random tokens or labels: {names} of the same samples change from one reading to the next (random masking in "
+        "the collator?)",
+        "mask once, in the data set",
+    )
+
+
+def _is_other(found: Batch, expected: Batch) -> bool:
+    """Whether two batches differ by more than rounding: a sample mixed with itself is not bitwise itself."""
+    for name, value in expected.items():
+        if name not in found or found[name].shape != value.shape:
+            return True
+        difference = (found[name].double() - value.double()).abs()
+        if value.numel() and bool(difference.max() > 1e-3 * value.double().abs().max()):
+            return True
+    return False
+
+
+def _mixing(names: str) -> UnfitError:
+    return UnfitError(
+        f"that the batch mixes samples (mixup?): {names} of a sample depend on the others in its batch or on their "
+        "order",
+        "let the collator treat each sample by itself",
+    )
+
+
+def _check_mixing(
+    groups: list[Sequence[int]], batches: list[Batch], token_fields: frozenset[str], main_input: str
+) -> None:
+    """Each sample must be the same in every batch that it was part of."""
+    changed: set[str] = set()
+    expected: dict[tuple[int, str], int] = {}
+    for indices, batch in zip(groups, batches, strict=True):
+        for name, digests in field_digests(batch, real_lengths(batch, main_input), token_fields).items():
+            for index, digest in zip(indices, digests.tolist(), strict=True):
+                if expected.setdefault((index, name), digest) != digest:
+                    changed.add(name)
+    # A field that only changes its size is no mixing, see `_find_sample_fields`.
+    changed = {name for name in changed if name in token_fields or len(_row_shapes(batches, name)) == 1}
+    if changed:
+        raise _mixing(_listed(sorted(changed)))
+
+
+def _row_shapes(batches: list[Batch], name: str) -> list[tuple[int, ...]]:
+    return sorted({tuple(batch[name].shape[1:]) for batch in batches})
+
+
+def _find_sample_fields(
+    batches: list[Batch], token_fields: frozenset[str]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    fields = {}
+    for name, value in batches[0].items():
+        if name in token_fields:
+            continue
+        shapes = _row_shapes(batches, name)
+        if len(shapes) > 1:
+            raise UnfitError(
+                f"{name!r} of shape {shapes[0]} and of shape {shapes[-1]} a sample",
+                "give it one size in all batches (resized images, text padded to one length)",
+            )
+        fields[name] = (value.dtype, shapes[0])
+    return fields
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

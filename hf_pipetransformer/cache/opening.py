@@ -1,0 +1,391 @@
+"""Opening the store of a training: which samples and inputs it is for."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.folder import (
+    StoreFolder,
+    check_base,
+    default_base,
+    delete_leftovers,
+    open_root,
+    safe_max_bytes,
+    take_store,
+)
+from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
+from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, SampleSource
+from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.cache.table import StoreDamagedError
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.augmentation import ItemCode, Views
+from hf_pipetransformer.data.dispatching import DealtLoader, StreamLoader
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.data.node_shares import NodeOrder
+from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
+from hf_pipetransformer.data.sampler import draws_each_once
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.runtime.context import Journal
+from hf_pipetransformer.startup.planner import StartUp
+
+
+def why_not_on_nodes(loader: PipelineLoader, topology: Topology) -> str | None:
+    """Why a sample may be drawn on another node than it was stored on; None if it is not, or can be kept from it."""
+    order, num_samples = loader.sampler, len(loader.dataset)
+    if not topology.spans_nodes or draws_each_once(order, num_samples):
+        return None
+    return (
+        f"the run spans several nodes, and each can keep samples of its own only where an epoch is known to draw each "
+        f"once: found a {type(order).__name__} of {len(order)} draws for {num_samples} samples. Use one of Trainer's "
+        "own orders (train_sampling_strategy)."
+    )
+
+
+def keep_on_nodes(
+    args: PipeTransformerArguments, topology: Topology, journal: Journal, loader: PipelineLoader
+) -> None:
+    """From the next epoch on each node draws samples of its own, if there are several; said, and noted.
+
+    It hangs on options and topology alone, and so is the same on every rank.
+    """
+    if not topology.spans_nodes:
+        return
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    nodes = NodeOrder(seed, tuple(map(len, topology.nodes)), loader.total_batch_size)
+    loader.keep_on(nodes)
+    counts = nodes.counts(len(loader.dataset))
+    journal.write("cache", what="nodes", samples=counts, **nodes.as_json())
+    if topology.rank == 0:
+        announce(
+            f"The run spans nodes of {', '.join(map(str, nodes.devices))} processes: each keeps its own part of the "
+            f"samples ({', '.join(map(str, counts))}) for the activation cache, and an epoch shuffles inside it."
+        )
+
+
+def samples_here(topology: Topology, loader: PipelineLoader) -> torch.Tensor:
+    """Those of a data set for training that this node computes, in the order of the data set."""
+    nodes, num_samples = loader.nodes, len(loader.dataset)
+    if nodes is None:
+        return torch.arange(num_samples)
+    here = [number for number, node in enumerate(topology.nodes) if node[0] in topology.ranks_here]
+    return torch.isin(nodes.owners(num_samples), torch.tensor(here)).nonzero().squeeze(1)
+
+
+def num_rows_here(topology: Topology, dataset: Any) -> int:
+    """Samples of a data set that this node stores: as many of them as of the ranks are here."""
+    return -(-len(dataset) * len(topology.ranks_here) // topology.world_size)
+
+
+@dataclass(frozen=True)
+class CacheInputs:
+    """Says of data sets whether, and in which form, activations of their samples may be stored."""
+
+    args: PipeTransformerArguments
+    topology: Topology
+    journal: Journal
+    start_up: StartUp
+
+    @property
+    def base(self) -> Path:
+        """The folder that stores lie in."""
+        return cache_base(self.args)
+
+    def source_of(self, loader: Any, is_training: bool = True) -> SampleSource | None:
+        """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
+        report = self._examined(loader)
+        if report.reason is not None:
+            others = " Or set activation_cache_views to the number of draws of each sample that it may store."
+            is_helped = is_training and report.is_random and not self.args.activation_cache_views
+            self.say_off(report.reason + (others if is_helped else ""), is_training)
+            return None
+        probe, start_up = self.start_up.probe, self.start_up
+        return SampleSource(
+            read=loader.read,
+            main_input=probe.activation.main_input,
+            report=report,
+            row_length=probe.activation.hidden_shape[0],
+            hidden_size=probe.activation.hidden_shape[-1],
+            main_shape=probe.activation.input_shape,
+            main_dtype=start_up.main_dtype,
+            pad_token_id=start_up.pad_token_id,
+            keeps_padding=start_up.sees_padding,
+            views=None if loader.views is None else loader.views.code,
+        )
+
+    def row_format(self, source: SampleSource) -> RowFormat:
+        """How a sample is stored."""
+        sample_fields = dict(source.report.sample_fields)
+        if source.is_text:
+            sample_fields[LENGTH_FIELD] = (torch.int32, ())
+        if source.views is not None:
+            sample_fields[DRAW_FIELD] = (torch.int32, ())
+        return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
+
+    def say_off(self, reason: str, is_training: bool) -> None:
+        """Tell the user once that nothing of the training, or of an evaluation set, is stored, and why."""
+        self.journal.write("cache", what="off" if is_training else "evaluation off", reason=reason)
+        if self.topology.rank == 0:
+            what = "The activation cache stays off" if is_training else "The evaluation set is not stored"
+            logger.warning(f"{what}: {reason}")
+
+    def _examined(self, loader: Any) -> InputReport:
+        """What the ranks found out about the inputs, or why they did not look."""
+        reason = None
+        if not isinstance(loader, PipelineLoader):
+            reason = (
+                f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
+                "Build it with self._get_dataloader."
+            )
+        elif isinstance(loader, StreamLoader):
+            reason = (
+                f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
+                "again. Use a data set with indices."
+            )
+        elif len(self.start_up.probe.activation.hidden_shape) != 2:
+            shape = ("batch", *self.start_up.probe.activation.hidden_shape)
+            reason = f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."
+        elif self.start_up.probe.activation.changes_length:
+            tokens, (length, _) = (
+                self.start_up.probe.activation.input_shape[0],
+                self.start_up.probe.activation.hidden_shape,
+            )
+            reason = (
+                f"the layers' activations have {length} positions for {tokens} tokens, or other numbers for other "
+                "lengths: expected one a token."
+            )
+        else:
+            reason = why_not_on_nodes(loader, self.topology) or self._refused_base()
+        if reason is not None:
+            return InputReport(reason)
+        probe = self.start_up.probe
+        dataset = loader.dataset if loader.views is None else loader.samples
+        report = examine_inputs(dataset, loader.collate, probe.activation.main_input, probe.placeholders)
+        try:
+            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
+        except ValueError as error:
+            report = InputReport(report.reason or str(error))
+        if report.reason is None and isinstance(loader, DealtLoader):
+            report = InputReport(
+                "data set or collator draw random numbers, so that one process reads for all and none knows which "
+                "samples it has. Give such that draw none, although what they give is the same each time."
+            )
+        reason = self.first_told(report.reason)
+        return report if reason is None else InputReport(reason, is_random=report.is_random)
+
+    def first_told(self, reason: str | None) -> str | None:
+        """What one rank noticed holds for all: the first rank's reason that has one. A collective call."""
+        topology = self.topology
+        for rank, told in enumerate(topology.gather(reason)):
+            if told is not None:
+                node = next(node for node in topology.nodes if rank in node)
+                return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
+        return None
+
+    def _refused_base(self) -> str | None:
+        """Why a folder cannot hold a store; one that was asked for is refused. A collective call."""
+        reason = self.first_told(_error_of(self.base) if self.topology.is_first_here else None)
+        if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
+            raise ValueError(reason)
+        return reason
+
+    def _stored_dtype(self) -> torch.dtype:
+        name = self.args.activation_cache_dtype
+        if name != "auto":
+            asked: torch.dtype = getattr(torch, name)
+            return asked
+        autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        return autocast or self.start_up.probe.boundary_dtypes[-1]
+
+
+def _error_of(base: Path) -> str | None:
+    try:
+        check_base(base)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def cache_base(args: PipeTransformerArguments) -> Path:
+    """The folder that stores lie in."""
+    return Path(args.activation_cache_dir or default_base())
+
+
+def remove_old_stores(args: PipeTransformerArguments) -> None:
+    """Delete the stores that killed runs left here; for the first rank on a machine, of any run."""
+    with suppress(OSError, ValueError):
+        delete_leftovers(open_root(cache_base(args)))
+
+
+_SAMPLES, _BATCHES = "samples", "batches"
+
+
+def seeded_reading(
+    args: PipeTransformerArguments, topology: Topology, start_up: StartUp, dataset: Any, collate: Any
+) -> SeededReading | None:
+    """How training samples are read of which views are stored; None if there is nothing random in them.
+
+    None also where the cache could not tell one draw from another. A collective call.
+    """
+    num_views, seed = args.activation_cache_views, args.data_seed if args.data_seed is not None else args.seed
+    code = ItemCode(max(1, len(dataset)), num_views)
+    samples = SeededSamples(dataset, code, SeededGenerators([dataset], seed))
+    found, reason = topology.decide(lambda: list(_what_draws(samples, collate, start_up)))
+    if topology.rank == 0:
+        _tell(found, reason, num_views)
+    if found is None:
+        return None
+    of_batch: SeededCollator | PlainRows = PlainRows(collate)
+    if found == _BATCHES:
+        main_input = start_up.probe.activation.main_input
+        generators = SeededGenerators([collate], seed)
+        of_batch = SeededCollator(collate, code, generators, main_input, start_up.pad_token_id)
+    return SeededReading(samples, of_batch, Views(code, seed))
+
+
+def _what_draws(samples: SeededSamples, collate: Any, start_up: StartUp) -> tuple[str | None, str | None]:
+    """Who draws what the model sees: the data set alone, or its collator too; else why views are of no use."""
+    names = start_up.probe.activation.main_input, start_up.probe.placeholders
+    report = examine_inputs(samples.dataset, collate, *names)
+    if not report.is_random:
+        return None, None if report.reason else "samples are the same each time they are read, one row of each does"
+    # With the samples of one draw only the collator can change anything. One that mixes them shows it here.
+    report = examine_inputs(samples, PlainRows(collate), *names)
+    if report.reason is None:
+        return _SAMPLES, None
+    return (_BATCHES, None) if report.is_random else (None, report.reason)
+
+
+def _tell(found: str | None, reason: str | None, num_views: int) -> None:
+    if reason is not None:
+        logger.warning(f"activation_cache_views={num_views} has no use: {reason}")
+    if found is not None:
+        what = "Random augmentation" if found == _SAMPLES else "A collator that draws at random"
+        views = "one view" if num_views == 1 else f"up to {num_views} views"
+        announce(
+            f"{what} found: of each sample {views} will be stored as soon as layers are cached, and taken in turn. "
+            "Each draw is seeded by seed, sample and epoch."
+        )
+
+
+NUM_KEY_SAMPLES = 32
+"""Samples that say whether a store that was kept is of the same inputs."""
+
+
+class CacheStores:
+    """Opens stores, in the form that `inputs` says, and closes them: one a node, which its ranks share."""
+
+    def __init__(self, inputs: CacheInputs) -> None:
+        self.inputs = inputs
+        self.args = inputs.args
+        self.topology = inputs.topology
+        self._opened: list[ActivationCache] = []
+        self._folders: list[StoreFolder] = []
+
+    def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
+        """A store for the samples of a loader; None if there is no room, on any node. A collective call."""
+        topology, store, error = self.topology, None, None
+        taken = self._bytes_taken()
+        try:
+            store = self._own_store(loader, source) if topology.is_first_here else None
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        made = topology.gather(["" if store is None else str(store.folder), "" if store is None else store.key, error])
+        path, key, error = made[topology.ranks_here[0]]
+        try:
+            if error is None and store is None:
+                store = ActivationStore.open(Path(path), topology.rank, key)
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        reason = self.inputs.first_told(error)
+        if store is None or reason is not None:
+            if store is not None:
+                store.close()
+            self.inputs.say_off(str(reason), is_training)
+            return None
+        if topology.rank == 0 and store.num_found:
+            announce(
+                f"The activation cache has the rows of an earlier run for {store.num_found} of {store.num_samples} "
+                "samples. A row is used once its sample has been read again and found to be the same: the first epoch "
+                "saves computing, but still reads the data set."
+            )
+        # All stores have one bound: what one takes the others cannot have.
+        store.bytes_beside = partial(self._bytes_beside, store, taken)
+        opened = ActivationCache(store, source, self.args.device)
+        self._opened.append(opened)
+        return opened
+
+    def max_bytes(self) -> float:
+        """What the next store may hold."""
+        asked = self.args.activation_cache_max_gb
+        if asked is None:
+            return safe_max_bytes(self.inputs.base)
+        return max(0.0, asked * 1e9 - self._bytes_taken())
+
+    def _bytes_taken(self) -> int:
+        return sum(cache.store.bytes_taken for cache in self._opened)
+
+    def _bytes_beside(self, store: ActivationStore, taken: int) -> int:
+        """What other stores have taken since they had taken `taken`."""
+        return self._bytes_taken() - store.bytes_taken - taken
+
+    def close(self) -> None:
+        """Nothing is left behind, unless it was asked for."""
+        for opened in self._opened:
+            opened.close()
+        for folder in self._folders:
+            if folder.is_kept:
+                folder.release()
+            else:
+                folder.remove()
+
+    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
+        """The store that this rank makes for all on this node, or one that an earlier run kept here."""
+        key = self._data_key(loader, source)
+        folder, store = take_store(
+            self.inputs.base,
+            key or f"unnamed-{uuid.uuid4().hex}",
+            len(loader.dataset) * source.num_views,
+            self.inputs.row_format(source),
+            int(self.max_bytes()),
+            self.topology.world_size,
+            row_length=0 if source.is_text else source.row_length,
+        )
+        self._folders.append(folder)
+        if self.args.activation_cache_keep and key is not None:
+            folder.keep()
+        return store
+
+    def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
+        """Names the samples, if that is possible: only a store of the same ones may be read again."""
+        num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
+        if fingerprint is None:
+            if self.args.activation_cache_keep:
+                logger.warning(
+                    f"activation_cache_keep: a {type(loader.dataset).__name__} has no fingerprint that a later run "
+                    "could know it by, so the store is not kept. Use a datasets.Dataset."
+                )
+            return None
+        # The fingerprint does not know the collator.
+        spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
+        _, digests = source.digests(source.read(spread))
+        # A kept store of rows of another kind stays beside this one. Any text may be a fingerprint.
+        row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
+        # Draws are the seed's.
+        drawn = "" if loader.views is None else f"\0{source.num_views}\0{loader.views.seed}"
+        # Digests of inputs end with the real tokens, rows may not.
+        fills = sorted(source.report.fill_values.items())
+        padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}{padded}".encode())
+        return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

@@ -1,0 +1,190 @@
+"""The parts of a batch that were read from the data set, and the batch that they make with the stored samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_pipetransformer.cache.inputs import InputReport, real_lengths, row_digests
+from hf_pipetransformer.cache.rows import Rows
+from hf_pipetransformer.cache.table import StoreDamagedError
+from hf_pipetransformer.data.augmentation import ItemCode
+from hf_pipetransformer.data.batches import CacheTags, fill_value, pad_batch, take_rows
+
+
+Indices = npt.NDArray[np.int64]
+
+LENGTH_FIELD = "pipetransformer_length"
+"""Side field of a row of text: how many tokens its sample has, padding not counted."""
+
+DRAW_FIELD = "pipetransformer_draw"
+"""Side field of a view: the number of its draw."""
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Where a sample comes from if its activation is not stored.
+
+    Args:
+        read: indices in the data set, or items, to their collated batch.
+        main_input: what the embeddings read.
+        report: fields and padding of the batches.
+        row_length: rows of a sample's activation where it has no tokens.
+        hidden_size: numbers per row of a sample's activation.
+        main_shape: shape of a sample of the main input where it has no tokens; a stored sample gets a placeholder.
+        main_dtype: its dtype.
+        pad_token_id: fills the main input of text.
+        keeps_padding: the loss sees padding, so that rows hold it too.
+        views: of random samples; items stand for the indices then, and rows hold V of each sample.
+    """
+
+    read: Callable[[list[int]], Mapping[str, Any]]
+    main_input: str
+    report: InputReport
+    row_length: int
+    hidden_size: int
+    main_shape: tuple[int, ...]
+    main_dtype: torch.dtype
+    pad_token_id: int
+    keeps_padding: bool
+    views: ItemCode | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a sample is a row of tokens."""
+        return self.main_input in self.report.token_fields
+
+    def digests(self, batch: Mapping[str, Any]) -> tuple[Indices, Any]:
+        """Real length and digest of the input of each sample of a batch."""
+        lengths = real_lengths(batch, self.main_input)
+        return lengths, row_digests(batch, lengths, self.report.token_fields)
+
+    @property
+    def num_views(self) -> int:
+        """Rows of a sample."""
+        return 1 if self.views is None else self.views.num_views
+
+    def sample_of(self, item: int) -> int:
+        """Index in the data set."""
+        return item if self.views is None else int(self.views.samples_of(item))
+
+    def rows_of(self, samples: Indices) -> Indices:
+        """The row of the store that each sample, or item, belongs in."""
+        return samples if self.views is None else self.views.rows_of(samples)
+
+    def all_rows_of(self, samples: Indices) -> Indices:
+        """The rows of the store that samples of the data set have, one after the other."""
+        rows: Indices = (samples[:, None] * self.num_views + np.arange(self.num_views)).reshape(-1)
+        return rows
+
+    def padded_length(self, longest: int) -> int:
+        """Length of the activations of a batch whose longest sample has `longest` real tokens."""
+        rule = self.report.padding
+        return self.row_length if rule is None or not self.is_text else rule.length(longest)
+
+    def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
+        """The inputs of stored samples from their side fields, padded as by the collator."""
+        inputs = {name: values for name, values in fields.items() if name not in (LENGTH_FIELD, DRAW_FIELD)}
+        if not self.is_text:
+            placeholder = torch.zeros(1, dtype=self.main_dtype)
+            inputs[self.main_input] = placeholder.expand(len(lengths), *self.main_shape)
+            return inputs
+        beyond = torch.arange(length) >= torch.from_numpy(lengths.astype(np.int64))[:, None]
+        for name in self.report.token_fields:
+            usual = fill_value(name, self.main_input, self.pad_token_id)
+            inputs[name][beyond] = self.report.fill_values.get(name, usual)
+        return inputs
+
+
+class Parts:
+    """The parts of a batch that were read from the data set: positions, collated inputs, digests of the inputs."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self.source = source
+        self.found: list[tuple[npt.NDArray[np.bool_], Mapping[str, Any], Any]] = []
+        self._longest: list[int] = []
+
+    def add(self, where: Any, batch: Mapping[str, Any], holds: Any) -> None:
+        """Take from `batch`, which holds the positions `holds`, the positions `where`."""
+        if not where.any():
+            return
+        # The rule of padding is about the batch that was read, not about what is taken from it.
+        self._longest.append(int(real_lengths(batch, self.source.main_input).max()))
+        if where.sum() < holds.sum():
+            batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
+        self.found.append((where, batch, self.source.digests(batch)[1]))
+
+    def read(self, where: Any, samples: list[int]) -> None:
+        """Read the samples at the positions `where` now."""
+        if where.any():
+            self.add(where, self.source.read([samples[i] for i in np.flatnonzero(where)]), where)
+
+    def padded_length(self, known: Any, is_checked: bool) -> int:
+        """Length that the collator would have padded the whole batch to.
+
+        Args:
+            known: real lengths of the samples that are not read.
+            is_checked: whether what was read must be padded by the rule.
+
+        Raises:
+            StoreDamagedError: it is not padded by the rule that the probe found.
+        """
+        source = self.source
+        if not source.is_text:
+            return source.row_length
+        read = max((batch[source.main_input].shape[1] for _, batch, _ in self.found), default=0)
+        expected = max(map(source.padded_length, self._longest), default=0)
+        if is_checked and read != expected:
+            raise StoreDamagedError(
+                f"a batch was padded to {read} tokens, where the first samples made {expected} expected. Pad in "
+                "the collator, or to one length, or set activation_cache='off'."
+            )
+        return max(read, expected, *(source.padded_length(int(length)) for length in known))
+
+    def joined(self, samples: Indices, levels: Indices, rows: Rows | None, stamp: int, length: int) -> dict[str, Any]:
+        """The whole batch, padded and tagged: what was read, and `rows` where the level is not 0."""
+        source, pieces, digests = self.source, [], np.zeros(len(samples), dtype=np.uint64)
+        for where, batch, found in self.found:
+            digests[where] = found
+            if source.is_text:
+                fills = source.report.fill_values
+                batch = pad_batch(batch, source.main_input, length, source.pad_token_id, fills)
+            pieces.append((where, batch))
+        hidden = None
+        if rows is not None:
+            hit = levels > 0
+            pieces.append((hit, source.stored_inputs(rows.fields, rows.lengths, length)))
+            if hit.any():
+                hidden = _spread([(hit, rows.activation)], len(samples))
+        inputs = {
+            name: _spread([(where, piece[name]) for where, piece in pieces], len(samples)) for name in pieces[0][1]
+        }
+        index, num_layers, known = (torch.from_numpy(values) for values in (samples, levels, digests.view(np.int64)))
+        return CacheTags(index, num_layers, known, stamp, hidden).attach(inputs)
+
+
+def _spread(pieces: list[tuple[Any, torch.Tensor]], count: int) -> torch.Tensor:
+    """The rows of a batch from pieces of it, each with its positions."""
+    where, first = pieces[0]
+    if where.all():
+        return first
+    whole = first.new_zeros(count, *first.shape[1:])
+    for where, piece in pieces:
+        whole[torch.from_numpy(np.flatnonzero(where))] = piece
+    return whole
+
+
+def positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
+    """Which of `samples` are those of `read`, a part of them in the same order; a sample may come twice."""
+    where = np.zeros(len(samples), dtype=bool)
+    position = 0
+    for i, sample in enumerate(samples):
+        if position < len(read) and read[position] == sample:
+            where[i] = True
+            position += 1
+    return where

@@ -1,0 +1,233 @@
+"""Whether the next part of a run stores activations, decided on measured times, and the event that says why."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from timeit import repeat, timeit
+
+import numpy as np
+import torch
+
+from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.folder import StoreFolder
+from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.cache.table import Array, StoreDamagedError
+from hf_pipetransformer.planning.storing import (
+    CacheCosts,
+    CacheDecision,
+    Pass,
+    ViewCosts,
+    decide_cache,
+    fresh_share,
+    passes_ahead,
+)
+from hf_pipetransformer.report import announce, logger
+
+
+MEASURED_ROWS = 32
+"""Rows that are written and read to measure the storage."""
+
+
+@dataclass(frozen=True)
+class StorageSpeed:
+    """Seconds that one row takes to read, and to write the first time."""
+
+    read: float
+    write: float
+
+
+class CachePlanner:
+    """Asked at each freeze how far up activations are stored from then on (PipeTransformer, section 3.4).
+
+    What it measures is this node's: of several nodes, rank 0's stands for all.
+
+    Args:
+        mode: `auto`, `on` or `off`.
+        input_seconds: reading and collating a sample takes.
+        measure: measures the storage; called once, when it is first needed.
+        fits_share: share of the samples that fit the bound on the store.
+        steps_per_epoch: optimizer steps.
+        write: writes an event.
+        num_views: rows of a sample, see `autodp.views`; 0 where samples are not random, which have one.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        input_seconds: float,
+        measure: Callable[[], StorageSpeed],
+        fits_share: float,
+        steps_per_epoch: int,
+        write: Callable[..., None],
+        num_views: int = 0,
+    ) -> None:
+        self.mode = mode
+        self.input_seconds = input_seconds
+        self.fits_share = fits_share
+        self.steps_per_epoch = steps_per_epoch
+        self.write = write
+        self.num_views = num_views
+        self._cache: ActivationCache | None = None
+        self._samples = np.arange(0)
+        self._measure = measure
+        self._speed: StorageSpeed | None = None
+        self._costs: CacheCosts | None = None
+
+    def follow(self, cache: ActivationCache, samples: Array) -> None:
+        """From now on decisions are about this cache, of those samples that are stored on this node."""
+        self._cache, self._samples = cache, samples
+
+    @property
+    def writing_steps(self) -> int:
+        """Optimizer steps of the passes that bring all rows to a new level."""
+        return max(1, self.num_views) * self.steps_per_epoch
+
+    def decide(
+        self,
+        prefix_seconds: Sequence[float],
+        num_frozen: int,
+        stored_level: int,
+        step: int,
+        max_steps: int,
+        active_seconds: float = 0.0,
+    ) -> CacheDecision:
+        """What pays from step `step` on.
+
+        Args:
+            prefix_seconds: by number of layers, seconds per sample of the forward of embeddings and these layers.
+            num_frozen: F from now on.
+            stored_level: layers that stored rows cover now; 0: nothing is stored.
+            step: optimizer steps done.
+            max_steps: of the run, or before which layers are thawed.
+            active_seconds: seconds per sample of what steps compute above the frozen layers.
+        """
+        costs, share = self._measured(prefix_seconds, stored_level)
+        self._costs = costs
+        epochs_left = (max_steps - step) / self.steps_per_epoch
+        decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
+        self.write(
+            "cache",
+            what="decision",
+            level=decision.level if decision.use else 0,
+            num_frozen_layers=num_frozen,
+            reason=decision.reason,
+            seconds_per_sample=decision.costs,
+            prefix_s=prefix_seconds[num_frozen],
+            input_s=self.input_seconds,
+            read_s=costs.read,
+            write_s=costs.write,
+            epochs_left=epochs_left,
+            stored_share=share,
+            fits_share=self.fits_share,
+            num_views=self.num_views,
+            active_s=active_seconds,
+            fresh_share=decision.fresh_share,
+        )
+        does = f"stored after {decision.level} layers" if decision.use else "not stored"
+        if decision.write and self.num_views:
+            does += f", {self._in_views()}; later ones draw {decision.fresh_share:.1%} of the samples anew"
+        announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
+        return decision
+
+    def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
+        """Measured times, before anything is stored; for the argument see `decide`."""
+        return self._measured(prefix_seconds, 0)[0]
+
+    def _in_views(self) -> str:
+        one = "one view of each sample, which the first epoch fills"
+        return one if self.num_views == 1 else f"{self.num_views} views of each sample, which as many epochs fill"
+
+    def _cheapest(
+        self,
+        costs: CacheCosts,
+        share: float,
+        num_frozen: int,
+        stored_level: int,
+        epochs_left: float,
+        active_seconds: float,
+    ) -> CacheDecision:
+        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_views else 0.0
+        views = ViewCosts(max(1, self.num_views), fresh)
+        return decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
+
+    def foresee(
+        self,
+        prefix_seconds: Sequence[float],
+        num_frozen: int,
+        stored_level: int,
+        step: int,
+        max_steps: int,
+        active_seconds: float = 0.0,
+    ) -> tuple[int, tuple[Pass, ...]]:
+        """The level that `decide` would give for its arguments, and what would follow; nothing is decided."""
+        costs, share = self._measured(prefix_seconds, stored_level)
+        epochs_left = (max_steps - step) / self.steps_per_epoch
+        decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
+        level = decision.level if decision.use else 0
+        views = ViewCosts(max(1, self.num_views), decision.fresh_share)
+        return level, self._passes(costs, level, stored_level, share, max_steps - step, views)
+
+    def going_on(
+        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, share_drawn: float = 0.0
+    ) -> tuple[Pass, ...]:
+        """What follows without a decision: rows stay at their level, and the share that is drawn anew as it is."""
+        costs, share = self._measured(prefix_seconds, stored_level)
+        level = 0 if self.mode == "off" else stored_level
+        views = ViewCosts(max(1, self.num_views), share_drawn)
+        return self._passes(costs, level, stored_level, share, max_steps - step, views)
+
+    def _passes(
+        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int, views: ViewCosts
+    ) -> tuple[Pass, ...]:
+        steps = steps_left, self.steps_per_epoch
+        return passes_ahead(costs, level, stored_level, share, self.fits_share, *steps, views)
+
+    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
+        """Times, and the share of the samples that has rows; the cache is off from now on where that fails."""
+        cache, share = self._cache, 0.0
+        if cache is not None and cache.store.dropped is not None:
+            self.mode = "off"
+        try:
+            self._speed = self._speed or self._measure()
+            if cache is not None and stored_level and self.mode != "off":
+                share = cache.stored_share(self._samples)
+        except (OSError, ValueError, StoreDamagedError) as error:
+            self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
+            logger.warning(f"The activation cache stays off: {error}")
+        return CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write), share
+
+    def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
+        """Whether an evaluation set that will be read `passes_left` times, this time included, is stored as well.
+
+        By the costs of the last decision on the training set; it is at level `level`. Of the evaluation set the share
+        `fits_share` fits into what is left.
+        """
+        if self._costs is None:
+            return self.mode == "on" and passes_left > 1  # The layouts are replayed: nothing was measured.
+        return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, fits_share).use
+
+
+def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
+    """Write and read some rows of `length` tokens where the store will lie; raises as `StoreFolder.take`."""
+    folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
+    num_rows, samples = MEASURED_ROWS, np.arange(MEASURED_ROWS)
+    # Nothing is drawn: the run's own random numbers stay where they are.
+    activation = torch.zeros(num_rows, length, row_format.hidden_size)
+    fields = {
+        **{name: torch.zeros(num_rows, length, dtype=d) for name, d in row_format.token_fields.items()},
+        **{name: torch.zeros(num_rows, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},
+    }
+    rows = activation, np.full(num_rows, length), fields, np.zeros(num_rows, dtype=np.uint64)
+    try:
+        store = ActivationStore.create(folder.folder, num_rows, row_format, 2**40, num_writers=1, row_length=length)
+        # The first write also makes the shards, which a run does now and then.
+        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *rows), number=2) / 2
+        read = min(repeat(lambda: store.read(samples[::-1], length), number=1, repeat=3))
+        store.close()
+    finally:
+        folder.remove()
+    return StorageSpeed(read / num_rows, write / num_rows)

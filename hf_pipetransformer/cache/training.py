@@ -1,0 +1,291 @@
+"""The activation cache of one training: it follows the layout, the weights below its entry, and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.chain import FrozenWeights
+from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_rows_here, samples_here
+from hf_pipetransformer.cache.parts import SampleSource
+from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
+from hf_pipetransformer.cache.store import fitting_share
+from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.runtime.context import Journal
+from hf_pipetransformer.runtime.execution import WritingRunner
+from hf_pipetransformer.runtime.pipeline import Pipeline
+
+
+class TrainingCache:
+    """Serves and stores what frozen layers give, for the training samples and for evaluations in training.
+
+    Its store is opened when a layout first caches layers.
+
+    Args:
+        loader: of the training samples.
+        source: these samples.
+        steps_per_epoch: optimizer steps.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pipeline: Pipeline,
+        inputs: CacheInputs,
+        loader: PipelineLoader,
+        source: SampleSource,
+        steps_per_epoch: int,
+    ) -> None:
+        self.trainer = trainer
+        self.pipeline = pipeline
+        self.inputs = inputs
+        self.topology = inputs.topology
+        self.journal = inputs.journal
+        self.loader = loader
+        self.source = source
+        self.stores = CacheStores(inputs)
+        row_format = inputs.row_format(source)
+        self.planner = CachePlanner(
+            mode=trainer.args.activation_cache,
+            # Workers read while the others compute.
+            input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
+            measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
+            fits_share=self._fitting_share(loader, source.num_views),
+            steps_per_epoch=steps_per_epoch,
+            write=self.journal.write,
+            num_views=0 if loader.views is None else source.num_views,
+        )
+        self._opened: ActivationCache | None = None
+        self._weights: FrozenWeights | None = None
+        self._digests: Mapping[int, str] = {}
+        self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
+        self._said_evaluation_mode = False
+
+    def _fitting_share(self, loader: PipelineLoader, num_views: int = 1) -> float:
+        """Of a loader's samples, rows as long as those of training: what fits into what the stores may still have."""
+        row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
+        num_samples, num_rows = (
+            len(loader.dataset) * num_views,
+            num_rows_here(self.topology, loader.dataset) * num_views,
+        )
+        return fitting_share(self.stores.max_bytes(), num_samples, row_format, row_length, num_rows)
+
+    # ---- following the layout ----
+
+    def follow(self) -> None:
+        """After a transition: serve rows that belong to the weights, up to the layout's layers. A collective call."""
+        stage = self.pipeline.stage
+        if stage.layout.cache_level and self._opened is None and self.planner.mode != "off":
+            self._opened = self.stores.open(self.loader, self.source)
+            if self._opened is None:
+                self.planner.mode = "off"
+            else:
+                self.planner.follow(self._opened, samples_here(self.topology, self.loader).numpy())
+        if self._opened is None:
+            return
+        if self.loader.views is not None:
+            self.loader.views.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
+        self._say_who_is_in_evaluation_mode()
+        self._name_weights(self._opened)
+        self.loader.take_from(self._opened)
+
+    @property
+    def write(self) -> Callable[[MicroBatch, torch.Tensor], None] | None:
+        """Stores what the frozen layers give for a micro-batch; None before a layout caches layers."""
+        return None if self._opened is None else self._opened.write
+
+    def prepare_transition(self) -> None:
+        """Let go of the weights that may leave this rank. A collective call of a pipeline's ranks."""
+        self.notice_changed_weights()
+        self._weights = None
+
+    def _say_who_is_in_evaluation_mode(self) -> None:
+        stage = self.pipeline.stage
+        if stage.stores_what_the_user_froze() and self.topology.rank == 0 and not self._said_evaluation_mode:
+            self._said_evaluation_mode = True
+            logger.warning(
+                f"What the script froze of the embeddings and the first {stage.layout.cache_level} layers runs in "
+                "evaluation mode, without dropout, because its activations are stored. activation_cache='off' keeps "
+                "it in training mode, as in Trainer."
+            )
+
+    def _name_weights(self, cache: ActivationCache) -> None:
+        stage, self._weights = self.pipeline.stage, None
+        if not stage.layout.cache_level:
+            self._digests = {}  # Nobody watches the weights now.
+            cache.use_weights([""])
+            return
+        self._weights = FrozenWeights(stage, self.trainer.args, self._digests)
+        self._digests = self._weights.digests
+        cache.use_weights(self._weights.keys)
+
+    def current(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A training batch, read again if a callback or a load has changed frozen weights since it was read.
+
+        What was stored for other weights is no hit then. A collective call of a pipeline's ranks.
+        """
+        self.notice_changed_weights(at_once=False)
+        _, tags = detach_tags(inputs)
+        if self._opened is None or tags is None or tags.stamp == self._opened.stamp:
+            return inputs
+        return self.loader.read_again(inputs)
+
+    def notice_changed_weights(self, at_once: bool = True) -> None:
+        """Name the frozen weights anew if they are not what they were. A collective call of a pipeline's ranks.
+
+        What was computed with weights that have not been looked at is stored only after this.
+
+        Args:
+            at_once: read the device; else what a write past autograd did is noticed a batch later there.
+        """
+        if self._opened is None or self._weights is None:
+            return
+        if self._weights.have_changed(at_once):
+            logger.warning("Weights of frozen layers were changed from outside: their activations are computed anew.")
+            self._digests = {}
+            self._name_weights(self._opened)
+        else:
+            self._opened.write_pending()
+
+    # ---- evaluation sets ----
+
+    def serve(self, loader: PipelineLoader, dataset: Any) -> None:
+        """Let an evaluation in training read and store activations too, if the set is read again and it pays."""
+        if self._opened is None or self._weights is None or not self._may_serve(dataset):
+            return
+        self.notice_changed_weights()
+        if id(dataset) not in self._of_evaluations:
+            cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
+            fits_share = self._fitting_share(loader)
+            if not self.topology.decide(
+                lambda: self.planner.pays_for_evaluation(cached_layers, passes_left, fits_share)
+            ):
+                return
+            source = self.inputs.source_of(loader, is_training=False)
+            opened = None if source is None else self.stores.open(loader, source, is_training=False)
+            # The data set is held, so that its id stays its own.
+            self._of_evaluations[id(dataset)] = dataset, opened
+        _, cache = self._of_evaluations[id(dataset)]
+        if cache is not None:
+            cache.use_weights(self._weights.keys)
+            loader.take_from(cache)
+
+    def _may_serve(self, dataset: Any) -> bool:
+        """Whether it is the run's own evaluation set, and nobody but Trainer looks at the batches.
+
+        User code may call the model with a part of the batch; of a stored sample the main input is no more than a
+        placeholder, and what is stored travels beside it.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        sets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
+        is_plain = host.has_plain_loss(trainer) and not host.is_overridden(trainer, "prediction_step")
+        shows_inputs = "inputs" in args.include_for_metrics
+        return (
+            any(own is dataset for own in sets) and is_plain and not shows_inputs | args.dataloader_persistent_workers
+        )
+
+    def _evaluations_left(self) -> float:
+        """How often the evaluation set will be read, this time included."""
+        args, state = self.trainer.args, self.trainer.state
+        if args.eval_strategy == "no":
+            return 1
+        is_by_steps = args.eval_strategy == "steps"
+        interval = max(1, int(state.eval_steps)) if is_by_steps else self.planner.steps_per_epoch
+        return 1 + (state.max_steps - state.global_step) // interval
+
+    @contextmanager
+    def storing_for(self, loader: Any) -> Iterator[None]:
+        """What the pipeline predicts inside belongs to the data set of `loader`."""
+        cache, pipeline = getattr(loader, "rows", None), self.pipeline
+        if not isinstance(cache, ActivationCache):
+            yield
+            return
+        shell = pipeline.shell
+
+        def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+            cache.write(micro_batch, hidden)
+            cache.write_pending()  # Nobody changes weights while a set is evaluated.
+
+        runner = shell.runner
+        # Also with one stage it is the engine that knows what to do with a stored activation.
+        shell.runner = WritingRunner(pipeline.runner, write_now)
+        try:
+            yield
+        finally:
+            shell.runner = runner
+            cache.wait_for_writes()
+
+    # ---- reports, and the end ----
+
+    def report(self) -> tuple[int, int]:
+        """Once an epoch, what the cache did: samples read, and computed for want of a row. A collective call."""
+        if self._opened is None:
+            return 0, 0
+        if is_apart(self.trainer.args.device):
+            self.notice_changed_weights()
+            # No sample of the next epoch is computed because its row is still on its way.
+            self._opened.wait_for_writes()
+        store = self._opened.store
+        own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
+        counts: list[Mapping[str, float]] = self.topology.gather(own)
+        totals = {name: sum(count[name] for count in counts) for name in counts[0]}
+        self.journal.write("cache", what="epoch", **totals)
+        self._drop_on_all_nodes(self._opened)
+        reads = totals["hits"] + totals["misses"]
+        if reads:
+            # An entry of its own, of this epoch: Trainer has logged the last step, and the run may be over.
+            self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
+        return int(totals["hits"]), int(totals["misses"])
+
+    def _drop_on_all_nodes(self, cache: ActivationCache) -> None:
+        """A store that was given up on one node is given up on all. A collective call.
+
+        Rows of other nodes are right still, but one node's reason (the data set changes) may be all nodes', and
+        decisions count on hits that a node no longer has. The ranks of a node know at once.
+        """
+        reason = self.inputs.first_told(cache.store.dropped)
+        if reason is None:
+            return
+        self.planner.mode = "off"
+        if cache.store.dropped is None:
+            cache.switch_off(reason)
+
+    def close(self) -> None:
+        """Nothing is left behind, unless it was asked for."""
+        self.stores.close()
+
+
+def begin_cache(
+    trainer: Trainer, pipeline: Pipeline, journal: Journal, topology: Any, loader: Any, steps_per_epoch: int
+) -> TrainingCache | None:
+    """Look whether what frozen layers give may be stored, before anything is; None if not. A collective call.
+
+    Raises:
+        ValueError: a cache that was asked for cannot lie where it was asked for.
+    """
+    if trainer.args.activation_cache == "off":
+        return None
+    inputs = CacheInputs(trainer.args, topology, journal, pipeline.start_up)
+    if trainer.args.cuts_tokens:
+        inputs.say_off("pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
+        return None
+    if pipeline.layout.is_asynchronous:
+        inputs.say_off(
+            "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'.", True
+        )
+        return None
+    source = inputs.source_of(loader)
+    if source is None:
+        return None
+    keep_on_nodes(trainer.args, topology, journal, loader)
+    return TrainingCache(trainer, pipeline, inputs, loader, source, steps_per_epoch)

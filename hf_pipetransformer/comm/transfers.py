@@ -1,0 +1,309 @@
+"""Batched point-to-point transfers, JSON messages as tensors, and moves of many tensors in rounds.
+
+Every transfer of the package is posted here, in a batch, even a single one. On NCCL a transfer outside a batch makes a
+communicator for its two ranks, which blocks the host until the other rank joins it; a batch uses the communicator of
+its group, which a collective has made before. The first transfer of a pair in one direction still connects the two and
+may block both hosts, so a group whose ranks do not meet in one call anyway is rehearsed when it is made.
+
+Moves go in rounds with bounded memory: all ranks pass the same rounds in one order and post at once what they have to
+do in a round. A rank waits only for ranks in the same or an earlier round, so waits cannot form a circle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.comm.errors import guarded, present_limit, wait_for
+
+
+def plain(value: Any, what: str) -> Any:
+    """`value` as it comes back from JSON.
+
+    Raises:
+        ValueError: it holds something that JSON does not; `what` names the value.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item, what) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+    raise ValueError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: nothing is pickled, so only tensors, "
+        "numbers, texts, lists and dicts with names can be saved. Use another optimizer, scheduler or policy, or "
+        "set save_only_model=True."
+    )
+
+
+_ALIGNMENT = 16
+_HEADER_BYTES = 8
+
+
+def pack(tree: Any) -> torch.Tensor:
+    """Serialise nested dicts, lists and tuples of tensors and plain JSON values into a `uint8` tensor.
+
+    A tensor whose elements all share one memory cell (an expanded placeholder) travels as that single element.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a JSON value.
+    """
+    chunks: list[torch.Tensor] = []
+    description = _describe(tree, chunks)
+    header = json.dumps(description).encode()
+    start = _aligned(_HEADER_BYTES + len(header))
+    sizes = [chunk.numel() for chunk in chunks]
+    message = torch.zeros(start + sum(_aligned(size) for size in sizes), dtype=torch.uint8)
+    message[:_HEADER_BYTES].view(torch.int64)[0] = len(header)
+    message[_HEADER_BYTES : _HEADER_BYTES + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for chunk, size in zip(chunks, sizes, strict=True):
+        message[start : start + size] = chunk
+        start += _aligned(size)
+    return message
+
+
+def unpack(message: torch.Tensor) -> Any:
+    """The inverse of `pack`. The tensors are views into `message`."""
+    header_size = int(message[:_HEADER_BYTES].view(torch.int64)[0])
+    header = bytes(message[_HEADER_BYTES : _HEADER_BYTES + header_size].numpy())
+    reader = _Reader(message, _aligned(_HEADER_BYTES + header_size))
+    return reader.build(json.loads(header))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensor = tree.detach().cpu()
+        is_placeholder = tensor.numel() > 1 and not any(tensor.stride())
+        shape = list(tensor.shape)
+        if is_placeholder:
+            tensor = tensor.as_strided((1,), (1,))
+        chunks.append(tensor.contiguous().reshape(-1).view(torch.uint8))
+        return {"t": str(tensor.dtype).removeprefix("torch."), "s": shape, "p": is_placeholder}
+    if isinstance(tree, dict):
+        return {"d": [[key, _describe(value, chunks)] for key, value in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        return {"l" if isinstance(tree, list) else "u": [_describe(value, chunks) for value in tree]}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return {"v": tree}
+    raise TypeError(
+        f"A batch or model output holds a {type(tree).__name__}, which cannot be sent to the other pipeline stages: "
+        "expected tensors, numbers, strings, None, or dicts, lists and tuples of these. Remove it in the collator."
+    )
+
+
+class _Reader:
+    """Walks a description and cuts the tensors out of the message."""
+
+    def __init__(self, message: torch.Tensor, start: int) -> None:
+        self.message = message
+        self.position = start
+
+    def build(self, node: dict[str, Any]) -> Any:
+        if "t" in node:
+            return self._tensor(getattr(torch, node["t"]), node["s"], node["p"])
+        if "d" in node:
+            return {key: self.build(value) for key, value in node["d"]}
+        if "l" in node:
+            return [self.build(value) for value in node["l"]]
+        if "u" in node:
+            return tuple(self.build(value) for value in node["u"])
+        return node["v"]
+
+    def _tensor(self, dtype: torch.dtype, shape: list[int], is_placeholder: bool) -> torch.Tensor:
+        count = 1 if is_placeholder else torch.Size(shape).numel()
+        size = count * dtype.itemsize
+        raw = self.message[self.position : self.position + size]
+        self.position += _aligned(size)
+        tensor = raw.view(dtype)
+        return tensor.expand(shape) if is_placeholder else tensor.view(shape)
+
+
+Transfer = dist.P2POp
+"""One tensor that leaves this rank or comes to it."""
+
+
+def sending(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
+    """A contiguous `tensor` to global rank `peer`; it must stay unchanged until the transfer is done."""
+    return dist.P2POp(dist.isend, tensor, peer, group)
+
+
+def receiving(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
+    """Global rank `peer`'s next message into a contiguous `tensor`."""
+    return dist.P2POp(dist.irecv, tensor, peer, group)
+
+
+def post(transfers: Sequence[Transfer]) -> list[Any]:
+    """Start transfers that belong together; two ranks' messages match by their order, there are no tags.
+
+    Within one call no transfer waits for another. Two calls on one group run one after the other, on both ranks, so
+    what waits for each other (an exchange) has to be in one call of each rank, or on two groups.
+
+    Args:
+        transfers: all on one group, whose ranks have met in a collective before; tensors on its device.
+
+    Returns:
+        What to wait for, all of it: NCCL gives one handle for the call, gloo one for each transfer.
+    """
+    assert len({id(transfer.group) for transfer in transfers}) <= 1, "one batch is one group's"
+    if not transfers:
+        return []
+    if not _goes_through_host(transfers[0]):
+        return dist.batch_isend_irecv(list(transfers))
+    staged = [_Staged(transfer) for transfer in transfers]
+    for each, work in zip(staged, dist.batch_isend_irecv([each.on_host for each in staged]), strict=True):
+        each.work = work
+    return list(staged)
+
+
+def _goes_through_host(transfer: Transfer) -> bool:
+    """gloo transfers host memory only: two processes on one GPU, which NCCL refuses, go through a copy."""
+    return not transfer.tensor.is_cpu and dist.get_backend(transfer.group) == "gloo"
+
+
+class _Staged:
+    """A transfer of a copy in host memory; what comes is on the device after `wait`."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._arrives = transfer.op.__name__ == "irecv"
+        self._tensor = transfer.tensor
+        host = torch.empty_like(self._tensor, device="cpu") if self._arrives else self._tensor.to("cpu", copy=True)
+        self.on_host = dist.P2POp(transfer.op, host, transfer.peer, transfer.group)
+        self.work: Any = None
+
+    def wait(self, *limit: Any) -> bool:
+        """Wait as a handle of `torch.distributed` does."""
+        is_done: bool = self.work.wait(*limit)
+        if self._arrives:
+            self._tensor.copy_(self.on_host.tensor)
+        return is_done
+
+
+def complete(transfers: Sequence[Transfer], timeout: float, what: str) -> None:
+    """Post transfers and wait for them, at most `timeout` seconds each on CPU tensors.
+
+    On a GPU the wait orders the current stream behind the transfers and does not block the host.
+
+    Raises:
+        PeerLostError: the other rank died, or `timeout` passed; `what` says what was awaited.
+    """
+    on_cpu = all(transfer.tensor.is_cpu for transfer in transfers)
+    for work in guarded(lambda: post(transfers), what):
+        wait_for(work, timeout if on_cpu else None, what)
+
+
+class Outbox:
+    """Messages on their way; they are kept until they have left.
+
+    Args:
+        timeout: seconds that a message may take.
+        what: names what is sent, for errors.
+    """
+
+    def __init__(self, timeout: float, what: str) -> None:
+        self.timeout = timeout
+        self.what = what
+        self._leaving: deque[list[tuple[Any, tuple[torch.Tensor, ...]]]] = deque()
+
+    def send(self, tree: Any, peers: Iterable[int], group: Any) -> None:
+        """Start to send a tree to some ranks of a gloo `group`; `take` receives it there."""
+        message = pack(tree)
+        tensors = (torch.tensor([message.numel()]), message)
+        works = [work for peer in peers for work in post([sending(tensor, peer, group) for tensor in tensors])]
+        self._leaving.append([(work, tensors) for work in works])
+
+    def flush(self, num_kept: int = 0) -> None:
+        """Wait until everything has left but the last trees that were sent, `num_kept` at most."""
+        while len(self._leaving) > num_kept:
+            for work, _tensors in self._leaving.popleft():
+                wait_for(work, self.timeout, self.what)
+
+
+def take(source: int, group: Any, what: str) -> Any:
+    """The next tree that rank `source` sends to this one; `what` says what is awaited, for errors."""
+    size = torch.zeros(1, dtype=torch.int64)
+    _receive(size, source, group, what)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    _receive(message, source, group, what)
+    return unpack(message)
+
+
+def _receive(tensor: torch.Tensor, source: int, group: Any, what: str) -> None:
+    for work in guarded(lambda: post([receiving(tensor, source, group)]), what):
+        wait_for(work, present_limit(), what)
+
+
+ROUND_BYTES = 2**28
+"""What a rank receives in a round at most, unless a single thing is larger: the memory that moving takes beside."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One tensor on its way.
+
+    Args:
+        tensor: contiguous; what leaves, or the memory of what comes.
+        peer: global rank at the other end.
+        is_leaving: whether it goes to the peer or comes from it.
+        what: for error texts, "units (3,) from rank 0 to rank 1".
+    """
+
+    tensor: torch.Tensor
+    peer: int
+    is_leaving: bool
+    what: str
+
+
+def in_rounds(sizes: Sequence[int]) -> list[range]:
+    """Cut things of `sizes` bytes, the same on all ranks, into rounds: indices of neighbours. Pure."""
+    rounds: list[range] = []
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > ROUND_BYTES:
+            rounds.append(range(start, index))
+            start, total = index, 0
+        total += size
+    return [*rounds, range(start, len(sizes))] if sizes else []
+
+
+def carry(parcels: Sequence[Parcel], control: Any, timeout: float) -> None:
+    """This rank's part of one round; the messages of two ranks match by their order.
+
+    Tensors on a device travel over the world group, whose backend is the device's own and whose ranks have met before;
+    those on the CPU over `control`.
+
+    Args:
+        control: a gloo group of all ranks that take part.
+        timeout: seconds that any rank may wait for another.
+
+    Raises:
+        PeerLostError: a rank died, or `timeout` passed.
+    """
+    works: list[tuple[Any, Parcel]] = []
+    for group, is_cpu in ((control, True), (None, False)):
+        part = [parcel for parcel in parcels if parcel.tensor.is_cpu == is_cpu and parcel.tensor.numel()]
+        if part:
+            started = guarded(partial(_start, part, group), f"moving {part[0].what}")
+            # NCCL has one handle for all.
+            works += zip(started, part, strict=len(started) == len(part))
+    for work, parcel in works:
+        wait_for(work, timeout if parcel.tensor.is_cpu else None, f"moving {parcel.what}")
+
+
+def _start(parcels: Sequence[Parcel], group: Any) -> list[Any]:
+    transfers = []
+    for parcel in parcels:
+        make = sending if parcel.is_leaving else receiving
+        # Backends know few dtypes, but all know bytes.
+        transfers.append(make(parcel.tensor.reshape(-1).view(torch.uint8), parcel.peer, group))
+    return post(transfers)

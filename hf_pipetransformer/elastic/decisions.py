@@ -1,0 +1,279 @@
+"""What rank 0 decides for all ranks: how many layers freeze or thaw, which layout follows, what is stored where.
+
+Called through `Topology.decide`, so on rank 0 alone; nothing here knows of other ranks or waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from hf_pipetransformer.cache.planner import CachePlanner
+from hf_pipetransformer.freeze.policies import in_words, outlook
+from hf_pipetransformer.freeze.policy import (
+    PREDICTED_SECONDS,
+    Decision,
+    DecisionClock,
+    FreezePolicy,
+    FreezeSignal,
+    decide,
+)
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.planning.costs import unit_backwards, unit_forwards
+from hf_pipetransformer.planning.forecast import seconds_left
+from hf_pipetransformer.planning.microbatches import Report, calibrate
+from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
+from hf_pipetransformer.planning.storing import Pass
+from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import attention_of
+
+
+Write = Callable[..., None]
+"""Writes an event: its kind and its fields."""
+
+NUM_FRUITLESS_DECISIONS = 2
+"""So many in a row, beside those at which the policy only looks, are worth a warning."""
+NEVER = -1
+"""In place of the step of the next decision: there is none."""
+
+
+@dataclass
+class Decisions:
+    """Asks the freeze policy, and plans the layout that follows.
+
+    Args:
+        policy: the freeze policy.
+        clock: when it is asked.
+        args: the options.
+        inputs: for planning.
+        num_frozen: layers frozen at the start.
+        world_size: ranks.
+        units_of_parameter: name of each parameter that the user trains to the units that use it.
+        write: writes an event.
+        cache: says at each freeze and thaw how far up activations are stored; None without a cache.
+        num_frozen_by_user: layers that the script froze, which are never thawed.
+    """
+
+    policy: FreezePolicy
+    clock: DecisionClock
+    args: PipeTransformerArguments
+    inputs: PlanInputs
+    num_frozen: InitVar[int]
+    world_size: int
+    units_of_parameter: Mapping[str, tuple[int, ...]]
+    write: Write
+    cache: CachePlanner | None
+    num_frozen_by_user: int = 0
+
+    def __post_init__(self, num_frozen: int) -> None:
+        self._num_wanted = float(num_frozen)
+        self._num_fruitless = 0
+        self._calibrated = (self.inputs.units, self.inputs.overheads)
+
+    def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
+        """What may freeze and when, in words, and whether stored activations can be read."""
+        num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
+        policy, kept = self.policy, self.args.freeze_min_active_layers
+        coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
+        writing = steps_per_epoch if self.cache is None else self.cache.writing_steps
+        return in_words(coming, num_layers, num_frozen, clock.max_steps, writing, policy.num_watched, policy.may_thaw)
+
+    def next_step(self, step: int) -> int:
+        """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
+        steps = range(step, self.clock.max_steps)
+        return next((later for later in steps if self.policy.is_due(later, self.clock)), NEVER)
+
+    def freeze(
+        self,
+        step: int,
+        layout: Layout,
+        reports: Sequence[Report],
+        measured: Mapping[str, tuple[float, ...]],
+        known_microbatches: Mapping[tuple[int, int], int],
+        learning_rate: float = 0.0,
+    ) -> dict[str, Any]:
+        """Ask the policy before optimizer step number `step`.
+
+        Args:
+            layout: in force.
+            reports: by rank, of the steps under it; empty ones did not measure.
+            measured: what the policy needs of the ranks: fields of `FreezeSignal`.
+            known_microbatches: the M that trials found best, by K and V.
+            learning_rate: see `FreezeSignal`.
+
+        Returns:
+            As JSON values the step of the next decision, the `change`: None, or the next layout and why, and whether
+            activations can be stored, which measuring for the decision may have found out.
+        """
+        num_layers, num_frozen = layout.num_layers, layout.num_frozen_layers
+        found = dict(measured)
+        if PREDICTED_SECONDS in self.policy.needs:
+            self._calibrate(layout, reports)
+            found[PREDICTED_SECONDS] = self._predicted_seconds(layout, step, known_microbatches)
+        signal = FreezeSignal(
+            step,
+            self.clock.max_steps,
+            num_layers,
+            num_frozen,
+            self._num_wanted,
+            **found,
+            learning_rate=learning_rate,
+            num_frozen_by_user=self.num_frozen_by_user,
+        )
+        decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
+        self._num_wanted = decision.num_wanted
+        change = None
+        if decision.freezes or decision.thaws:
+            self._calibrate(layout, reports)
+            plan = self._plan(decision.num_frozen, layout, step, known_microbatches)
+            totals = [report["total"] for report in reports if report]
+            change = _as_change(plan, self.policy.explain(signal), max(totals, default=None))
+            self._report(decision, self._frozen_in_use(layout, plan.layout))
+        else:
+            self._report(decision, [])
+        has_cache = self.cache is not None and self.cache.mode != "off"
+        return {"next_step": self.next_step(step + 1), "change": change, "has_cache": has_cache}
+
+    def adapt_to_cache(
+        self, step: int, layout: Layout, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> dict[str, Any] | None:
+        """The change to a layout that stores what the frozen layers give, if that pays, or no longer does."""
+        plan = self._plan(layout.num_frozen_layers, layout, step, known_microbatches)
+        if plan.layout.cache_level == layout.cache_level:
+            return None
+        reason = "frozen from the start" if plan.layout.cache_level else "nothing is stored any more"
+        return _as_change(plan, reason, None)
+
+    def _calibrate(self, layout: Layout, reports: Sequence[Report]) -> None:
+        if any(reports):
+            self._calibrated = calibrate(self.inputs.units, self.inputs.overheads, layout, reports)
+
+    def _predicted_seconds(
+        self, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> tuple[float, ...]:
+        """See `FreezeSignal.predicted_seconds`."""
+        kept = self.args.freeze_min_active_layers if self.policy.keeps_minimum else 0
+        costs, overheads = self._calibrated
+        samples, accumulation = self.inputs.samples_per_device, self.args.gradient_accumulation_steps
+        found = [0.0] * (layout.num_layers + 1)
+        for num_frozen in range(layout.num_frozen_layers, max(layout.num_layers - kept, layout.num_frozen_layers) + 1):
+            level, passes = self._foreseen(num_frozen, layout, step)
+            # Nothing moves while nothing freezes.
+            is_new = num_frozen > layout.num_frozen_layers
+            planned = self._plan_with(num_frozen, layout, level, known_microbatches).layout if is_new else layout
+            found[num_frozen] = seconds_left(planned, passes, costs, overheads, samples, accumulation)
+        return tuple(found)
+
+    def _foreseen(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, tuple[Pass, ...]]:
+        """The layers that would be stored with `num_frozen` frozen, and the steps to come."""
+        now, last = layout.cache_level, self.clock.max_steps
+        if self.cache is None:
+            return 0, (Pass(last - step),)
+        prefix = self._prefix_seconds(num_frozen)
+        if num_frozen == layout.num_frozen_layers:
+            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share)
+        return self.cache.foresee(prefix, num_frozen, now, step, last, self._active_seconds(num_frozen))
+
+    def _plan(
+        self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> Plan:
+        level, share = self._cached(num_frozen, layout, step)
+        plan = self._plan_with(num_frozen, layout, level, known_microbatches)
+        return replace(plan, layout=replace(plan.layout, fresh_share=share))
+
+    def _plan_with(
+        self, num_frozen: int, layout: Layout, cache_level: int, known_microbatches: Mapping[tuple[int, int], int]
+    ) -> Plan:
+        costs, overheads = self._calibrated
+        return plan_transition(
+            layout,
+            num_frozen,
+            costs,
+            overheads,
+            replace(self.inputs.rules, known_microbatches=known_microbatches),
+            self.world_size,
+            self.inputs.samples_per_device,
+            self.args.gradient_accumulation_steps,
+            cache_level,
+        )
+
+    def _cached(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, float]:
+        """Layers whose output is stored from now on, and the share of the samples that a pass draws anew."""
+        if self.cache is None:
+            return 0, 0.0
+        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)
+        until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
+        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, until, active)
+        return decision.level if decision.use else 0, decision.fresh_share
+
+    def _active_seconds(self, num_frozen: int) -> float:
+        """Seconds per sample of forward and backward above `num_frozen` layers."""
+        costs, _ = self._calibrated
+        return sum(unit_forwards(costs, num_frozen)) + sum(unit_backwards(costs, num_frozen))
+
+    def _prefix_seconds(self, num_frozen: int) -> list[float]:
+        """By number of layers, up to `num_frozen`: seconds per sample of the forward of embeddings and layers."""
+        costs, _ = self._calibrated
+        sums = [0.0, *accumulate(costs.forward)]
+        return [sums[attention_of(level)] for level in range(num_frozen + 1)]
+
+    def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
+        """Parameters that freeze with the prefix although units above it use them too."""
+        return [
+            name
+            for name, units in self.units_of_parameter.items()
+            if old.first_active_unit <= units[0] < new.first_active_unit <= units[-1]
+        ]
+
+    def _report(self, decision: Decision, frozen_in_use: list[str]) -> None:
+        self.write("freeze", policy=self.policy.describe(), shared=frozen_in_use, **decision.as_event())
+        if frozen_in_use:
+            logger.warning(
+                f"Frozen with the first layers although layers above use them too: {', '.join(frozen_in_use)}."
+            )
+        if decision.freezes or decision.thaws:
+            self._num_fruitless = 0
+            return
+        self._num_fruitless += 1
+        signal, frozen = decision.signal, f"{decision.num_frozen} of {decision.signal.num_layers} layers"
+        why = self.policy.explain(signal)
+        if decision.is_held_back and self.policy.keeps_minimum:
+            why = f"freeze_min_active_layers={self.args.freeze_min_active_layers} keeps the others active; {why}"
+        announce(f"Step {signal.step}: nothing newly frozen, {frozen} are ({why}).")
+        is_full = decision.num_frozen >= signal.num_layers - self.args.freeze_min_active_layers
+        most = NUM_FRUITLESS_DECISIONS + self.policy.num_watched
+        if self._num_fruitless == most and not is_full:
+            logger.warning(
+                f"{most} freeze decisions in a row froze nothing (policy "
+                f"{self.policy.describe()}, {frozen} frozen). If that goes on, the run gains nothing over plain "
+                "training: consider freeze_policy='schedule'."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to take the same decisions."""
+        return {
+            "num_wanted": self._num_wanted,
+            "num_fruitless": self._num_fruitless,
+            "policy": dict(self.policy.state()),
+        }
+
+    def load_state(self, state: Mapping[str, Any], is_same_policy: bool) -> None:
+        """Go on from `state`; what one policy answered and remembers is nothing to another."""
+        if not is_same_policy:
+            return
+        self._num_wanted = float(state["num_wanted"])
+        self._num_fruitless = int(state["num_fruitless"])
+        self.policy.load_state(state["policy"])
+
+
+def _as_change(plan: Plan, reason: str, measured: float | None) -> dict[str, Any]:
+    return {
+        "layout": plan.layout.as_event(),
+        "reason": reason,
+        "predicted": plan.prediction.seconds,
+        "alternatives": {str(pipeline_size): seconds for pipeline_size, seconds in plan.alternatives.items()},
+        "measured": measured,
+    }

@@ -1,0 +1,158 @@
+"""Where layers may be thawed, and how long pipelines may grow then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import Trainer
+
+from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.elastic.controller import Change, LayoutController
+from hf_pipetransformer.elastic.migration import OptimizerState
+from hf_pipetransformer.elastic.transition import change_layout
+from hf_pipetransformer.freeze.policy import FreezePolicy
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.report import announce
+from hf_pipetransformer.runtime.context import Journal, Patience, Seeds
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.schedules.layout import Layout, counted
+
+
+def longest_pipeline(
+    layout: Layout, first: Layout | None, policy: FreezePolicy, replay: Mapping[int, Layout] | None
+) -> int:
+    """The longest K that a run may have from here on: it grows where layers are thawed, or as it is replayed.
+
+    Args:
+        layout: in force.
+        first: under which the run began, if that was another one.
+        policy: decides what freezes.
+        replay: optimizer step to the layout from then on, of an earlier run; then the policy is not asked.
+    """
+    coming = [] if replay is None else list(replay.values())
+    if replay is None and policy.may_thaw and first is not None:
+        coming = [first]
+    return max(each.pipeline_size for each in (layout, *coming))
+
+
+def check_thawing(
+    args: PipeTransformerArguments, policy: FreezePolicy, replay: Mapping[int, Layout] | None, pipeline_size: int
+) -> None:
+    """Refuse to thaw under schedules with which it has not been verified.
+
+    Args:
+        args: the options.
+        policy: decides what freezes.
+        replay: optimizer step to the layout from then on, of an earlier run; then the policy is not asked.
+        pipeline_size: the longest K that the run may have.
+
+    Raises:
+        ValueError: layers may be thawed on stages that are at different steps or run slices of sequences.
+    """
+    counts = [] if replay is None else [layout.num_frozen_layers for _, layout in sorted(replay.items())]
+    thaws = policy.may_thaw if replay is None else counts != sorted(counts)
+    if thaws and pipeline_size > 1 and (args.is_asynchronous or args.cuts_tokens):
+        who = "layout_plan" if replay is not None else f"the freeze policy {policy.name!r}"
+        raise ValueError(
+            f"pipeline_schedule={args.pipeline_schedule!r} while {who} may unfreeze layers: that has not been "
+            "verified. Use pipeline_schedule='1f1b', or let the number of frozen layers only grow."
+        )
+
+
+@dataclass
+class Transitions:
+    """Changes the layout of a training as its controller says.
+
+    Args:
+        trainer: tells the step.
+        topology: the ranks.
+        journal: for the events.
+        patience: ranks wait longer for each other while something changes.
+        seeds: of the ranks' generators, new after each transition.
+        pipeline: that is moved.
+        controller: decides.
+        optimizer: its state moves with the parameters.
+        cache: follows; None where nothing may be stored.
+        loader: follows; None for one of the user's own.
+    """
+
+    trainer: Trainer
+    topology: Topology
+    journal: Journal
+    patience: Patience
+    seeds: Seeds
+    pipeline: Pipeline
+    controller: LayoutController
+    optimizer: OptimizerState
+    cache: TrainingCache | None
+    loader: PipelineLoader | None
+
+    def before_step(self) -> Change | None:
+        """Have the controller decide, and take what it decided into effect; the move to another layout, if any."""
+        step, pipeline, moved = self.trainer.state.global_step, self.pipeline, None
+        if self.controller.decides_before(step):
+            self.patience.rest()  # Rank 0 may measure the disk while the others wait.
+        for ask in (self.controller.change_before, self.controller.change_without_cache):
+            change = ask(step, pipeline.stage)
+            if change is not None and change.moves:
+                self.patience.rest()
+                self.move(change)
+                moved = change
+            elif change is not None:
+                pipeline.stage.layout = change.layout
+                self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+        self.controller.begin_step(pipeline.stage)
+        return moved
+
+    def move(self, change: Change) -> None:
+        """A transition: the run goes on under another layout, with the same weights and the same next batch."""
+        start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
+        pipeline.settle()
+        if self.cache is not None:
+            self.cache.prepare_transition()
+        self.journal.tried = pipeline.start_up.plans.trying(change.layout)
+        probe, settings = pipeline.start_up.probe, pipeline.settings
+        stage, num_bytes = change_layout(pipeline.stage, change.layout, probe, self.topology, settings, self.optimizer)
+        pipeline.take(stage)
+        if self.cache is not None:
+            self.cache.follow()
+        for loader in (self.loader, *pipeline.persistent_loaders.values()):
+            if loader is not None:
+                loader.follow(stage.groups)
+        self.seeds.num_transitions += 1
+        self.seeds.part(stage)
+        self._report(change, old, time.perf_counter() - start, num_bytes)
+
+    def _report(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
+        new, predicted, measured = change.layout, change.predicted, change.measured
+        self.journal.write(
+            "transition",
+            **{"from": old.as_event(), "to": new.as_event()},
+            seconds=seconds,
+            bytes_moved=num_bytes,
+            measured_step_s=measured,
+            predicted_step_s=predicted,
+            alternatives=change.alternatives,
+            reason=change.reason,
+        )
+        if self.topology.rank != 0:
+            return
+        gain = ""
+        if measured and predicted:
+            gain = (
+                f" A step took {measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms are predicted from here on "
+                f"({measured / predicted:.2f}x)."
+            )
+        frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
+        if new.num_frozen_layers < old.num_frozen_layers:
+            count = old.num_frozen_layers - new.num_frozen_layers
+            frozen = f"{counted(count, 'layer')} unfrozen, {frozen}"
+        moved = ""
+        if (old.places, old.boundaries) != (new.places, new.boundaries):
+            shapes = " -> ".join(dict.fromkeys((old.shape_in_words, new.shape_in_words)))
+            moved = f" {shapes}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s."
+        announce(f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")

@@ -1,0 +1,340 @@
+"""The engine: runs a rank's action list over the links between stages.
+
+It knows when something is computed and what travels where; stage programs know what is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hf_pipetransformer.comm.errors import wait_for
+from hf_pipetransformer.comm.transfers import post, receiving, sending
+from hf_pipetransformer.engine.program import MicroBatches, StageProgram
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, Op, Row
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor once it is whole (receive) or may be reused (send)."""
+
+
+class Link(Protocol):
+    """One direction of traffic between two stages; messages match by their order alone."""
+
+    def receive(self, shape: tuple[int, ...]) -> Pending:
+        """Post the receive of the next message."""
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        """Start sending `tensor` as the next message; it must stay unchanged until the send is waited for."""
+
+    def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A message that says nothing."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link to another rank.
+
+    Args:
+        peer: the neighbour's global rank.
+        group: process group of the two, used for nothing else, so that messages match by their order alone and wait
+            for nothing else; rehearsed, so that no transfer blocks the host.
+        description: for error texts, "activations from stage 0 (rank 2)".
+        dtype: of what travels.
+        device: where it comes from or goes to.
+        timeout: seconds that a transfer may take.
+    """
+
+    peer: int
+    group: Any
+    description: str
+    dtype: torch.dtype
+    device: torch.device
+    timeout: float
+
+    def receive(self, shape: tuple[int, ...]) -> Pending:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return _Posted(tensor, post([receiving(tensor, self.peer, self.group)]), f"receiving {self.description}", self)
+
+    def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        tensor = tensor.detach().contiguous()
+        return _Posted(tensor, post([sending(tensor, self.peer, self.group)]), f"sending {self.description}", self)
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A transfer and the tensor that it fills or reads."""
+
+    tensor: torch.Tensor
+    works: list[Any]
+    what: str
+    wire: Wire
+
+    def wait(self) -> torch.Tensor:
+        """See `Pending`.
+
+        Raises:
+            PeerLostError: the neighbour died, or `pipeline_timeout` passed.
+        """
+        for work in self.works:
+            wait_for(work, self.wire.timeout if self.tensor.is_cpu else None, self.what)
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Local:
+    """In place of a link: the neighbouring stage is another one of this rank.
+
+    Args:
+        chunk: which.
+    """
+
+    chunk: int
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """Where a stage's activations and gradients come from and go to; None at the ends of the pipeline."""
+
+    forward_in: Link | Local | None = None
+    forward_out: Link | Local | None = None
+    backward_in: Link | Local | None = None
+    backward_out: Link | Local | None = None
+
+
+class Engine:
+    """Runs the stages of one rank.
+
+    Args:
+        programs: of this rank's stages, by chunk.
+        links: of this rank's stages, by chunk.
+        meter: where the time of computations is written down.
+    """
+
+    def __init__(self, programs: Sequence[StageProgram], links: Sequence[StageLinks], meter: StepMeter) -> None:
+        self.programs = programs
+        self.links = links
+        self.meter = meter
+
+    def begin(self, row: Row, micro_batches: MicroBatches, is_training: bool = True) -> Run:
+        """Start to execute a row.
+
+        Args:
+            row: of this rank; more may follow, see `Run.extend`.
+            micro_batches: by their number in the row; asked for as they are needed.
+            is_training: keep what backwards need where the row has them; else the programs predict.
+        """
+        return Run(self, row, micro_batches, is_training)
+
+
+class Run:
+    """One execution of a row, in as many parts as its caller likes."""
+
+    def __init__(self, engine: Engine, row: Row, micro_batches: MicroBatches, is_training: bool) -> None:
+        self.row = row
+        self.num_posted: Counter[Op] = Counter()
+        """Transfers of each kind that were posted."""
+        self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
+        self.micro_batches = micro_batches
+        self.is_training = is_training
+        # A stage without backwards is frozen: nothing of its forwards is kept.
+        self._active = _trained(row)
+        self._position = 0
+        self._arriving: dict[Action, Pending] = {}
+        self._to_send: dict[Action, torch.Tensor] = {}
+        self._leaving: dict[Action, Pending] = {}
+        self._results: dict[int, Any] = {}
+        for program in self.programs:
+            program.begin(row)
+
+    def extend(self, row: Row) -> None:
+        """Let `row` follow what was to be executed, all of which has been.
+
+        Raises:
+            ValueError: some of it has not.
+        """
+        if self._position < len(self.row):
+            raise ValueError(f"{len(self.row) - self._position} actions are left of the row before.")
+        self.row, self._position = row, 0
+        self._active |= _trained(row)
+        for program in self.programs:
+            program.extend(row)
+
+    def advance(self, until: Action | None = None, before: Action | None = None) -> None:
+        """Execute the row from where the last call stopped: to its end, or less.
+
+        Args:
+            until: the last action to execute.
+            before: the action to stop before.
+
+        Raises:
+            ValueError: the action does not lie ahead.
+        """
+        end, stop = len(self.row), until or before
+        if stop is not None:
+            if stop not in self.row[self._position :]:
+                raise ValueError(f"{stop} is not among the {end - self._position} actions that are left of the row.")
+            end = self.row.index(stop, self._position) + (until is not None)
+        with self.meter.part("pipeline"):
+            while self._position < end:
+                action = self.row[self._position]
+                _HANDLERS[action.op](self, action)
+                self._position += 1
+
+    def drain(self) -> list[Any]:
+        """Execute what is left and wait until all has left this rank.
+
+        Returns:
+            What the last stage gave for each micro-batch, in their order; nothing on a rank without the last stage.
+        """
+        self.advance()
+        with self.meter.part("pipeline"):
+            self._let_go(list(self._leaving))
+        return self.take_results()
+
+    def take_results(self) -> list[Any]:
+        """What the last stage gave since they were taken last, in the order of the micro-batches."""
+        results, self._results = self._results, {}
+        return [results[i] for i in sorted(results)]
+
+    def abandon(self, neighbours: Mapping[Op, int], shape_of: Callable[[int], tuple[int, ...]]) -> None:
+        """Stop amid the row, as all ranks do: what was sent is received, and what is awaited is sent, as zeros.
+
+        Afterwards no message is under way between the ranks, and nothing is kept. For rows of one stage, whose
+        micro-batches pass each link in the order of their numbers.
+
+        Args:
+            neighbours: how many transfers of each kind the rank at the other end of the link has posted.
+            shape_of: of the activation of a micro-batch.
+        """
+        links, (program,) = self.links[0], self.programs
+        for receive, link in ((Op.RECEIVE_FORWARD, links.forward_in), (Op.RECEIVE_BACKWARD, links.backward_in)):
+            for i in range(self.num_posted[receive], neighbours[receive]):
+                self._arriving[Action(receive, i)] = _wire(link, Action(receive, i)).receive(shape_of(i))
+        for send, link in ((Op.SEND_FORWARD, links.forward_out), (Op.SEND_BACKWARD, links.backward_out)):
+            for i in range(self.num_posted[send], neighbours[send]):
+                wire = _wire(link, Action(send, i))
+                self._leaving[Action(send, i)] = wire.send(wire.zeros(shape_of(i)))
+        for pending in (*self._arriving.values(), *self._leaving.values()):
+            pending.wait()
+        self._arriving.clear()
+        self._leaving.clear()
+        self._to_send.clear()
+        program.begin(())
+
+    # ---- computations ----
+
+    def _forward(self, action: Action) -> None:
+        _, i, chunk = action
+        program, links = self.programs[chunk], self.links[chunk]
+        received = self._take(links.forward_in, action, Op.RECEIVE_FORWARD)
+        run = program.forward if self.is_training else program.predict
+        with torch.set_grad_enabled(self.is_training and chunk in self._active), self.meter.part("forward"):
+            result = run(self.micro_batches[i], received)
+        if links.forward_out is None:
+            self._results[i] = result
+        else:
+            self._hand_on(result.detach(), links.forward_out, Op.SEND_FORWARD, Op.RECEIVE_FORWARD, action)
+
+    def _backward(self, action: Action) -> None:
+        op, i, chunk = action
+        program, links = self.programs[chunk], self.links[chunk]
+        received = self._take(links.backward_in, action, Op.RECEIVE_BACKWARD)
+        # The gradient came back, so the activation has long arrived.
+        self._let_go([action._replace(op=Op.SEND_FORWARD)])
+        run = program.backward if op is Op.BACKWARD else program.backward_input
+        with self.meter.part("backward"):
+            gradient = run(self.micro_batches[i], received)
+        if gradient is not None and links.backward_out is not None:
+            self._hand_on(gradient, links.backward_out, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD, action)
+
+    def _backward_weight(self, action: Action) -> None:
+        with self.meter.part("backward"):
+            self.programs[action.chunk].backward_weight(self.micro_batches[action.micro_batch])
+
+    # ---- transfers ----
+
+    def _hand_on(self, tensor: torch.Tensor, to: Link | Local, send: Op, receive: Op, action: Action) -> None:
+        """To another stage of this rank at once, to another rank when the row says so."""
+        if isinstance(to, Local):
+            self._arriving[Action(receive, action.micro_batch, to.chunk)] = _Here(tensor)
+        else:
+            self._to_send[action._replace(op=send)] = tensor
+
+    def _post_receive(self, action: Action) -> None:
+        links = self.links[action.chunk]
+        link = links.forward_in if action.op is Op.RECEIVE_FORWARD else links.backward_in
+        shape = self.micro_batches[action.micro_batch].activation_shape
+        self.num_posted[action.op] += 1
+        self._arriving[action] = _wire(link, action).receive(shape)
+
+    def _post_send(self, action: Action) -> None:
+        op, _, chunk = action
+        links = self.links[chunk]
+        if op is Op.SEND_BACKWARD or not self.is_training or chunk not in self._active:
+            # Nothing will come back that tells that the earlier ones have arrived.
+            self._let_go([sent for sent in self._leaving if (sent.op, sent.chunk) == (op, chunk)])
+        link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out
+        self.num_posted[op] += 1
+        self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
+
+    def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
+        """What arrived over `link` for `action`."""
+        if link is None:
+            return None
+        pending = self._arriving.pop(action._replace(op=receive), None)
+        if pending is None:
+            raise ValueError(f"The table has {action} before what it takes was received or handed over.")
+        return pending.wait()
+
+    def _let_go(self, sends: Sequence[Action]) -> None:
+        """Wait for sends, so that what was sent can be freed."""
+        for send in sends:
+            pending = self._leaving.pop(send, None)
+            if pending is not None:
+                pending.wait()
+
+
+def _trained(row: Row) -> set[int]:
+    """The stages of a rank whose backwards are in its row."""
+    return {action.chunk for action in row if action.op in BEGINS_BACKWARD}
+
+
+_HANDLERS: dict[Op, Callable[[Run, Action], None]] = {
+    Op.FORWARD: Run._forward,
+    Op.BACKWARD: Run._backward,
+    Op.BACKWARD_INPUT: Run._backward,
+    Op.BACKWARD_WEIGHT: Run._backward_weight,
+    Op.RECEIVE_FORWARD: Run._post_receive,
+    Op.RECEIVE_BACKWARD: Run._post_receive,
+    Op.SEND_FORWARD: Run._post_send,
+    Op.SEND_BACKWARD: Run._post_send,
+    Op.UPDATE: lambda _run, _action: None,  # The optimizer's step is the caller's.
+}
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What another stage of this rank gave."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor
+
+
+def _wire(link: Link | Local | None, action: Action) -> Link:
+    if link is None or isinstance(link, Local):
+        raise ValueError(f"The table has a transfer ({action}) where the layout has no link.")
+    return link

@@ -1,0 +1,238 @@
+"""Sums of gradients over replicas, and over the stages that share a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.comm.errors import guarded, wait_for
+from hf_pipetransformer.comm.staging import host_buffer
+from hf_pipetransformer.schedules import Action, Op, Row
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that this stage and others use (a tied embedding, say).
+
+    Args:
+        name: its first name in the model.
+        parameter: this stage's copy.
+        group: ranks of all stages that use it, over all replicas.
+        pipeline_group: ranks of this pipeline that use it.
+        owner: global rank in this pipeline that keeps its optimizer state: the first user.
+        is_owner: whether that is this rank.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    group: Any
+    pipeline_group: Any
+    owner: int
+    is_owner: bool
+
+    def reduced(self) -> torch.Tensor:
+        """Its gradient summed over stages and replicas, flat, and behind it how many of them had one."""
+        parameter = self.parameter
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flag = gradient.new_full((1,), 0.0 if parameter.grad is None else 1.0)
+        flat = torch.cat([gradient.reshape(-1), flag])
+        guarded(lambda: dist.all_reduce(flat, group=self.group), f"summing the gradient of {self.name} over stages")
+        return flat
+
+    def take(self, flat: torch.Tensor, is_used: bool) -> None:
+        """Take what `reduced` gave; afterwards only the owner has a gradient, and only if somebody had one."""
+        self.parameter.grad = flat[:-1].view_as(self.parameter) if self.is_owner and is_used else None
+
+    def share_value(self) -> None:
+        """Give the owner's value to the other stages of this pipeline."""
+        with torch.no_grad():
+            guarded(
+                lambda: dist.broadcast(self.parameter.data, src=self.owner, group=self.pipeline_group),
+                f"receiving the updated value of {self.name}",
+            )
+
+
+def share_values(shared: Sequence[SharedParameter]) -> None:
+    """Hand the updated values on, in one order on every rank."""
+    for entry in shared:
+        entry.share_value()
+
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class _Bucket:
+    """A flat buffer: the gradients of some parameters, then one flag each that says whether it had a gradient."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.num_ready = 0
+        self.work: Any = None
+        self._num_awaited: int | None = None
+        self._sizes = [parameter.numel() for parameter in parameters]
+        total = sum(self._sizes)
+        self._flat = parameters[0].new_zeros(total + len(parameters))
+        pieces = self._flat[:total].split(self._sizes)
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.flags = self._flat[total:]
+        self._own_flags = host_buffer(self.flags)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients of this step are there; those that are not trained in it are not on any replica."""
+        if self._num_awaited is None:  # Counted once a step: every hook asks.
+            self._num_awaited = sum(parameter.requires_grad for parameter in self.parameters)
+        return self.num_ready == self._num_awaited
+
+    def launch(self, group: Any, what: str) -> None:
+        """Copy the gradients in and start summing over `group`; parameters without gradient count as zeros."""
+        flags = [0.0 if parameter.grad is None else 1.0 for parameter in self.parameters]
+        # Read by the device before `GradientReducer.finish` returns, so the next step may overwrite it.
+        self._own_flags.copy_(torch.tensor(flags))
+        self.flags.copy_(self._own_flags, non_blocking=True)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+                parameter.grad = None  # The flat buffer holds it now; once is enough.
+        self.work = guarded(lambda: dist.all_reduce(self._flat, group=group, async_op=True), what)
+
+    def wait(self, timeout: float, what: str) -> None:
+        """Wait for the sums; on a device the stream does, not the host."""
+        wait_for(self.work, timeout if self._flat.is_cpu else None, what)
+        self.work, self.num_ready, self._num_awaited = None, 0, None
+
+    def hand_out(self, used: Sequence[float]) -> None:
+        """Give the sums to the parameters; one without gradient on any replica keeps None."""
+        for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
+            parameter.grad = view if count else None
+
+
+class GradientReducer:
+    """Sums the gradients of a stage's own parameters over its replicas.
+
+    Buckets are launched in one fixed order on every replica, each as soon as its gradients are there: in reverse
+    order of the parameters, which is about the order of the backward. `finish` completes what is missing with zeros,
+    so replicas may differ in which parameters they used, or have no samples at all.
+
+    Args:
+        parameters: the parameters to reduce, in the model's order, the same on every replica.
+        group: process group of the replicas of this stage; None if there is one replica.
+        timeout: seconds to wait for the others.
+        replicas: who they are, for error texts.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float, replicas: str) -> None:
+        self.group = group
+        self.timeout = timeout
+        self.what = f"summing gradients over {replicas}"
+        self.buckets: list[_Bucket] = []
+        self._hooks: list[Any] = []
+        self._next = 0
+        self._final: set[torch.nn.Parameter] = set()
+        if group is None:
+            return
+        for bucket_parameters in _in_buckets([p for p in parameters if p.requires_grad]):
+            bucket = _Bucket(bucket_parameters)
+            self.buckets.append(bucket)
+            for parameter in bucket_parameters:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
+
+    def arm(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """What these get next is the last of this optimizer step: launch buckets as they fill."""
+        self._final.update(parameters)
+
+    def finish(self, shared: Sequence[SharedParameter] = ()) -> None:
+        """Launch the buckets that are left, wait for all, and put the sums into `.grad`.
+
+        The host reads one tensor: which parameters have a gradient at all.
+
+        Args:
+            shared: what this stage shares with others; reduced here, in one order on every rank.
+        """
+        self._final.clear()
+        while self._next < len(self.buckets):
+            self._launch_next()
+        for bucket in self.buckets:
+            bucket.wait(self.timeout, self.what)
+        self._next = 0
+        sums = [entry.reduced() for entry in shared]
+        if not self.buckets and not sums:
+            return
+        flags = [*(bucket.flags for bucket in self.buckets), *(flat[-1:] for flat in sums)]
+        used = iter(_read(flags))
+        for bucket in self.buckets:
+            bucket.hand_out(next(used))
+        for entry, flat in zip(shared, sums, strict=True):
+            entry.take(flat, bool(next(used)[0]))
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: _Bucket) -> Any:
+        def ready(parameter: torch.Tensor) -> None:
+            if parameter in self._final:
+                self._final.discard(parameter)
+                bucket.num_ready += 1
+                while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+                    self._launch_next()
+
+        return ready
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        bucket.launch(self.group, self.what)
+        self._next += 1
+
+
+def last_gradients(
+    row: Row,
+    chunks: Mapping[torch.nn.Parameter, Collection[int]],
+    put_off: Collection[torch.nn.Parameter],
+) -> list[tuple[Action, list[torch.nn.Parameter]]]:
+    """The actions of a row in which parameters get their last gradient, in the order of the row, and which do.
+
+    Args:
+        row: of a rank.
+        chunks: each parameter's users among the rank's stages.
+        put_off: parameters whose gradients are weight gradients where the row has backwards for these.
+    """
+    last: dict[tuple[int, bool], int] = {}
+    for position, action in enumerate(row):
+        if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            last[action.chunk, action.op is Op.BACKWARD_WEIGHT] = position
+    found: dict[int, list[torch.nn.Parameter]] = {}
+    for parameter, users in chunks.items():
+        ends = [
+            last[chunk, kind] for chunk in users for kind in (False, parameter in put_off) if (chunk, kind) in last
+        ]
+        if ends:
+            found.setdefault(max(ends), []).append(parameter)
+    return [(row[position], found[position]) for position in sorted(found)]
+
+
+def _read(parts: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The values of several small tensors, `(n,)` each, in one read."""
+    values = iter(torch.cat([part.float() for part in parts]).tolist())
+    return [[next(values) for _ in range(len(part))] for part in parts]
+
+
+def _in_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters in reverse order, cut where a bucket is full or the dtype changes."""
+    buckets: list[list[torch.nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        num_bytes = parameter.numel() * parameter.element_size()
+        if not buckets or size + num_bytes > BUCKET_BYTES or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += num_bytes
+    return buckets

@@ -1,0 +1,204 @@
+"""Stage program for token slices: keys and values that later slices read, and their gradients on the way back.
+
+TeraPipe (Li et al., ICML 2021), section 3.2: the slices of a sequence run one after the other, each attends to itself
+and to earlier ones. The model reads the kept keys and values through its own key-value cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hf_pipetransformer.engine.program import MicroBatch, StageProgram
+from hf_pipetransformer.schedules import BEGINS_BACKWARD, Row
+
+
+class Kept:
+    """The keys, or the values, of one layer for the sequences of a batch slice.
+
+    Slices are written in their order, and their gradients are taken in the reverse order: then all later slices have
+    added what they read of earlier ones.
+
+    Args:
+        length: tokens of a whole sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._all: torch.Tensor | None = None
+        self._gradients: torch.Tensor | None = None
+
+    def extend(self, new: torch.Tensor, start: int) -> torch.Tensor:
+        """Write the slice `new`, `(batch, heads, tokens, size)`, from token `start` on; all up to its end."""
+        extended: torch.Tensor = _Extend.apply(new, self, start)  # type: ignore[no-untyped-call]
+        return extended
+
+    def write(self, new: torch.Tensor, start: int) -> torch.Tensor:
+        """See `extend`, without a graph."""
+        if self._all is None:
+            self._all = new.new_empty(*new.shape[:-2], self.length, new.shape[-1])
+        stop = start + new.shape[-2]
+        # Past autograd's version counter: what earlier slices saved for their backward lies before `start`.
+        self._all.data[..., start:stop, :].copy_(new)
+        return self._all.data[..., :stop, :]
+
+    def gradient(self, of_all: torch.Tensor, start: int) -> torch.Tensor:
+        """The whole gradient of the slice from `start` on, given what this slice reads of all up to its end."""
+        own = of_all[..., start:, :]
+        later = self.gradient_of_later(start, of_all.shape[-2])
+        if start:
+            if self._gradients is None:
+                # Of sums over many slices the last bits count.
+                self._gradients = of_all.new_zeros(*of_all.shape[:-2], start, of_all.shape[-1], dtype=torch.float32)
+            self._gradients[..., :start, :] += of_all[..., :start, :]
+        return own if later is None else (own + later).to(of_all.dtype)
+
+    def gradient_of_later(self, start: int, stop: int) -> torch.Tensor | None:
+        """What later slices gave to the tokens from `start` to `stop`; None if there are none."""
+        return None if self._gradients is None else self._gradients[..., start:stop, :]
+
+
+class _Extend(torch.autograd.Function):
+    """Keeps a slice, and gives it with all that was kept before."""
+
+    @staticmethod
+    def forward(ctx: Any, new: torch.Tensor, kept: Kept, start: int) -> torch.Tensor:
+        ctx.kept, ctx.start = kept, start
+        return kept.write(new, start)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_all: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.kept.gradient(of_all, ctx.start), None, None
+
+
+class KeptContext:
+    """What a stage keeps of the sequences of one batch slice.
+
+    Args:
+        num_layers: of the model; those of other stages keep nothing.
+        length: tokens of a sequence.
+    """
+
+    def __init__(self, num_layers: int, length: int) -> None:
+        self.length = length
+        self.layers = [(Kept(length), Kept(length)) for _ in range(num_layers)]
+        self._new: dict[int, list[tuple[Kept, torch.Tensor]]] = {}
+
+    def from_token(self, start: int) -> Cache:
+        """The model's key-value cache for the slice that begins at token `start`."""
+        new = self._new[start] = []
+        return Cache(layers=[_Layer(keys, values, start, new) for keys, values in self.layers])
+
+    def backward_of_context(self, start: int) -> None:
+        """The backward of a slice that has no loss of its own: later ones read its keys and values.
+
+        It begins at the highest layer; those below are reached through it, and add what later slices read of them.
+        """
+        roots, gradients = [], []
+        for kept, new in self._new[start][-2:]:
+            gradient = kept.gradient_of_later(start, start + new.shape[-2])
+            if gradient is not None and new.requires_grad:
+                roots.append(new)
+                gradients.append(gradient.to(new.dtype))
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    def forget(self, start: int) -> None:
+        """The slice's backward is done."""
+        self._new.pop(start, None)
+
+
+class _Layer(CacheLayerMixin):
+    """What the model's code sees of a layer: so many tokens are there, whether this stage holds the layer or not."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Kept, values: Kept, start: int, new: list[tuple[Kept, torch.Tensor]]) -> None:
+        super().__init__()
+        self._keys, self._values, self._start, self._new = keys, values, start, new
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._new += [(self._keys, key_states), (self._values, value_states)]
+        return self._keys.extend(key_states, self._start), self._values.extend(value_states, self._start)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._start
+
+    def get_max_length(self) -> int:
+        return self._keys.length
+
+
+class TokenSliceProgram:
+    """Runs another program on slices, with what earlier slices of the same sequences left; and on whole sequences.
+
+    Args:
+        program: runs a slice.
+        num_layers: of the model.
+    """
+
+    def __init__(self, program: StageProgram, num_layers: int) -> None:
+        self.program = program
+        self.num_layers = num_layers
+        self._contexts: dict[int, KeptContext] = {}
+        self._is_trained = False
+
+    def begin(self, row: Row) -> None:
+        self.program.begin(row)
+        self._contexts.clear()
+        self._is_trained = any(action.op in BEGINS_BACKWARD for action in row)
+
+    def extend(self, row: Row) -> None:
+        self.program.extend(row)
+        self._is_trained |= any(action.op in BEGINS_BACKWARD for action in row)
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        return self.program.forward(self._in_context(micro_batch), received)
+
+    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        return self.program.predict(self._in_context(micro_batch), received)
+
+    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        sent = self.backward_input(micro_batch, gradient)
+        self.program.backward_weight(micro_batch)
+        return sent
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        place = micro_batch.place
+        if place is None:
+            return self.program.backward_input(micro_batch, gradient)
+        context = self._contexts[place.batch_slice]
+        if gradient is None and not micro_batch.weight:
+            context.backward_of_context(place.start)
+        sent = self.program.backward_input(micro_batch, gradient)
+        context.forget(place.start)
+        if place.start == 0:
+            del self._contexts[place.batch_slice]
+        return sent
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        self.program.backward_weight(micro_batch)
+
+    def _in_context(self, micro_batch: MicroBatch) -> MicroBatch:
+        place = micro_batch.place
+        if place is None:
+            return micro_batch
+        if place.batch_slice not in self._contexts:
+            self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length)
+        context = self._contexts[place.batch_slice]
+        inputs = {**micro_batch.inputs, "past_key_values": context.from_token(place.start)}
+        if place.stop == place.length and not self._is_trained:
+            del self._contexts[place.batch_slice]
+        return replace(micro_batch, inputs=inputs)

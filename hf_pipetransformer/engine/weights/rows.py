@@ -1,0 +1,203 @@
+"""Predicted weights in place of the current ones, and casts that autocast made of them.
+
+Embeddings are predicted by the rows that are looked up, all other weights whole: the forward of an embedding reads a
+few of its rows, its backward reads none. Autograd keeps a weight by reference, but its cast to a lower precision is a
+copy of the forward's values, so a backward with other weights casts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.engine.weights.directions import Buffers, Direction, Part, Tensors
+
+
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Alias", "AsStrided", "Expand", "Permute", "Select", "Slice", "Squeeze", "T", "Transpose", "Unsqueeze"),
+        *("UnsafeView", "View", "ReshapeAlias"),
+    )
+)
+_CAST = "ToCopyBackward0"
+
+
+def is_autocast_on(device_type: str) -> bool:
+    """Whether computations on such a device are cast here."""
+    return torch.is_autocast_enabled(device_type)
+
+
+def casting_again(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Forwards inside keep, in place of a cast of one of `parameters`, what makes it anew in the backward."""
+    by_identity = {id(parameter): parameter for parameter in parameters}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | _Cast:
+        parameter = cast_parameter(saved, by_identity)
+        if parameter is not None:
+            return _Cast(parameter, saved.dtype, saved.size(), saved.stride(), int(saved.storage_offset()))
+        # What is kept as it is would keep itself alive.
+        return saved.detach()
+
+    def unpack(kept: torch.Tensor | _Cast) -> torch.Tensor:
+        return kept.again() if isinstance(kept, _Cast) else kept
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def cast_parameter(tensor: torch.Tensor, parameters: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """The parameter, one of `parameters` by identity, that `tensor` is a view of a cast of; else None."""
+    node: Any = tensor.grad_fn
+    num_casts = 0
+    while node is not None and (name := node.name()) in _VIEWS | {_CAST}:
+        if name == _CAST:
+            num_casts += 1
+        elif num_casts:
+            return None  # A view of the parameter before it was cast: the strides tell nothing of it.
+        node = node.next_functions[0][0]
+    if num_casts != 1 or node is None or not node.name().endswith("AccumulateGrad"):
+        return None
+    return parameters.get(id(node.variable))
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A view of the cast of a parameter."""
+
+    parameter: torch.Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def again(self) -> torch.Tensor:
+        """With the values of now."""
+        return self.parameter.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class PredictedWeights:
+    """Moves the weights of a stage to where a direction says, and back.
+
+    An embedding is moved by rows once it was seen to be called: one whose weight is only read in another way (the
+    relative positions of DeBERTa) is moved whole, as all weights are.
+
+    Args:
+        values: of the parameters, sharing their storage.
+        parameters: in the order of the optimizer's groups.
+        modules: of the stage's model, among which embeddings are looked for.
+    """
+
+    def __init__(self, values: Tensors, parameters: Sequence[torch.Tensor], modules: Iterable[nn.Module] = ()) -> None:
+        self._values = values
+        self.embeddings = find_embeddings(modules, parameters)
+        """By index, those that may be moved by rows."""
+        self._called: set[int] = set()
+        self._rows = frozenset[int]()
+        self._buffers = Buffers(values)
+        self._moved: list[tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor]] = []
+
+    @property
+    def bytes_held(self) -> int:
+        """Of copies of the weights that are moved whole."""
+        return self._buffers.bytes_held
+
+    @property
+    def others(self) -> Tensors:
+        """The weights that are never moved by rows."""
+        return [value for index, value in enumerate(self._values) if index not in self.embeddings]
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A forward inside shows which embeddings are called."""
+        with ExitStack() as hooks:
+            for index in self.embeddings.keys() - self._called:
+                for module in self.embeddings[index]:
+                    handle = module.register_forward_hook(partial(self._note, index))
+                    hooks.callback(handle.remove)
+            yield
+
+    @contextmanager
+    def showing(self, direction: Direction, rates: Sequence[float]) -> Iterator[None]:
+        """Every pass inside sees the weights that `direction` predicts with these sums of rates."""
+        parts = self._whole_parts()
+        current = self._buffers.copy()
+        with ExitStack() as hooks:
+            try:
+                direction.go(rates, parts)
+                for index in self._rows:
+                    for module in self.embeddings[index]:
+                        move = partial(self._move_rows, direction, rates, index)
+                        before = module.register_forward_pre_hook(move, with_kwargs=True)
+                        hooks.callback(before.remove)
+                        hooks.callback(module.register_forward_hook(self._move_back).remove)
+                yield
+            finally:
+                self._move_back()  # After a fault in a call.
+                if parts:
+                    torch._foreach_copy_([part.values for part in parts], current)
+                self._buffers.give_back(current)
+
+    def _whole_parts(self) -> list[Part]:
+        if self._rows != self._called:
+            self._rows = frozenset(self._called)
+            self._buffers = Buffers([value for i, value in enumerate(self._values) if i not in self._rows])
+        return [Part(i, value) for i, value in enumerate(self._values) if i not in self._rows]
+
+    def _note(self, index: int, *_: Any) -> None:
+        self._called.add(index)
+
+    def _move_rows(
+        self, direction: Direction, rates: Sequence[float], index: int, _: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        """An embedding is called. How many different rows it reads is not asked for: a device would have to answer."""
+        value, ids = self._values[index], (args[0] if args else kwargs["input"]).reshape(-1)
+        if ids.numel() < len(value):
+            ids = ids.long()  # What is written by needs them so.
+            current = value.index_select(0, ids)
+            part = Part(index, current.clone(), ids)
+            direction.go(rates, [part])
+            self._moved.append(((value, ids), current))
+            value.index_copy_(0, ids, part.values)
+        else:
+            self._moved.append(((value, None), value.clone()))
+            direction.go(rates, [Part(index, value)])
+
+    def _move_back(self, *_: Any) -> None:
+        while self._moved:
+            (value, ids), current = self._moved.pop()
+            if ids is None:
+                value.copy_(current)
+            else:
+                value.index_copy_(0, ids, current)
+
+
+def find_embeddings(
+    modules: Iterable[nn.Module], parameters: Sequence[torch.Tensor]
+) -> dict[int, tuple[nn.Embedding, ...]]:
+    """Of the parameters that are trained, those that only plain embeddings hold, by index, and these.
+
+    Not taken are subclasses and modules with a `forward` of their own, which may read the weight in another way, those
+    that write to it as they are called (`max_norm`), and those with sparse gradients.
+    """
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    for module in modules:
+        for name, own in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(own), []).append((name, module))
+    found = {}
+    for index, parameter in enumerate(parameters):
+        held = holders.get(id(parameter), [])
+        embeddings = tuple(m for name, m in held if name == "weight" and isinstance(m, nn.Embedding) and _is_plain(m))
+        if embeddings and len(embeddings) == len(held) and parameter.requires_grad and parameter.is_contiguous():
+            found[index] = embeddings
+    return found
+
+
+def _is_plain(module: nn.Embedding) -> bool:
+    is_own = type(module) is nn.Embedding and "forward" not in vars(module)
+    return is_own and module.max_norm is None and not module.sparse

@@ -1,0 +1,243 @@
+"""Programs around a stage program: activation recomputation, and entry from cached activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.data.batches import CacheTags, take_rows
+from hf_pipetransformer.engine.program import MicroBatch, StageProgram, as_sent
+from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, Op, Row
+from hf_pipetransformer.schedules.placement import first_above
+from hf_pipetransformer.splitters.view import StageView
+
+
+_RUNS_AGAIN: ContextVar[bool] = ContextVar("runs_again", default=False)
+
+
+def runs_again() -> bool:
+    """Whether a forward is under way that has run before."""
+    return _RUNS_AGAIN.get()
+
+
+def recomputed_micro_batches(row: Row, chunk: int, mode: str) -> frozenset[int]:
+    """The micro-batches of a row whose forward is run again before their backward.
+
+    Those are left out whose backward follows at once: there is nothing to free in between.
+
+    Args:
+        row: of a rank.
+        chunk: which of its stages.
+        mode: `never`, `always`, or `except_last` (all but the last micro-batch).
+    """
+    forwards = {i for op, i, own in row if (op, own) == (Op.FORWARD, chunk)}
+    computations = [action for action in row if action.op in COMPUTATIONS]
+    at_once = {
+        i
+        for (op, i, own), following in pairwise(computations)
+        if (op, own) == (Op.FORWARD, chunk) and following in [(begin, i, own) for begin in BEGINS_BACKWARD]
+    }
+    last = {max(forwards, default=0)} if mode == "except_last" else set()
+    return frozenset() if mode == "never" else frozenset(forwards - at_once - last)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a forward that is run again starts from."""
+
+    received: torch.Tensor | None
+    random_state: Mapping[str, torch.Tensor]
+
+
+class RecomputingProgram:
+    """Runs another program's forward without keeping anything, and again before its backward.
+
+    Args:
+        program: what is recomputed.
+        mode: see `recomputed_micro_batches`.
+        chunk: which of its rank's stages it is.
+        device: whose random state is restored with the CPU's.
+    """
+
+    def __init__(self, program: StageProgram, mode: str, chunk: int, device: torch.device) -> None:
+        self.program = program
+        self.mode = mode
+        self.chunk = chunk
+        self.device = device
+        self._row: Row = ()
+        self._recomputed: frozenset[int] = frozenset()
+        self._starts: dict[int, _Start] = {}
+
+    def begin(self, row: Row) -> None:
+        self.program.begin(row)
+        self._starts.clear()
+        if row is not self._row:
+            self._row, self._recomputed = row, recomputed_micro_batches(row, self.chunk, self.mode)
+
+    def extend(self, row: Row) -> None:
+        self.program.extend(row)
+        self._row, self._recomputed = row, recomputed_micro_batches(row, self.chunk, self.mode)
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
+            return self.program.forward(micro_batch, received)
+        self._starts[micro_batch.index] = _Start(received, _random_state(self.device))
+        with torch.no_grad():
+            return self.program.forward(micro_batch, received)
+
+    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        return self.program.predict(micro_batch, received)
+
+    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._run_again(micro_batch)
+        return self.program.backward(micro_batch, gradient)
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._run_again(micro_batch)
+        return self.program.backward_input(micro_batch, gradient)
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        self.program.backward_weight(micro_batch)
+
+    def _run_again(self, micro_batch: MicroBatch) -> None:
+        start = self._starts.pop(micro_batch.index, None)
+        if start is not None:
+            token = _RUNS_AGAIN.set(True)
+            try:
+                with _restored(start.random_state, self.device), torch.enable_grad():
+                    self.program.forward(micro_batch, start.received)
+            finally:
+                _RUNS_AGAIN.reset(token)
+
+
+def _random_state(device: torch.device) -> Mapping[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@contextmanager
+def _restored(states: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+        yield
+
+
+class CachedEntryProgram:
+    """Brings each sample to the entry unit, from where it is stored, and runs the units from there on.
+
+    Args:
+        view: of the model.
+        below: the units of this stage that stored activations go past: frozen ones. Not empty.
+        entry_unit: that stored activations enter, on this stage or a later one.
+        above: the program of this stage's units from there on; None if it has none.
+        whole: the program of all of this stage's units, for micro-batches of which nothing is stored.
+        dtype_entry: of the activation that enters the entry unit.
+        dtype_out: of the activation that leaves the stage.
+        device: where the stage computes.
+    """
+
+    def __init__(
+        self,
+        view: StageView,
+        below: range,
+        entry_unit: int,
+        above: StageProgram | None,
+        whole: StageProgram,
+        dtype_entry: torch.dtype,
+        dtype_out: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.view = view
+        self.below = below
+        self.entry_unit = entry_unit
+        self.above = above
+        self.whole = whole
+        self.dtype_entry = dtype_entry
+        self.dtype_out = dtype_out
+        self.device = device
+
+    def begin(self, row: Row) -> None:
+        self.whole.begin(row)
+        if self.above is not None:
+            self.above.begin(row)
+
+    def extend(self, row: Row) -> None:
+        self.whole.extend(row)
+        if self.above is not None:
+            self.above.extend(row)
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        if micro_batch.tags is None:
+            return self.whole.forward(micro_batch, received)
+        entry = self._bring_to_entry(received, micro_batch, micro_batch.tags)
+        if self.above is None:
+            return as_sent(entry, micro_batch, self.dtype_out)
+        return self.above.forward(micro_batch, entry)
+
+    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        if micro_batch.tags is None:
+            return self.whole.predict(micro_batch, received)
+        entry = self._bring_to_entry(received, micro_batch, micro_batch.tags)
+        if self.above is None:
+            return as_sent(entry, micro_batch, self.dtype_out)
+        return self.above.predict(micro_batch, entry)
+
+    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return self._active(micro_batch).backward(micro_batch, gradient)
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return self._active(micro_batch).backward_input(micro_batch, gradient)
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        self._active(micro_batch).backward_weight(micro_batch)
+
+    def _active(self, micro_batch: MicroBatch) -> StageProgram:
+        return self.whole if micro_batch.tags is None or self.above is None else self.above
+
+    @torch.no_grad()
+    def _bring_to_entry(self, received: torch.Tensor | None, micro_batch: MicroBatch, tags: CacheTags) -> torch.Tensor:
+        """The activation behind `below`, `(micro-batch, seq, hidden)`.
+
+        Each sample runs through those of these units that its stored activation does not cover.
+        """
+        start, stop = self.below.start, self.below.stop
+        hidden = received
+        if hidden is None and tags.hidden is not None:
+            # In its stored dtype, which may be half as long.
+            hidden = tags.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
+        enters_at = torch.tensor([max(first_above(count), start) for count in tags.num_layers.tolist()])
+        for unit in enters_at[enters_at < stop].unique().tolist():
+            rows = (enters_at == unit).nonzero().squeeze(1)
+            inputs, given = micro_batch.inputs, hidden if unit else None
+            is_part = len(rows) < len(enters_at)
+            if is_part:
+                inputs = take_rows(inputs, rows)
+                given = None if given is None else given[rows.to(given.device, non_blocking=True)]
+            reached = self._run(range(unit, stop), given, inputs, micro_batch)
+            if is_part:
+                if hidden is None:
+                    hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
+                hidden[rows.to(hidden.device, non_blocking=True)] = reached.to(hidden.dtype)
+            else:
+                hidden = reached
+        assert hidden is not None
+        if stop == self.entry_unit and micro_batch.write is not None:
+            micro_batch.write(micro_batch, hidden)
+        return hidden
+
+    def _run(
+        self, units: range, given: torch.Tensor | None, inputs: dict[str, Any], micro_batch: MicroBatch
+    ) -> torch.Tensor:
+        hidden: torch.Tensor = self.view.run(units, given, lambda: micro_batch.forward(dict(inputs)))
+        return hidden

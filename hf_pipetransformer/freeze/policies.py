@@ -1,0 +1,257 @@
+"""The freeze policies that options name, and the outlook of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hf_pipetransformer.freeze.policy import (
+    GRADIENT_NORMS,
+    DecisionClock,
+    FreezePolicy,
+    FreezeSignal,
+    held,
+    rounded_up,
+)
+from hf_pipetransformer.options.reading import parse_freeze_at
+
+
+class Schedule(FreezePolicy):
+    """The upper bound of Eq. 1 alone: each decision freezes the share alpha of what is left.
+
+    Args:
+        alpha: in (0, 1).
+    """
+
+    name = "schedule"
+    needs = frozenset()
+    is_certain = True
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        return self.most_wanted(signal)
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
+        return signal.num_wanted + self.alpha * (signal.num_layers - signal.num_wanted)
+
+    def describe(self) -> str:
+        return f"{self.name}, alpha {self.alpha:.3g}"
+
+    def explain(self, signal: FreezeSignal) -> str:
+        share = {1 / 3: "a third", 1 / 2: "half", 1 / 4: "a quarter"}.get(self.alpha, f"{self.alpha:.3g}")
+        wanted, left = signal.num_wanted, signal.num_layers - signal.num_wanted
+        part = f"{share} of {left:.3g}" if not wanted else f"{wanted:.3g} and {share} of the other {left:.3g}"
+        return f"{self.name}: limit {rounded_up(self.most_wanted(signal))} layers ({part})"
+
+
+class GradientNorm(Schedule):
+    """Eq. 1: the bound of `Schedule`, or the layer of the smallest gradient norm if that comes first.
+
+    Args:
+        alpha: in (0, 1).
+        rule: "exclusive" freezes the layers before the one with the smallest norm (Appendix B, Figure 18),
+            "inclusive" that one too.
+    """
+
+    name = "gradient_norm"
+    needs = frozenset({GRADIENT_NORMS})
+    is_certain = False
+
+    def __init__(self, alpha: float, rule: str) -> None:
+        super().__init__(alpha)
+        self.rule = rule
+
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        if not signal.gradient_norms:
+            return signal.num_wanted
+        smallest = self.smallest(signal)
+        limit = smallest if self.rule == "exclusive" else min(smallest + 1, signal.num_layers)
+        return min(self.most_wanted(signal), float(limit))
+
+    @staticmethod
+    def smallest(signal: FreezeSignal) -> int:
+        """The active layer with the smallest gradient norm; L is the head. What is not trained has none."""
+        norms = signal.gradient_norms
+        candidates = [index for index in range(signal.num_frozen, signal.num_layers + 1) if norms[index]]
+        return min(candidates or [signal.num_layers], key=lambda index: norms[index])
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.rule}"
+
+    def explain(self, signal: FreezeSignal) -> str:
+        if not signal.gradient_norms:
+            return f"{self.name}: no gradient was finite"
+        smallest = self.smallest(signal)
+        where = "the head" if smallest == signal.num_layers else f"layer {smallest + 1} of {signal.num_layers}"
+        return f"{super().explain(signal)}; smallest gradient norm in {where}"
+
+
+class Fixed(FreezePolicy):
+    """Freezes and thaws what the user wrote down.
+
+    Args:
+        table: optimizer step to number of layers frozen before that step.
+    """
+
+    name = "fixed"
+    needs = frozenset()
+    is_certain = True
+    keeps_minimum = False
+
+    def __init__(self, table: Mapping[int, int]) -> None:
+        self.table = dict(sorted(table.items()))
+        counts = list(self.table.values())
+        self.may_thaw = counts != sorted(counts)
+
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        return self.most_wanted(signal)
+
+    def most_wanted(self, signal: FreezeSignal) -> float:
+        return self.table.get(signal.step, signal.num_frozen)
+
+    def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
+        counts = {at: max(layers, num_frozen_by_user) for at, layers in self.table.items()}
+        now = [layers for at, layers in counts.items() if at <= step]
+        num_frozen = now[-1] if now else num_frozen_by_user
+        ends = (at for at, layers in counts.items() if at > step and layers < num_frozen)
+        return min(next(ends, max_steps), max_steps)
+
+    def check(self, num_layers: int, max_steps: int) -> list[str]:
+        most = max(self.table.values())
+        if most > num_layers:
+            raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")
+        late = [step for step in self.table if step >= max_steps]
+        if not late:
+            return []
+        return [
+            f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes or unfreezes anything."
+        ]
+
+    def is_due(self, step: int, clock: DecisionClock) -> bool:
+        return step in self.table
+
+    def due_steps(self, clock: DecisionClock) -> Iterable[int]:
+        if type(self).is_due is not Fixed.is_due:
+            return super().due_steps(clock)
+        return (step for step in self.table if step < clock.max_steps)
+
+    def describe(self) -> str:
+        return "fixed, " + ", ".join(f"{layers} layers at step {step}" for step, layers in self.table.items())
+
+
+class NoFreezing(FreezePolicy):
+    """Everything that the user left trainable is trained to the end."""
+
+    name = "none"
+    needs = frozenset()
+    freezes = False
+
+    def num_wanted(self, signal: FreezeSignal) -> float:
+        return signal.num_frozen
+
+    def is_due(self, step: int, clock: DecisionClock) -> bool:
+        return False
+
+
+def make_policy(
+    name: str,
+    alpha: float,
+    rule: str,
+    freeze_at: str | None,
+) -> FreezePolicy:
+    """The policy that the options name.
+
+    Raises:
+        ValueError: unknown name, `freeze_at` missing or of the wrong form.
+    """
+    if name == "gradient_norm":
+        return GradientNorm(alpha, rule)
+    if name == "schedule":
+        return Schedule(alpha)
+    if name == "fixed":
+        return Fixed(parse_freeze_at(freeze_at or ""))
+    if name == "none":
+        return NoFreezing()
+    raise ValueError(f"Unknown freeze policy {name!r}.")
+
+
+NUM_SHOWN = 4
+
+
+def outlook(
+    policy: FreezePolicy,
+    clock: DecisionClock,
+    num_layers: int,
+    num_frozen: int,
+    min_active_layers: int,
+    num_frozen_by_user: int = 0,
+) -> list[tuple[int, int]]:
+    """When a run may freeze, and how far at most: optimizer step and layers frozen from then on, for each decision.
+
+    Args:
+        policy: decides.
+        clock: of the run.
+        num_layers: L.
+        num_frozen: layers that are frozen at the start.
+        min_active_layers: see the option.
+        num_frozen_by_user: layers that the script froze.
+    """
+    found: list[tuple[int, int]] = []
+    wanted = float(num_frozen)
+    for step in policy.due_steps(clock):
+        signal = FreezeSignal(
+            step, clock.max_steps, num_layers, num_frozen, wanted, num_frozen_by_user=num_frozen_by_user
+        )
+        if len(found) >= policy.num_watched:
+            most = float(policy.most_wanted(signal))
+            wanted = most if policy.may_thaw else max(wanted, most)
+        num_frozen = held(policy, wanted, signal, min_active_layers)
+        found.append((step, num_frozen))
+    return found
+
+
+def in_words(
+    coming: list[tuple[int, int]],
+    num_layers: int,
+    num_frozen: int,
+    max_steps: int,
+    steps_per_epoch: int,
+    num_watched: int = 0,
+    may_thaw: bool = False,
+) -> str:
+    """An outlook in a sentence, and one more where stored activations can never be read.
+
+    Args:
+        coming: from `outlook`.
+        num_layers: L.
+        num_frozen: layers that are frozen at the start.
+        max_steps: optimizer steps of the run.
+        steps_per_epoch: optimizer steps of an epoch.
+        num_watched: decisions at which the policy only looks.
+        may_thaw: whether the policy may thaw what it froze, at steps that are not known.
+    """
+    if all(frozen <= num_frozen for _, frozen in coming):
+        why = f"no decision falls into its {max_steps} steps" if not coming else "all others must stay active"
+        if 0 < len(coming) <= num_watched:
+            why = f"the policy needs {num_watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
+        return f"No layer freezes in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
+    before = [num_frozen, *(frozen for _, frozen in coming)]
+    thawing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
+    shown = ", ".join(
+        f"{frozen} from step {step} on{' (unfrozen)' if step in thawing else ''}"
+        for step, frozen in coming[:NUM_SHOWN]
+    )
+    rest = f", {coming[-1][1]} in the end" if len(coming) > NUM_SHOWN else ""
+    text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
+    if may_thaw and not thawing:
+        text += " They may be unfrozen again."
+    # From a decision on rows are stored, and read until some of what gave them is thawed.
+    spans = [
+        next((end for end, fewer in coming[index:] if fewer < frozen), max_steps) - step
+        for index, (step, frozen) in enumerate(coming)
+        if frozen
+    ]
+    if all(span <= steps_per_epoch for span in spans):
+        text += " No later epoch reads what would be stored then: the activation cache gains nothing."
+    return text

@@ -1,0 +1,310 @@
+"""Options and models that cannot work with a pipeline, refused before training, each with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+import psutil
+import torch
+from transformers.training_args import OptimizerNames, TrainingArguments
+
+from hf_pipetransformer.comm.errors import ModelSettingError
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.schedules import find_schedule
+
+
+LAUNCH_HINT = (
+    "accelerate launch --multi_gpu --num_processes N script.py ... "
+    "(on CPU add `--use_cpu true` after the script's name)"
+)
+
+FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
+"""Environment variable that lets fp16 through, for the check on GPUs."""
+
+VERIFIED_ON_NCCL: frozenset[str] = frozenset()
+"""Precisions ("fp32", "bf16", "fp16") in which `make gpu-check` has passed on two GPUs or more.
+
+What counts is benchmarks/gpu_check.json: a test compares.
+"""
+
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+_LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
+
+
+def check_arguments(args: PipeTransformerArguments) -> None:
+    """Refuse arguments that a pipeline cannot honour.
+
+    Raises:
+        ValueError: names the option, the reason and the remedy.
+    """
+    for is_refused, text in _refused_options(args):
+        if is_refused:
+            raise ValueError(text)
+
+
+def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
+    optimizer = OptimizerNames(args.optim).value
+    return [
+        (
+            bool(args.fsdp),
+            f"fsdp={args.fsdp!r}: FSDP shards every layer over all ranks, a pipeline gives each rank its own layers. "
+            "Remove fsdp, or use Trainer.",
+        ),
+        (
+            os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
+            "accelerate was told to use DeepSpeed, whose engine owns model and optimizer itself. Remove deepspeed "
+            "from the accelerate config, or use Trainer.",
+        ),
+        (
+            getattr(args, "parallelism_config", None) is not None,
+            "parallelism_config: tensor and context parallelism are not combined with the pipeline. Remove "
+            "parallelism_config.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True: it restarts the run with a smaller batch on one rank, while the others wait. "
+            "Set per_device_train_batch_size yourself; pipeline_checkpoint='always' saves memory.",
+        ),
+        (
+            any(name in optimizer for name in _LAYERWISE_OPTIMIZERS),
+            f"optim={optimizer!r}: LOMO, GaLore and APOLLO update or project whole layers of a whole model. Choose an "
+            "optimizer with one state per parameter, such as 'adamw_torch'.",
+        ),
+        (
+            args.fp16 and "fp16" not in VERIFIED_ON_NCCL and os.environ.get(FP16_VARIABLE) != "1",
+            "fp16=True: loss scaling over several stages has not been verified on GPUs yet. Use bf16=True or "
+            f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
+        ),
+        (
+            args.n_gpu > 1,
+            f"One process sees {args.n_gpu} GPUs and Trainer would use nn.DataParallel. Start one process a GPU: "
+            f"{LAUNCH_HINT}.",
+        ),
+        *_refused_details(args),
+        (
+            args.train_sampling_strategy == "batch_rebalance",
+            "train_sampling_strategy='batch_rebalance' gives ranks different numbers of samples. Use 'random' or "
+            "'group_by_length'.",
+        ),
+        (
+            args.use_liger_kernel,
+            "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it.",
+        ),
+    ]
+
+
+def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
+    """Options that would be wrong or without effect with several stages or processes."""
+    accelerator, several = args.accelerator_config, args.world_size > 1
+    may_have_stages = several and args.pipeline_size != 1
+    return [
+        (
+            args.splits_batches and args.per_device_train_batch_size % args.world_size != 0,
+            f"accelerator_config: split_batches=True deals a batch of per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} samples to {args.world_size} processes, which takes a multiple of "
+            f"{args.world_size}. Change per_device_train_batch_size.",
+        ),
+        (
+            several and not accelerator.use_seedable_sampler,
+            "accelerator_config: use_seedable_sampler=False draws the order from each process's own generator. "
+            "Remove it.",
+        ),
+        (
+            args.eval_use_gather_object,
+            "eval_use_gather_object=True: predictions are gathered over replicas as tensors. Remove it.",
+        ),
+        (
+            may_have_stages and (args.bf16_full_eval or args.fp16_full_eval),
+            "bf16_full_eval and fp16_full_eval cast a whole model, a stage holds a part of it. Use bf16=True, or "
+            "pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages
+            and args.torch_compile
+            and (args.torch_compile_mode in _GRAPH_MODES or args.torch_compile_backend == "cudagraphs"),
+            f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
+            "CUDA graphs use the memory of a layer's output again, while micro-batches in flight need it. Use another "
+            "mode, or pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages and args.torch_compile and find_schedule(args.pipeline_schedule).splits_backward,
+            f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
+            "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
+            "or do without torch_compile.",
+        ),
+        (
+            may_have_stages and args.save_on_each_node,
+            "save_on_each_node=True: the whole model is put together on rank 0 only. Save to a shared folder, or use "
+            "pipeline_parallel_size=1.",
+        ),
+        (
+            may_have_stages and bool(args.debug),
+            f"debug={args.debug}: it inspects the weights of the whole model. Use pipeline_parallel_size=1 for it.",
+        ),
+        (
+            getattr(args, "predict_with_generate", False),
+            "predict_with_generate=True: generating calls the model token by token, which no pipeline runs. Evaluate "
+            "without it, and generate after the training.",
+        ),
+        (
+            not args.dataloader_in_order,
+            "dataloader_in_order=False: which samples form a step would depend on the workers' speed, and differ from "
+            "rank to rank. Remove it.",
+        ),
+        (
+            args.activation_checkpointing_kwargs is not None and args.pipeline_checkpoint != "never",
+            "activation_checkpointing_kwargs have no effect on the pipeline's own recomputation. Remove them.",
+        ),
+    ]
+
+
+def warn_about_options(args: PipeTransformerArguments) -> list[str]:
+    """Texts about options that are taken differently than in Trainer."""
+    warnings = []
+    if not args.average_tokens_across_devices:
+        warnings.append(
+            "average_tokens_across_devices=False: losses are always averaged over the items of all replicas, as "
+            "in one process."
+        )
+    if not args.accelerator_config.even_batches:
+        warnings.append("accelerator_config.even_batches has no effect: no sample is ever repeated or dropped.")
+    if args.pipeline_size == 1 and args.pipeline_checkpoint != "never":
+        warnings.append(
+            f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a stage, with one stage that saves nothing: "
+            "use activation_checkpointing=True, which recomputes layer by layer."
+        )
+    may_have_stages = args.world_size > 1 and args.pipeline_size != 1
+    uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
+    if may_have_stages and uses_nccl and precision_of(args) not in VERIFIED_ON_NCCL:
+        warnings.append(
+            f"Pipelines of more than one stage have not been verified on NCCL in {precision_of(args)} yet, only on "
+            "gloo and under its rules. Run `make gpu-check` on two GPUs and compare a short run with Trainer, or set "
+            "pipeline_parallel_size=1."
+        )
+    return warnings
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """The precision of training: "fp32", "bf16" or "fp16"."""
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
+
+
+def check_launch(args: TrainingArguments) -> None:
+    """Refuse processes that do not know of each other.
+
+    Raises:
+        ValueError: names how many there are, and how to start them.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != args.world_size:
+        raise ValueError(
+            f"{asked} processes were started (WORLD_SIZE={asked}), but each believes in a world of {args.world_size}: "
+            f"{asked} independent trainings would run. On a machine without GPUs say so: {LAUNCH_HINT}, or set "
+            "ACCELERATE_USE_CPU=true."
+        )
+    wanted = _processes_asked_of_accelerate()
+    if args.world_size == 1 and wanted > 1:
+        raise ValueError(
+            f"`accelerate launch --num_processes {wanted}` started one process only, as it does with --cpu. "
+            f"Start it so: {LAUNCH_HINT}."
+        )
+
+
+def _processes_asked_of_accelerate() -> int:
+    """`--num_processes` of the `accelerate launch` that is this process's parent; 1 if there is none."""
+    try:
+        parent = psutil.Process().parent()
+        words = parent.cmdline() if parent is not None else []
+    except psutil.Error:
+        return 1
+    is_launch = any(word == "launch" or "accelerate.commands.launch" in word for word in words)
+    if not is_launch or not any("accelerate" in word for word in words):
+        return 1
+    for position, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == "__num_processes":
+            text = value or words[min(position + 1, len(words) - 1)]
+            return int(text) if text.isdigit() else 1
+    return 1
+
+
+def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:
+    """Refuse models and optimizers that cannot be put on stages.
+
+    Args:
+        model: the user's model.
+        pipeline_size: K as far as it is known; None for "auto".
+        is_undivided: one process and one micro-batch.
+        optimizers: the user's optimizer and scheduler.
+
+    Raises:
+        ModelSettingError: skipped layers, batch normalisation or outputs of all layers; Trainer has them all.
+        ValueError: names what was found and what to do.
+    """
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    if batch_norms and not is_undivided:
+        raise ModelSettingError(
+            f"The model has batch normalisation ({batch_norms[0]}), whose statistics run over a whole batch; "
+            "micro-batches and replicas would each have their own. Use one process with "
+            "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
+        )
+    if optimizers[0] is not None and pipeline_size != 1:
+        _check_divisible(optimizers[0])
+    config = getattr(model, "config", None)
+    layerdrop: float = getattr(config, "layerdrop", 0.0)
+    if pipeline_size != 1 and layerdrop:
+        raise ModelSettingError(
+            f"config.layerdrop={layerdrop}: layers that are skipped at random cannot be stages. Set it to 0."
+        )
+    for option in ("output_hidden_states", "output_attentions"):
+        is_on: bool = getattr(config, option, False)
+        if pipeline_size != 1 and is_on:
+            raise ModelSettingError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
+
+
+def _check_divisible(optimizer: Any) -> None:
+    """Refuse a user's optimizer that cannot train on several stages, each of which gets its parameters of it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizers=(...): LBFGS keeps one state for all parameters and asks for several forwards a step. Choose "
+            "an optimizer with one state per parameter."
+        )
+    num_with_state = sum(parameter in optimizer.state for parameter in parameters)
+    if num_with_state not in (0, len(parameters)):
+        raise ValueError(
+            f"optimizers=(...): the optimizer has state for {num_with_state} of {len(parameters)} parameters, as "
+            "after a training in a pipeline, where each stage keeps its own. Make a new one for another training."
+        )
+
+
+def check_dataset(dataset: Any, what: str) -> None:
+    """Refuse what is no data set.
+
+    Raises:
+        ValueError: it has neither a length and indices nor can it be iterated as those of torch and datasets.
+    """
+    if dataset is None or isinstance(dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset)):
+        return
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"The {what} data set is a {type(dataset).__name__} without a length and indices. Use a data set with "
+            "`__len__` and `__getitem__`, or a torch.utils.data.IterableDataset."
+        )
+
+
+def comparable(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as values that can be written, sent and compared: what JSON does not know, and NaN, as text."""
+    plain = (bool, int, float, str, type(None))
+    # NaN is not equal to itself.
+    return {
+        name: value if isinstance(value, plain) and value == value else str(value) for name, value in arguments.items()
+    }

@@ -1,0 +1,395 @@
+"""Skip connections: a module stashes a tensor under a name, and a later one pops it, past the modules between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import chain
+from types import MappingProxyType, new_class
+from typing import Any, TypeVar, cast
+from uuid import UUID, uuid4
+
+from torch import Tensor, nn
+
+from hf_pipetransformer.pipe.recomputation import Setting
+from hf_pipetransformer.pipe.stages import Expanding
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Tells equal names of skip tensors apart: `module.isolate(namespace)`.
+
+    A value: copies are equal, two made separately never are.
+    """
+
+    identity: UUID = field(default_factory=uuid4)
+
+
+# A skip tensor: its namespace, None unless the module was isolated, and its name.
+Key = tuple[Namespace | None, str]
+
+
+class SkipExchange:
+    """The skip tensors that a piece of the model gets, makes and leaves.
+
+    Args:
+        popped: what earlier pieces stashed for this one. It is not changed, so that the piece can run again with it.
+
+    Attributes:
+        left: what was stashed here and not popped here.
+    """
+
+    def __init__(self, popped: Mapping[Key, Tensor | None] | None = None) -> None:
+        self._received = dict(popped or {})
+        self.left: dict[Key, Tensor | None] = {}
+
+    def stash(self, key: Key, value: Tensor | None) -> None:
+        """Keep `value` for its pop. What still waits under `key` is of a forward that failed, and is dropped."""
+        self.left[key] = value
+
+    def pop(self, key: Key) -> Tensor | None:
+        """Take what was stashed under `key`; it is kept no longer.
+
+        Raises:
+            RuntimeError: nothing is there.
+        """
+        for kept in (self.left, self._received):
+            if key in kept:
+                return kept.pop(key)
+        namespace, name = key
+        where = f"No skip tensor {name!r} is stashed" + (f" in {namespace}" if namespace is not None else "")
+        there = ", ".join(sorted({repr(other) for _, other in (*self.left, *self._received)})) or "none"
+        raise RuntimeError(
+            f"{where}; stashed are: {there}. Expected a module that stashes it to have run before the one that pops "
+            "it, once for each pop and in the same namespace. verify_skippables() looks at a whole model."
+        )
+
+
+class _PlainExchange(threading.local):
+    """What modules outside of a pipeline use, one a thread: the model may run on several at once."""
+
+    def __init__(self) -> None:
+        self.exchange = SkipExchange()
+
+
+_CURRENT: ContextVar[SkipExchange | None] = ContextVar("skip_exchange", default=None)
+_PLAIN = _PlainExchange()
+
+
+def current_exchange() -> SkipExchange:
+    """The one that modules which run now use."""
+    return _CURRENT.get() or _PLAIN.exchange
+
+
+def exchanging(exchange: SkipExchange) -> AbstractContextManager[SkipExchange]:
+    """Modules that run inside stash to `exchange` and pop from it."""
+    return Setting[SkipExchange | None](_CURRENT, exchange)  # type: ignore[return-value]
+
+
+Module = TypeVar("Module", bound=nn.Module)
+Self = TypeVar("Self", bound="Skippable")
+
+
+@dataclass(frozen=True, eq=False)
+class stash:
+    """The command `yield stash(name, tensor)`: keep a tensor, or None, for the module that pops it."""
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class pop:
+    """The command `tensor = yield pop(name)`: what an earlier module has stashed."""
+
+    name: str
+
+
+@dataclass
+class _Forward:
+    """A forward under way: whose, and which names it has used so far."""
+
+    module: Skippable
+    stashed: set[str] = field(default_factory=set)
+    popped: set[str] = field(default_factory=set)
+
+    def answer(self, command: object) -> Tensor | None:
+        """What `yield command` gives in the module's forward."""
+        kind, exchange = _name_of(self.module), current_exchange()
+        if isinstance(command, stash):
+            if command.name not in self.module.stashable_names:
+                raise RuntimeError(_undeclared(kind, "stash", command.name, self.module.stashable_names))
+            if not (command.tensor is None or isinstance(command.tensor, Tensor)):
+                raise TypeError(
+                    f"{kind} stashed an object of {type(command.tensor).__name__} as {command.name!r}: expected a "
+                    "tensor or None. Hand other values on as outputs."
+                )
+            exchange.stash(self.module.skip_key(command.name), command.tensor)
+            self.stashed.add(command.name)
+            return None
+        if isinstance(command, pop):
+            if command.name not in self.module.poppable_names:
+                raise RuntimeError(_undeclared(kind, "pop", command.name, self.module.poppable_names))
+            tensor = exchange.pop(self.module.skip_key(command.name))
+            self.popped.add(command.name)
+            return tensor
+        raise TypeError(
+            f"{kind}.forward yielded an object of {type(command).__name__}: expected stash(name, tensor) or "
+            "pop(name). What the module computes is returned, not yielded."
+        )
+
+    def check_all_used(self) -> None:
+        """Refuse a forward that has left out what its module declares: others wait for it."""
+        kind = _name_of(self.module)
+        for verb, declared, used in (
+            ("stash", self.module.stashable_names, self.stashed),
+            ("pop", self.module.poppable_names, self.popped),
+        ):
+            if declared - used:
+                raise RuntimeError(
+                    f"{kind} declared {_listed(declared)} for {verb}, but its forward did not {verb} "
+                    f"{_listed(declared - used)}: `yield` the command {verb}(...) on each way through the forward "
+                    f"(None can be stashed), or leave the name out of @skippable({verb}=...)."
+                )
+
+
+_UNDER_WAY: ContextVar[_Forward | None] = ContextVar("skippable_forward", default=None)
+
+
+class Skippable(nn.Module):
+    """What `@skippable` adds to a class of modules.
+
+    Attributes:
+        stashable_names: names that a forward stashes, of the class.
+        poppable_names: names that a forward pops, of the class.
+        namespaces: name to namespace, for the names that are isolated.
+    """
+
+    stashable_names: frozenset[str] = frozenset()
+    poppable_names: frozenset[str] = frozenset()
+    namespaces: Mapping[str, Namespace] = MappingProxyType({})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        nn.Module.register_load_state_dict_pre_hook(self, _rename_wrapped)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            cls.forward = _answered(vars(cls)["forward"])
+
+    def __repr__(self) -> str:
+        return f"@skippable({super().__repr__()})"
+
+    def isolate(self: Self, namespace: Namespace, only: str | Iterable[str] | None = None) -> Self:
+        """Put skip tensors of this module into a namespace; other modules meet them there only.
+
+        Args:
+            namespace: of the modules that stash and pop the same tensors.
+            only: a name or names; all of this module's if None.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            ValueError: the module does not declare one of `only`.
+        """
+        declared = self.stashable_names | self.poppable_names
+        names = declared if only is None else _names(only)
+        if names - declared:
+            raise ValueError(
+                f"{_name_of(self)} cannot isolate {_listed(names - declared)}: expected some of the names that it "
+                f"declares, {_listed(declared)}."
+            )
+        self.namespaces = {**self.namespaces, **dict.fromkeys(names, namespace)}
+        return self
+
+    def skip_key(self, name: str) -> Key:
+        """What the tensor that this module knows as `name` is called in the whole model."""
+        return self.namespaces.get(name), name
+
+    def stashable(self) -> Iterator[Key]:
+        """The skip tensors that a forward stashes."""
+        return map(self.skip_key, sorted(self.stashable_names))
+
+    def poppable(self) -> Iterator[Key]:
+        """The skip tensors that a forward pops."""
+        return map(self.skip_key, sorted(self.poppable_names))
+
+
+def skippable(
+    stash: str | Iterable[str] = (), pop: str | Iterable[str] = ()
+) -> Callable[[type[Module]], type[Module]]:
+    """A decorator for classes of modules whose forward yields `stash` and `pop` commands.
+
+    It gives a subclass of the same name: parameters, attributes and hooks are those of the class itself. A forward
+    answers for every name declared; names that a base class declares do not count for a subclass decorated again.
+
+    Args:
+        stash: names of the tensors that a forward stashes.
+        pop: names of the tensors that a forward pops.
+
+    Raises:
+        RuntimeError: by a forward that stashes or pops a name that is not declared, leaves out a declared one, or pops
+            what was not stashed.
+        TypeError: by a forward that yields something else, or stashes what is neither a tensor nor None.
+    """
+    stashed, popped = _names(stash), _names(pop)
+
+    def decorate(kind: type[Module]) -> type[Module]:
+        namespace = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__", "forward")}
+        namespace |= {"stashable_names": stashed, "poppable_names": popped}
+        bases = (kind,) if issubclass(kind, Skippable) else (Skippable, kind)
+        return cast("type[Module]", new_class(kind.__name__, bases, exec_body=lambda body: body.update(namespace)))
+
+    return decorate
+
+
+def _answered(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as a function that returns what it computes, its commands answered."""
+
+    @wraps(forward)
+    def run(self: Skippable, *args: Any, **kwargs: Any) -> Any:
+        outer = _UNDER_WAY.get()
+        if outer is not None and outer.module is self:
+            # The forward of a base class, called by super(): part of that of the subclass.
+            return _result_of(forward(self, *args, **kwargs), outer)
+        here = _Forward(self)
+        with Setting(_UNDER_WAY, here):
+            output = _result_of(forward(self, *args, **kwargs), here)
+        here.check_all_used()
+        return output
+
+    return run
+
+
+def _result_of(output: Any, forward: _Forward) -> Any:
+    """What a forward returns in the end; errors are raised where it yields, so that a traceback shows its line."""
+    if not isinstance(output, Generator):
+        return output
+    try:
+        command = next(output)
+        while True:
+            try:
+                answer = forward.answer(command)
+            except (RuntimeError, TypeError) as error:
+                command = output.throw(error)
+            else:
+                command = output.send(answer)
+    except StopIteration as stop:
+        return stop.value
+
+
+def _rename_wrapped(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Take state dicts of torchgpipe and `torch.distributed.pipeline`, which have `module.` before the own names."""
+    wrapped = f"{prefix}module."
+    here = [name for name in state if name.startswith(prefix)]
+    if "module" in dict(module.named_children()):
+        # Such names may be its own: only what has the word twice is surely of a wrapped one.
+        twice = any(name.startswith(f"{wrapped}module.") for name in here)
+        if not twice or not all(name.startswith(wrapped) for name in here):
+            return
+    for name in here:
+        if name.startswith(wrapped):
+            state[prefix + name.removeprefix(wrapped)] = state.pop(name)
+
+
+def _undeclared(kind: str, verb: str, name: str, declared: frozenset[str]) -> str:
+    return (
+        f"{kind}.forward yielded {verb}({name!r}), but the class declares {_listed(declared)} for {verb}: add the "
+        f"name to @skippable({verb}=[...])."
+    )
+
+
+def _names(given: str | Iterable[str]) -> frozenset[str]:
+    return frozenset([given] if isinstance(given, str) else given)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"
+
+
+def _name_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+# Indices of a module in the Sequentials around it; modules inside another kind share its place.
+Place = tuple[int, ...]
+
+
+def find_routes(partitions: Sequence[nn.Module]) -> dict[Key, tuple[int, int]]:
+    """From which stage to which one each skip tensor goes.
+
+    Args:
+        partitions: the stages, of a model that `verify_skippables` has passed.
+
+    Returns:
+        Skip tensor to (index of the stage that stashes it, index of the one that pops it).
+    """
+    modules = [(stage, module) for stage, part in enumerate(partitions) for _, _, module in _skippables(part)]
+    stashed = {key: stage for stage, module in modules for key in module.stashable()}
+    popped = {key: stage for stage, module in modules for key in module.poppable()}
+    return {key: (stage, popped[key]) for key, stage in stashed.items() if key in popped}
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that each skip tensor is stashed by one module and popped by one that runs later.
+
+    Modules inside modules count as well; the order in which a module that is no `nn.Sequential` runs those inside it
+    is taken to be right. A module that stands at two places runs twice.
+
+    Raises:
+        TypeError: it is not so; the message lists all that is wrong.
+    """
+    modules = list(_skippables(module))
+    stashed = _first_places(((place, module.stashable()) for _, place, module in modules))
+    popped = _first_places(((place, module.poppable()) for _, place, module in modules))
+    problems: list[str] = []
+    stash_seen: set[Key] = set()
+    pop_seen: set[Key] = set()
+    for name, place, skippable in modules:
+        stashes, pops = list(skippable.stashable()), list(skippable.poppable())
+        for key in stashes:
+            if key in pops:
+                problems.append(f"'{name}' declared '{key[1]}' both as stashable and as poppable")
+            if key in stash_seen:
+                problems.append(f"'{name}' redeclared '{key[1]}' as stashable")
+        for key in pops:
+            if key in pop_seen:
+                problems.append(f"'{name}' redeclared '{key[1]}' as poppable")
+            elif key not in stashed or place < stashed[key]:
+                problems.append(f"'{name}' declared '{key[1]}' as poppable but it was not stashed before")
+        stash_seen.update(stashes)
+        pop_seen.update(pops)
+    problems += [f"no module declared '{key[1]}' as poppable but stashed" for key in stashed if key not in popped]
+    if problems:
+        raise TypeError(
+            "Skip connections do not match. Expected one module that stashes each name and one later that pops it; "
+            "the same name for several tensors needs module.isolate(Namespace()):\n"
+            + "\n".join(f"  * {problem}" for problem in problems)
+        )
+
+
+def _first_places(found: Iterator[tuple[Place, Iterator[Key]]]) -> dict[Key, Place]:
+    """Where each skip tensor appears first."""
+    places: dict[Key, Place] = {}
+    for key, place in chain.from_iterable(((key, place) for key in keys) for place, keys in found):
+        places.setdefault(key, place)
+    return places
+
+
+def _skippables(module: nn.Module, prefix: str = "", place: Place = ()) -> Iterator[tuple[str, Place, Skippable]]:
+    """Name, place and module of all skippable modules, in the order in which Sequentials run them."""
+    if type(module).forward not in (nn.Sequential.forward, Expanding.forward):
+        for name, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
+            if isinstance(inner, Skippable):
+                yield name, place, inner
+        return
+    # named_children() would leave out the second place of a module.
+    children = [item for item in module.named_modules(remove_duplicate=False) if item[0] and "." not in item[0]]
+    for index, (name, child) in enumerate(children):
+        yield from _skippables(child, f"{prefix}.{name}" if prefix else name, (*place, index))

@@ -1,0 +1,347 @@
+"""What a layout costs: seconds and bytes of an optimizer step, from what each unit costs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+from hf_pipetransformer.planning.simulator import Durations, simulate, steady_seconds
+from hf_pipetransformer.planning.slice_costs import TokenCosts
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import first_above, slice_bounds
+from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
+
+
+GRADIENT_BYTES = 4
+"""Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
+
+WEIGHT_BYTES = 4
+"""Bytes of an element of a weight where nothing else is said: fp32."""
+
+STATE_COPIES = 4
+"""What a trained weight takes, in weights: itself, its gradient and the two moments of Adam."""
+
+WEIGHT_SHARE = 0.5
+"""Share of a unit's backward that the gradients of its weights take: the two products of a linear layer are alike."""
+
+UPDATE_WORK = 280.0
+"""Operations in the time of one trained parameter's update: Adam reads and writes some 28 bytes, and a device computes
+about ten operations in the time of a byte."""
+
+REDUCTION_WORK = 1000.0
+"""Operations in the time in which two replicas reduce one byte of gradient."""
+
+Shared = tuple[tuple[tuple[int, ...], int], ...]
+"""Parameters that several units use: the units, in increasing order, and the number of elements."""
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """What each unit of the model costs, one entry a unit.
+
+    Args:
+        forward: seconds per sample of the forward.
+        backward: seconds per sample of the whole backward.
+        edge_backward: seconds per sample of the backward if the unit's input needs no gradient, as that of the first
+            active unit.
+        parameters: elements; what several units use is counted at the first.
+        activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
+        shared: what several units use, not by unit: stages that share it hold a copy each.
+        kept: elements of `parameters` that the user froze; empty where all are trained.
+        kept_shared: as `shared`, of what the user froze.
+        trained_bytes: bytes of the weights that are trained unless their layer freezes; empty where all are fp32.
+        kept_bytes: bytes of the weights that the user froze; empty where all are fp32.
+        slices: what slices of tokens cost; None where sequences stay whole.
+
+    Raises:
+        ValueError: the entries are not as many everywhere.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    edge_backward: tuple[float, ...]
+    parameters: tuple[int, ...]
+    activation_bytes: tuple[float, ...]
+    shared: Shared = ()
+    kept: tuple[int, ...] = ()
+    kept_shared: Shared = ()
+    trained_bytes: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
+    slices: TokenCosts | None = None
+
+    def __post_init__(self) -> None:
+        empty = [name for name in ("kept", "trained_bytes", "kept_bytes") if not getattr(self, name)]
+        others = ("shared", "kept_shared", "slices", *empty)
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Elements by unit that are trained unless their layer freezes."""
+        return tuple(whole - frozen for whole, frozen in zip(self.parameters, self.kept_elements, strict=True))
+
+    @property
+    def kept_elements(self) -> tuple[int, ...]:
+        """Elements by unit that the user froze."""
+        return self.kept or (0,) * len(self.parameters)
+
+    @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """`trained_bytes`, whatever the weights are in."""
+        return self.trained_bytes or tuple(WEIGHT_BYTES * count for count in self.trained)
+
+    @property
+    def kept_sizes(self) -> tuple[int, ...]:
+        """`kept_bytes`, whatever the weights are in."""
+        return self.kept_bytes or tuple(WEIGHT_BYTES * count for count in self.kept_elements)
+
+    def scaled(self, forward: float, backward: float) -> UnitCosts:
+        """The same units with the times of forwards and of backwards multiplied by a factor each."""
+        return replace(
+            self,
+            forward=tuple(forward * seconds for seconds in self.forward),
+            backward=tuple(backward * seconds for seconds in self.backward),
+            edge_backward=tuple(backward * seconds for seconds in self.edge_backward),
+        )
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a step costs beside the computation of its samples.
+
+    Args:
+        hop: seconds that a message between neighbouring stages takes.
+        per_microbatch: seconds that each forward and each backward of a stage costs beside its samples.
+        reduction_per_byte: seconds per byte of gradient of the all-reduce over R=2 replicas, as far as the backward
+            does not hide it; over R replicas it is `2 (R - 1) / R` times that (a ring).
+        optimizer_per_parameter: seconds per trained parameter of the optimizer step.
+        per_step: seconds of everything else: loader, logging, callbacks.
+    """
+
+    hop: float = 0.0
+    per_microbatch: float = 0.0
+    reduction_per_byte: float = 0.0
+    optimizer_per_parameter: float = 0.0
+    per_step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of one optimizer step, and their parts.
+
+    Args:
+        seconds: the whole step; the sum of the four that follow.
+        pipeline: forwards, backwards and the bubble, of all batches of the step; where stages update themselves, what
+            the slowest takes with its share of the next two.
+        reduction: all-reduce over the replicas.
+        optimizer: the optimizer step.
+        other: everything else.
+        rank_seconds: seconds that each rank of a pipeline computes in the step.
+    """
+
+    seconds: float
+    pipeline: float
+    reduction: float
+    optimizer: float
+    other: float
+    rank_seconds: tuple[float, ...]
+
+
+WORK_OVERHEADS = Overheads(reduction_per_byte=REDUCTION_WORK, optimizer_per_parameter=UPDATE_WORK)
+"""In operations where `Overheads` has seconds: what stands in for them where no clock may choose."""
+
+
+def costs_by_work(costs: UnitCosts, work: Sequence[float]) -> UnitCosts:
+    """The units with operations in place of seconds: a backward takes two forwards, for weights alone one.
+
+    Args:
+        costs: of the model's units.
+        work: operations per sample of the forward of each.
+    """
+    forward = tuple(work)
+    backward = tuple(2 * each for each in forward)
+    return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None)
+
+
+def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
+    """Seconds per sample of each unit's backward with `num_frozen_layers` frozen: none below the first active unit."""
+    first = first_above(num_frozen_layers)
+    return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
+
+
+def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
+    """Seconds per sample of each unit's forward with the activations after `cache_level` layers stored."""
+    first = first_above(cache_level)
+    return [0.0] * first + list(costs.forward[first:])
+
+
+def unit_loads(
+    costs: UnitCosts, num_frozen_layers: int, cache_level: int = 0, update_per_parameter: float = 0.0
+) -> list[float]:
+    """Seconds per sample that each unit costs: what a partition evens out.
+
+    A frozen unit only runs its forward, and not even that for a sample whose activation is stored.
+
+    Args:
+        costs: of the model's units.
+        num_frozen_layers: F.
+        cache_level: layers whose activations are stored.
+        update_per_parameter: seconds per sample of an optimizer step and trained parameter, where stages update
+            themselves; where all wait for the slowest update it is no matter of cuts alone.
+    """
+    first, trained = first_above(num_frozen_layers), costs.trained
+    updates = [update_per_parameter * count * (unit >= first) for unit, count in enumerate(trained)]
+    parts = unit_forwards(costs, cache_level), unit_backwards(costs, num_frozen_layers), updates
+    return [sum(each) for each in zip(*parts, strict=True)]
+
+
+def predict_step(
+    layout: Layout, costs: UnitCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
+) -> Prediction:
+    """How long one optimizer step takes: the schedule's table, simulated, and what comes after it.
+
+    The all-reduce and the optimizer take as long as they take on the rank with the most trained parameters. Under an
+    asynchronous schedule each stage does both for itself, and a step takes what one of a long window does.
+
+    Args:
+        layout: how the model lies on the ranks.
+        costs: of the model's units, on one of the devices.
+        overheads: of this machine.
+        samples_per_pipeline: samples of one batch of one pipeline.
+        accumulation: batches per optimizer step.
+    """
+    microbatches = _num_microbatches(layout, samples_per_pipeline)
+    samples = samples_per_pipeline / microbatches
+    backwards = unit_backwards(costs, layout.num_frozen_layers)
+    # The gradients of the first active unit's weights take no less for being all that its backward computes.
+    weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
+    inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
+
+    def seconds(of_units: Sequence[float]) -> tuple[float, ...]:
+        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_units))
+
+    forwards = seconds(unit_forwards(costs, layout.cache_level))
+    shares = _shares(layout, costs, samples)
+    parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
+    durations = Durations(*parts, factors=shares * microbatches)
+    ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
+    trained = trained_elements(layout, costs)
+    reductions = [overheads.reduction_per_byte * count * GRADIENT_BYTES * ring for count in trained]
+    updates = [overheads.optimizer_per_parameter * count for count in trained]
+    if layout.is_asynchronous:
+        step_size = accumulation * microbatches
+        durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
+        pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
+        reduction = optimizer = 0.0
+        whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
+        busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
+    else:
+        shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+        table = find_schedule(layout.schedule).table(*shape, max(1, len(shares)))
+        timeline = simulate(table, durations, layout.places)
+        pipeline = accumulation * timeline.end
+        reduction, optimizer = max(reductions), max(updates)
+        busy = [accumulation * each for each in timeline.busy]
+    return Prediction(
+        seconds=pipeline + reduction + optimizer + overheads.per_step,
+        pipeline=pipeline,
+        reduction=reduction,
+        optimizer=optimizer,
+        other=overheads.per_step,
+        rank_seconds=tuple(busy),
+    )
+
+
+def trained_elements(layout: Layout, costs: UnitCosts) -> list[float]:
+    """What each rank of a pipeline trains; what several use is counted at the first."""
+    return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
+
+
+def rank_bytes(
+    layout: Layout,
+    costs: UnitCosts,
+    samples_per_pipeline: int,
+    accumulation: int = 1,
+    weights: str = "pipeoptim",
+    optim: str = "adamw_torch",
+) -> list[float]:
+    """Bytes that each rank of a pipeline needs for training.
+
+    With replicas the gradients that a rank reduces lie in flat buffers too, beside those that the backward makes. A
+    rank that shares a parameter with an earlier user holds its own copy and gradient, without optimizer state. Where
+    stages update themselves, they hold several versions of what they train.
+
+    Args:
+        layout: how the model lies on the ranks.
+        costs: of the model's units; their parameters and activation bytes are read.
+        samples_per_pipeline: samples of one batch of one pipeline.
+        accumulation: batches per optimizer step; read, like the next ones, where the schedule is asynchronous.
+        weights: which versions passes see, a `pipeline_weights`.
+        optim: Trainer's name of the optimizer.
+    """
+    microbatches = _num_microbatches(layout, samples_per_pipeline)
+    samples = samples_per_pipeline / microbatches
+    kept = [samples * size for size in _by_stage(layout, _active(layout, costs.activation_bytes))]
+    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    loads = list(find_schedule(layout.schedule).peaks(kept, *shape))
+    trained = trained_elements(layout, costs)
+    reduced = trained.copy()
+    active = _by_rank(layout, _by_stage(layout, _active(layout, costs.trained_sizes)))
+    sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
+    for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
+        loads[rank] += STATE_COPIES * active[rank] + size - active[rank]
+    shared = [
+        *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
+        *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
+    ]
+    for (units, elements), is_trained, size_of, count_of in shared:
+        first, *others = layout.ranks_of(units)
+        is_trained = is_trained and units[0] >= layout.first_active_unit
+        for rank in others:
+            # Of what is shared alone only the number of elements is known.
+            copy = elements * size_of[units[0]] / count_of[units[0]]
+            loads[rank] += copy + (GRADIENT_BYTES * elements if is_trained else 0)
+        if others and is_trained:
+            # Summed over all ranks that use it, by itself.
+            reduced[first] -= elements
+    if layout.is_asynchronous:
+        kind, num_stages = find_weights(weights), layout.num_stages
+        for stage, own in enumerate(active):
+            versions = kind.copies(stage, num_stages, accumulation * microbatches)
+            beside = copies_beside(kind.direction, optim) if kind.predicts(stage, num_stages) else 0
+            loads[stage] += own * (versions - 1 + beside)
+    if layout.num_replicas > 1:
+        loads = [load + GRADIENT_BYTES * count for load, count in zip(loads, reduced, strict=True)]
+    return loads
+
+
+def _shares(layout: Layout, costs: UnitCosts, samples: float) -> tuple[float, ...]:
+    """What each slice of the tokens takes of the time of whole sequences; nothing where they stay whole."""
+    if costs.slices is None or not layout.token_slices:
+        return ()
+    bounds = slice_bounds(layout.token_slices, costs.slices.length)
+    return tuple(costs.slices.shares(samples, [stop - start for start, stop in pairwise(bounds)]))
+
+
+def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
+    """A micro-batch has at least one sample."""
+    return max(1, min(layout.num_microbatches, samples_per_pipeline))
+
+
+def _active(layout: Layout, values: Sequence[float]) -> list[float]:
+    """`values` with nothing for the frozen units."""
+    first = layout.first_active_unit
+    return [0.0] * first + list(values[first:])
+
+
+def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Sum of `values` over the units of each stage."""
+    return [sum(values[unit] for unit in layout.units_of(stage)) for stage in range(layout.num_stages)]
+
+
+def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Sum of `values`, one a stage, over the stages of each rank of a pipeline."""
+    return [sum(values[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_size)]

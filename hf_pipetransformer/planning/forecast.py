@@ -1,0 +1,203 @@
+"""How long the rest of a run takes under a layout, whose cache must be filled before it is read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hf_pipetransformer.planning.costs import (
+    Overheads,
+    UnitCosts,
+    predict_step,
+    trained_elements,
+    unit_backwards,
+    unit_forwards,
+)
+from hf_pipetransformer.planning.storing import (
+    CacheCosts,
+    Pass,
+    ViewCosts,
+    decide_cache,
+    fresh_share,
+    passes_ahead,
+    reading_seconds,
+)
+from hf_pipetransformer.schedules.layout import Layout
+
+
+def seconds_left(
+    layout: Layout,
+    passes: Sequence[Pass],
+    costs: UnitCosts,
+    overheads: Overheads,
+    samples_per_device: int,
+    accumulation: int = 1,
+) -> float:
+    """Predicted seconds of all steps of `passes`; the transition to the layout is not counted.
+
+    A step of which a share of the samples has rows takes that share of a step that reads all, and the rest of one that
+    computes all. What rows save of reading samples is at most what a step takes beside its computation.
+
+    Args:
+        layout: how the model lies on the ranks.
+        passes: the steps to come.
+        costs: of the model's units.
+        overheads: of this machine.
+        samples_per_device: samples of a batch, by device.
+        accumulation: batches per optimizer step.
+    """
+    samples = samples_per_device * layout.pipeline_size
+
+    def step_seconds(level: int) -> float:
+        return predict_step(replace(layout, cache_level=level), costs, overheads, samples, accumulation).seconds
+
+    total = 0.0
+    for each in passes:
+        reads = each.share * step_seconds(each.level) if each.share else 0.0
+        computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
+        rows = max(accumulation * samples * each.row_seconds, -overheads.per_step)
+        total += each.steps * (reads + computes + rows)
+    return total
+
+
+MOVED_BYTES = 12
+"""Of a trained parameter that goes to another rank: the weight and two moments of Adam."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Optimizer steps in a row with as many layers frozen."""
+
+    num_steps: int
+    num_frozen: int
+
+
+@dataclass(frozen=True)
+class Storing:
+    """What storing activations takes, and when it is done.
+
+    Args:
+        costs: measured times, `prefix` for all layers.
+        mode: `auto`, `on` or `off`.
+        fits_share: share of the samples whose rows fit.
+        num_views: rows of a sample, see `autodp.views`; 0 where samples are not random, which have one.
+    """
+
+    costs: CacheCosts
+    mode: str
+    fits_share: float = 1.0
+    num_views: int = 0
+
+    def views(self, units: UnitCosts, num_frozen: int) -> ViewCosts:
+        """What views change with so many layers frozen."""
+        active = sum(unit_forwards(units, num_frozen)) + sum(unit_backwards(units, num_frozen))
+        new = fresh_share(self.costs, num_frozen, active) if self.num_views else 0.0
+        return ViewCosts(max(1, self.num_views), new)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicts how long runs from one start take that differ in their length.
+
+    Args:
+        layout: of the start.
+        costs: of the model's units.
+        overheads: of this machine.
+        samples_per_device: samples of a batch, by device.
+        accumulation: batches per optimizer step.
+        steps_per_epoch: optimizer steps.
+        plan: the layout that follows one, for a number of frozen layers and a number of stored ones.
+        storing: None where nothing is stored.
+    """
+
+    layout: Layout
+    costs: UnitCosts
+    overheads: Overheads
+    samples_per_device: int
+    accumulation: int
+    steps_per_epoch: int
+    plan: Callable[[Layout, int, int], Layout]
+    storing: Storing | None = None
+
+    def full_seconds(self, num_steps: int) -> float:
+        """Of a run that goes on as it starts: nothing more is frozen, nothing is stored."""
+        samples = self.samples_per_device * self.layout.pipeline_size
+        return num_steps * predict_step(self.layout, self.costs, self.overheads, samples, self.accumulation).seconds
+
+    def seconds(self, spans: Sequence[Span]) -> float:
+        """Of a run that freezes so, transitions counted.
+
+        Args:
+            spans: one after the other, with more and more layers frozen.
+        """
+        layout, share, total = self.layout, 0.0, 0.0
+        steps_left = sum(span.num_steps for span in spans)
+        for span in spans:
+            stored_level = layout.cache_level if share else 0
+            freezes = span.num_frozen > layout.num_frozen_layers
+            passes: tuple[Pass, ...] = (Pass(steps_left),)
+            if freezes or (span is spans[0] and span.num_frozen):
+                level = self._level(span.num_frozen, stored_level, share, steps_left)
+                moved = self.plan(layout, span.num_frozen, level)
+                total += self._seconds_of_move(layout, moved)
+                layout = moved
+            if self.storing is not None:
+                own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
+                # Overheads are those of the start, where all samples are read.
+                saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
+                views = self.storing.views(self.costs, span.num_frozen)
+                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch, views)
+                passes = tuple(replace(each, row_seconds=each.row_seconds - saved) for each in ahead)
+                writing = views.num_views * self.steps_per_epoch
+                written = self.storing.fits_share * min(1.0, span.num_steps / writing)
+                kept = share if layout.cache_level == stored_level else 0.0
+                share = max(kept, written) if layout.cache_level else 0.0
+            own_passes = _first(passes, span.num_steps)
+            own_parts = (self.costs, self.overheads, self.samples_per_device, self.accumulation)
+            total += seconds_left(layout, own_passes, *own_parts)
+            steps_left -= span.num_steps
+        return total
+
+    def _level(self, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
+        """Layers whose output is stored from now on."""
+        if self.storing is None:
+            return 0
+        epochs_left = steps_left / self.steps_per_epoch
+        known = (self.storing.costs, num_frozen, stored_level, share, epochs_left)
+        how = (self.storing.mode, self.storing.fits_share, self.storing.views(self.costs, num_frozen))
+        decision = decide_cache(*known, *how)
+        return decision.level if decision.use else 0
+
+    def _seconds_of_move(self, old: Layout, new: Layout) -> float:
+        """What weights and optimizer state take on their way; nothing while no rank gets other units."""
+        if (old.places, old.boundaries) == (new.places, new.boundaries):
+            return 0.0
+        return MOVED_BYTES * self.overheads.reduction_per_byte * sum(trained_elements(new, self.costs))
+
+
+def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:
+    """A run of `num_steps` in parts, from optimizer steps and the layers that are frozen from then on.
+
+    Args:
+        coming: in order of steps.
+        num_frozen: layers frozen at the start.
+        num_steps: of the run.
+    """
+    starts = [(0, num_frozen)]
+    for step, frozen in coming:
+        if step < num_steps and frozen > starts[-1][1]:
+            starts.append((step, frozen))
+    ends = [*(step for step, _ in starts[1:]), num_steps]
+    found = [Span(end - step, frozen) for (step, frozen), end in zip(starts, ends, strict=True)]
+    return [span for span in found if span.num_steps]
+
+
+def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
+    """Those of the first `num_steps` steps."""
+    found, left = [], float(num_steps)
+    for each in passes:
+        steps = min(each.steps, left)
+        if steps > 0:
+            found.append(replace(each, steps=steps))
+            left -= steps
+    return found

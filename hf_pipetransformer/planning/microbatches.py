@@ -1,0 +1,163 @@
+"""Measured steps: numbers of micro-batches on trial, and costs scaled by what steps took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hf_pipetransformer.planning.costs import (
+    GRADIENT_BYTES,
+    Overheads,
+    UnitCosts,
+    rank_bytes,
+    unit_backwards,
+    unit_forwards,
+)
+from hf_pipetransformer.planning.planner import MEMORY_RESERVE
+from hf_pipetransformer.schedules.layout import Layout
+
+
+Report = Mapping[str, float]
+"""Median seconds of the parts of a step on one rank (`pipeline.timing.PARTS`), and its `samples`."""
+
+
+def calibrate(
+    costs: UnitCosts, overheads: Overheads, layout: Layout, reports: Sequence[Report]
+) -> tuple[UnitCosts, Overheads]:
+    """Scale unit costs so that they add up to what was measured, and split the rest of the step into its causes.
+
+    Forwards and backwards have one factor each, over all ranks: the shares of the units come from the profile, the
+    level from real steps.
+
+    Args:
+        costs: relative costs of the units.
+        overheads: what is known so far; kept where this layout tells nothing (no reduction without replicas).
+        layout: under which was measured.
+        reports: by rank; empty ones did not measure.
+    """
+    ranks = [rank for rank, report in enumerate(reports) if report]
+    if not ranks:
+        return costs, overheads
+    forwards = unit_forwards(costs, layout.cache_level)
+    backwards = unit_backwards(costs, layout.num_frozen_layers)
+    factors = {}
+    for part, units in (("forward", forwards), ("backward", backwards)):
+        measured = sum(reports[rank][part] for rank in ranks)
+        modelled = sum(reports[rank]["samples"] * _sum(units, layout, rank) for rank in ranks)
+        factors[part] = measured / modelled if measured and modelled else 1.0
+    scaled = costs.scaled(factors["forward"], factors["backward"])
+    trained = [
+        sum(costs.trained[unit] for unit in _units(layout, rank) if unit >= layout.first_active_unit)
+        for rank in range(len(reports))
+    ]
+    largest = max((rank for rank in ranks), key=lambda rank: trained[rank])
+    if trained[largest]:
+        overheads = replace(overheads, optimizer_per_parameter=reports[largest]["optimizer"] / trained[largest])
+        if layout.num_replicas > 1:
+            ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
+            waited = statistics.median(reports[rank]["reduction"] for rank in ranks if trained[rank])
+            overheads = replace(overheads, reduction_per_byte=waited / (trained[largest] * GRADIENT_BYTES * ring))
+    return scaled, replace(overheads, per_step=statistics.median(_other(layout, reports[rank]) for rank in ranks))
+
+
+def _other(layout: Layout, report: Report) -> float:
+    """Seconds of a step that no part explains. With one rank, all that the pipeline does is compute."""
+    inside = report["forward"] + report["backward"] if layout.pipeline_size == 1 else report["pipeline"]
+    return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
+
+
+def _units(layout: Layout, rank: int) -> list[int]:
+    return [unit for part in layout.units_of_rank(rank % layout.pipeline_size) for unit in part]
+
+
+def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:
+    return sum(values[unit] for unit in _units(layout, rank))
+
+
+MULTIPLES = (6, 4, 3, 2, 1)
+"""M is tried from 6K down to K (PipeTransformer, section 3.2.3)."""
+
+
+def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
+    """The M to try for `pipeline_size` ranks, none above the number of samples, each once, large to small.
+
+    Large first: the smallest micro-batches need the least memory.
+    """
+    tried = {max(1, min(multiple * pipeline_size, samples_per_pipeline)) for multiple in MULTIPLES}
+    return sorted(tried, reverse=True)
+
+
+def fitting_candidates(layout: Layout, costs: UnitCosts, samples_per_device: int, device_bytes: float) -> list[int]:
+    """The M to try under a layout: fewer micro-batches hold more activations, so some may not fit.
+
+    Args:
+        layout: whose M is searched.
+        costs: of the model's units.
+        samples_per_device: samples of a batch, by device.
+        device_bytes: memory of the smallest device.
+    """
+    samples = samples_per_device * layout.pipeline_size
+    tried = candidates(layout.pipeline_size, samples)
+
+    def fits(count: int) -> bool:
+        needed = max(rank_bytes(replace(layout, num_microbatches=count), costs, samples))
+        return needed <= device_bytes * (1 - MEMORY_RESERVE)
+
+    return [count for count in tried if fits(count)] or tried[:1]
+
+
+class MicrobatchTrial:
+    """Tries each M for a few optimizer steps; the caller runs and times them.
+
+    Seconds count per token, since batches differ in length. The first step of each M is a warm-up and dropped, and of
+    the others the fastest counts: disturbances only ever make a step slower.
+
+    Args:
+        candidates: the M to try, in this order.
+        steps_each: steps per M, the warm-up included.
+
+    Raises:
+        ValueError: nothing to try, or no step beside the warm-up.
+    """
+
+    def __init__(self, candidates: Sequence[int], steps_each: int = 3) -> None:
+        if not candidates or steps_each < 2:
+            raise ValueError(
+                "A trial needs at least one number of micro-batches and two steps for each (the first is a warm-up), "
+                f"found {list(candidates)} and {steps_each}."
+            )
+        self._candidates = list(candidates)
+        self._steps_each = steps_each
+        self._position = 0
+        self._steps = 0
+        self._least: dict[int, float] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every M has been tried."""
+        return self._position == len(self._candidates)
+
+    def current(self) -> int:
+        """The M of the next step: the one on trial, and the best once all are done."""
+        return self.best() if self.is_done else self._candidates[self._position]
+
+    def record(self, seconds: float, tokens: int) -> None:
+        """What a step with `current()` took. A step without tokens says nothing and is not counted."""
+        if self.is_done or tokens < 1:
+            return
+        if self._steps > 0:
+            tried = self._candidates[self._position]
+            self._least[tried] = min(seconds / tokens, self._least.get(tried, float("inf")))
+        self._steps += 1
+        if self._steps == self._steps_each:
+            self._position += 1
+            self._steps = 0
+
+    def best(self) -> int:
+        """The M with the least seconds per token so far; before any measurement the first to be tried."""
+        return min(self._least, key=self._least.__getitem__) if self._least else self._candidates[0]
+
+    def as_event(self) -> dict[int, float]:
+        """Seconds per token of each M measured so far."""
+        return dict(self._least)

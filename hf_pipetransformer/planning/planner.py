@@ -1,0 +1,384 @@
+"""Choosing a layout: pipeline length, stages of a rank, their boundaries, number of micro-batches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hf_pipetransformer.planning.costs import (
+    WORK_OVERHEADS,
+    Overheads,
+    Prediction,
+    UnitCosts,
+    costs_by_work,
+    predict_step,
+    rank_bytes,
+    unit_loads,
+)
+from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
+from hf_pipetransformer.planning.token_plans import cut_layout
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import Plans, first_above
+from hf_pipetransformer.schedules.weight_kinds import find_weights
+
+
+MEMORY_RESERVE = 0.1
+"""Share of a device's memory that a plan leaves free."""
+
+SAMPLES_PER_MICROBATCH = 4
+"""A micro-batch is not made smaller than this by choice: below it, launch costs outweigh the smaller bubble."""
+
+WORTH_MOVING = 0.02
+"""Share of a step that new cuts of the same number of stages must save: less is not worth moving the weights."""
+
+FROZEN_FACTOR = 1 / 6
+"""Memory of a frozen layer over that of the same layer active (PipeTransformer, section 3.2.1, lambda_frozen)."""
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What a plan may do.
+
+    Args:
+        compression: how K is chosen: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted seconds).
+        cut_positions: unit indices where a stage may begin, from 0 to the number of units.
+        device_bytes: memory of one device.
+        elastic: False keeps K and the boundaries for the whole run.
+        num_microbatches: M if the user fixed it, else None.
+        known_microbatches: the M that trials found best, by K and V.
+        unfit: lengths K that ran out of memory.
+        initial_largest_size: `largest_rank_size` of the layout of the start.
+        initial_size: K of that layout, which thawing may bring back; 0 keeps pipelines from growing.
+        num_chunks: V that pipelines of several ranks shall have.
+        token_slices: how sequences are cut, if the user says so.
+        weights: which versions of the weights passes see where the schedule is asynchronous, a `pipeline_weights`.
+        optim: Trainer's name of the optimizer.
+        work: operations per sample of each unit's forward, which decide the cuts in place of measured times; empty
+            where cuts change no number.
+        is_timeless: whether they decide K too.
+
+    Raises:
+        ValueError: unknown compression, or no work where K follows it.
+    """
+
+    compression: str
+    cut_positions: tuple[int, ...]
+    device_bytes: float
+    elastic: bool = True
+    num_microbatches: int | None = None
+    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    unfit: frozenset[int] = frozenset()
+    initial_largest_size: float = 0.0
+    initial_size: int = 0
+    num_chunks: int = 1
+    token_slices: Plans | None = None
+    weights: str = "pipeoptim"
+    optim: str = "adamw_torch"
+    work: tuple[float, ...] = ()
+    is_timeless: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_timeless and not self.work:
+            raise ValueError("K is to follow the work of the units: expected `work`, found none.")
+        if self.compression not in ("memory", "throughput"):
+            raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The next layout, and why.
+
+    Args:
+        layout: the layout to move to.
+        prediction: what a step of it is expected to take.
+        alternatives: predicted seconds of a step for every K considered, the chosen one included.
+    """
+
+    layout: Layout
+    prediction: Prediction
+    alternatives: dict[int, float]
+
+
+def stage_boundaries(unit_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Boundaries of `num_stages` stages of even cost that fall on allowed cut positions only.
+
+    Args:
+        unit_costs: cost of every unit.
+        cut_positions: unit indices where a stage may begin, from 0 to the number of units.
+        num_stages: K * V.
+
+    Raises:
+        ValueError: more stages than pieces between allowed cuts.
+    """
+    pieces = [sum(unit_costs[a:b]) for a, b in zip(cut_positions, cut_positions[1:], strict=False)]
+    return tuple(cut_positions[index] for index in partition(pieces, num_stages))
+
+
+def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> int:
+    """V for a pipeline of K ranks: what is wanted, or less where there cannot be so many stages.
+
+    Args:
+        schedule: its name.
+        wanted: V as the user or the schedule has it.
+        pipeline_size: K; one rank has one stage.
+        most_stages: stages that there may be.
+
+    Returns:
+        V; 0 if the schedule wants more stages than there may be.
+    """
+    if pipeline_size == 1:
+        return 1
+    num_chunks = min(wanted, most_stages // pipeline_size)
+    return num_chunks if num_chunks >= find_schedule(schedule).min_chunks else 0
+
+
+def reachable_shapes(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> list[tuple[int, int]]:
+    """K and V of every layout that may follow one of `pipeline_size` ranks; arguments as of `choose_num_chunks`."""
+    divisors = [k for k in range(1, pipeline_size + 1) if pipeline_size % k == 0]
+    counts = range(1, most_stages + 1)
+    return sorted({(k, v) for k in divisors for most in counts if (v := choose_num_chunks(schedule, wanted, k, most))})
+
+
+def choose_pipeline_size(
+    candidates: Sequence[int], largest_rank_bytes: Callable[[int], float], device_bytes: float
+) -> int:
+    """The smallest K whose fullest rank fits a device; the largest candidate if none does.
+
+    Args:
+        candidates: allowed pipeline lengths.
+        largest_rank_bytes: training bytes of the fullest rank for a K.
+        device_bytes: memory of one device.
+    """
+    budget = device_bytes * (1 - MEMORY_RESERVE)
+    fitting = [k for k in sorted(candidates) if largest_rank_bytes(k) <= budget]
+    return fitting[0] if fitting else max(candidates)
+
+
+def choose_num_microbatches(
+    pipeline_size: int,
+    pipeline_batch_size: int,
+    schedule: str = "1f1b",
+    accumulation: int = 1,
+    weights: str = "pipeoptim",
+) -> int:
+    """M by rule of thumb: 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, at least K.
+
+    Under an asynchronous schedule there is no bubble to shrink: batches stay whole, unless the weights that passes see
+    take more micro-batches an optimizer step.
+
+    Args:
+        pipeline_size: K.
+        pipeline_batch_size: samples of a batch of one pipeline.
+        schedule: its name.
+        accumulation: batches per optimizer step; read, like the next, where the schedule is asynchronous.
+        weights: which versions passes see, a `pipeline_weights`.
+    """
+    if pipeline_size == 1:
+        return 1
+    if find_schedule(schedule).is_asynchronous:
+        counts = range(1, pipeline_batch_size + 1)
+        possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
+        return next(possible, max(1, pipeline_batch_size))
+    wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
+    return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
+
+
+def evaluation_microbatches(layout: Layout, pipeline_batch_size: int) -> int:
+    """M of evaluation: that of training, unless training fills its pipeline with the batches of several steps."""
+    if not layout.is_asynchronous:
+        return layout.num_microbatches
+    by_rule = choose_num_microbatches(layout.pipeline_size, pipeline_batch_size)
+    return max(layout.num_microbatches, by_rule)
+
+
+def _is_possible(weights: str, num_stages: int, units_per_step: int) -> bool:
+    try:
+        find_weights(weights).check(num_stages, units_per_step)
+    except ValueError:
+        return False
+    return True
+
+
+def plan_layout(
+    unit_costs: Sequence[float],
+    cut_positions: Sequence[int],
+    num_layers: int,
+    pipeline_size: int,
+    num_replicas: int,
+    num_microbatches: int,
+    schedule: str,
+    num_frozen_layers: int = 0,
+    cache_level: int = 0,
+    num_chunks: int = 1,
+) -> Layout:
+    """The layout with evenly loaded stages.
+
+    Raises:
+        ValueError: more stages than the model can be cut into.
+    """
+    num_stages = pipeline_size * num_chunks
+    most = len(cut_positions) - 1
+    if not 0 < num_stages <= most:
+        needed = pipeline_size * (num_chunks or find_schedule(schedule).min_chunks)
+        raise ValueError(
+            f"pipeline_parallel_size={pipeline_size} under {schedule} needs {needed} stages, but this model can be "
+            f"cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
+        )
+    return Layout(
+        num_layers=num_layers,
+        num_frozen_layers=num_frozen_layers,
+        num_stages=num_stages,
+        num_replicas=num_replicas,
+        boundaries=stage_boundaries(unit_costs, cut_positions, num_stages),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        cache_level=cache_level,
+        num_chunks=num_chunks,
+        placement=find_schedule(schedule).placement,
+    )
+
+
+def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
+    """Size of what the fullest rank holds, a frozen unit counted `frozen_factor` times: M_GPU of Eq. 2.
+
+    Args:
+        parameters: elements of each unit.
+        layout: how the model lies on the ranks.
+        frozen_factor: lambda_frozen.
+    """
+    first = layout.first_active_unit
+    sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
+    ranks = [layout.units_of_rank(rank) for rank in range(layout.pipeline_size)]
+    return max(sum(sizes[unit] for part in parts for unit in part) for parts in ranks)
+
+
+def plan_transition(
+    current: Layout,
+    num_frozen_layers: int,
+    costs: UnitCosts,
+    overheads: Overheads,
+    rules: PlanRules,
+    world_size: int,
+    samples_per_device: int,
+    accumulation: int = 1,
+    cache_level: int = 0,
+) -> Plan:
+    """The layout to move to when `num_frozen_layers` are frozen. Deterministic: equal inputs give an equal plan.
+
+    Every divisor of the current K is considered, of the initial K where layers are thawed, each with its most even
+    cuts, frozen units at the cost of their forward. Stages may hold frozen units only, but there are no more stages
+    than active units: ranks have fewer stages then, or the pipeline is not considered. If no layout fits without them,
+    the current cuts stay if they do. Where cuts change numbers, the rules name the work that decides, not times.
+
+    Args:
+        current: the layout that runs now.
+        num_frozen_layers: F from now on.
+        costs: of the model's units.
+        overheads: of this machine.
+        rules: what the plan may do.
+        world_size: ranks; those that a shorter pipeline frees become replicas.
+        samples_per_device: samples of a batch, by device; a pipeline's batch has K times as many.
+        accumulation: batches per optimizer step.
+        cache_level: layers whose activations will be stored; the plan is for the passes that read them.
+    """
+
+    def predict(layout: Layout) -> Prediction:
+        return predict_step(layout, costs, overheads, samples_per_device * layout.pipeline_size, accumulation)
+
+    as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
+    if not rules.elastic:
+        prediction = predict(as_it_is)
+        return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
+
+    timed = costs, overheads
+    cut_by = (costs_by_work(costs, rules.work), WORK_OVERHEADS) if rules.work else timed
+    choose_by = cut_by if rules.is_timeless else timed
+
+    def judge(layout: Layout, by: tuple[UnitCosts, Overheads]) -> Candidate:
+        samples = samples_per_device * layout.pipeline_size
+        needed = max(rank_bytes(layout, costs, samples, accumulation, rules.weights, rules.optim))
+        seconds = predict_step(layout, *by, samples, accumulation).seconds
+        return Candidate(layout, seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+
+    samples_per_step = samples_per_device * current.pipeline_size * accumulation
+    update = cut_by[1].optimizer_per_parameter / samples_per_step if current.is_asynchronous else 0.0
+    loads = unit_loads(cut_by[0], num_frozen_layers, cache_level, update)
+    candidates = []
+    for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
+        samples, is_free = samples_per_device * size, rules.num_microbatches is None
+        known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
+        by_rule = choose_num_microbatches(size, samples, current.schedule, accumulation, rules.weights)
+        layout = plan_layout(
+            unit_costs=loads,
+            cut_positions=rules.cut_positions,
+            num_layers=current.num_layers,
+            pipeline_size=size,
+            num_replicas=world_size // size,
+            num_microbatches=known or by_rule,
+            schedule=current.schedule,
+            num_frozen_layers=num_frozen_layers,
+            cache_level=cache_level,
+            num_chunks=num_chunks,
+        )
+        layout = cut_layout(layout, rules.token_slices, costs.slices, samples, is_free, overheads.hop)
+        if layout.places == current.places:
+            unmoved = replace(layout, boundaries=current.boundaries)
+            if not _is_worth_moving(judge(unmoved, cut_by), judge(layout, cut_by)):
+                layout = unmoved
+        candidates.append(judge(layout, choose_by))
+    if not any(candidate.fits for candidate in candidates) and judge(as_it_is, choose_by).fits:
+        candidates.append(judge(as_it_is, choose_by))
+    chosen = _choose(candidates, costs, rules).layout
+    alternatives = {each.layout.pipeline_size: predict(each.layout).seconds for each in candidates}
+    return Plan(chosen, predict(chosen), alternatives)
+
+
+def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
+    """Whether new cuts of the same number of stages save enough, and do not cost the memory that the old ones fit."""
+    saves = recut.predicted_seconds <= (1 - WORTH_MOVING) * unmoved.predicted_seconds
+    return saves and (recut.fits or not unmoved.fits)
+
+
+def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[int, int]:
+    """The K to consider, from short to long, and their V: what runs now is not unfit, and the last resort."""
+    most = min(current.num_units - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
+    is_thawing = num_frozen_layers < current.num_frozen_layers
+    longest = max(current.pipeline_size, rules.initial_size if is_thawing else 0)
+    divisors = [k for k in range(1, longest + 1) if longest % k == 0]
+    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in divisors}
+    possible = {
+        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
+    }
+    return possible or {current.pipeline_size: current.num_chunks}
+
+
+def _choose(candidates: Sequence[Candidate], costs: UnitCosts, rules: PlanRules) -> Candidate:
+    """The candidate that `rules.compression` prefers."""
+    if rules.compression == "throughput":
+        return choose_by_throughput(candidates)
+    by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
+
+    def size(k: int) -> float:
+        return largest_rank_size(costs.parameters, by_size[k].layout)
+
+    return by_size[compress_by_memory(max(by_size), size, rules.initial_largest_size, list(by_size))]
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Measured at the start, the same for all plans of a run.
+
+    Args:
+        units: measured on one micro-batch.
+        overheads: of the machine.
+        rules: what a plan may do.
+        samples_per_device: samples of a loader batch by rank.
+        measures_microbatches: whether M is tried on training steps; else it follows a rule.
+    """
+
+    units: UnitCosts
+    overheads: Overheads
+    rules: PlanRules
+    samples_per_device: int
+    measures_microbatches: bool = True

@@ -1,0 +1,240 @@
+"""A schedule table and how long its computations take, as a timeline. Pure; the table is the one the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_pipetransformer.schedules import GIVES, NEEDS, SENDS, Action, Op, Schedule, ScheduleError, Table, source_of
+from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long a table's actions take, one entry a stage.
+
+    Args:
+        forward: seconds of one micro-batch's forward.
+        backward: seconds of one micro-batch's whole backward; what stands at a frozen stage is not read.
+        hop: seconds from a send to its arrival on another rank.
+        backward_input: seconds of the part of a backward that gives the gradient of the stage's input; only read, like
+            the next, for a table that splits backwards.
+        backward_weight: seconds of the part that gives the gradients of the weights.
+        factors: by which all these are longer for each micro-batch, by its number; nothing where all are alike.
+        update: seconds of the stage's optimizer step, where the table has updates; nothing where they take no time.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    hop: float = 0.0
+    backward_input: tuple[float, ...] = ()
+    backward_weight: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
+
+    def of(self, stage: int, op: Op, micro_batch: int) -> float:
+        """Seconds that the computation `op` of a micro-batch takes on `stage`, or its update."""
+        if op is Op.UPDATE:
+            return self.update[stage] if self.update else 0.0
+        by_op = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight,
+        }
+        return by_op[op][stage] * (self.factors[micro_batch] if self.factors else 1.0)
+
+
+class Span(NamedTuple):
+    """One computation or update: from `start` to `end`, in seconds since the first rank began."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank computes when.
+
+    Args:
+        spans: all computations, by start and rank.
+        end: seconds until the last computation ends.
+        busy: seconds that each rank computes.
+    """
+
+    spans: tuple[Span, ...]
+    end: float
+    busy: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait, 0 to 1; `(K - 1) / (M + K - 1)` for 1F1B if all are equal."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.end) if self.end else 0.0
+
+
+def simulate(table: Table, durations: Durations, placement: Placement | None = None) -> Timeline:
+    """Run `table` as the engine does.
+
+    A rank takes its actions in order. A computation waits until its input is there, then takes its duration. A send
+    costs the sender nothing and arrives `hop` later; posting a receive costs nothing.
+
+    Args:
+        table: one row of actions a rank; stages without backwards are frozen.
+        durations: one entry a stage.
+        placement: where the stages lie; by default one on each rank.
+
+    Raises:
+        ValueError: the durations are not one a stage.
+        ScheduleError: a computation waits for a message that is never sent.
+    """
+    placement = placement or Placement(len(table))
+    used = {action.op for row in table for action in row}
+    _check_durations(durations, placement.num_stages, splits_backward=Op.BACKWARD_WEIGHT in used)
+    run = _Run(table, durations, placement)
+    while any(run.advance(rank) for rank in range(len(table))):
+        pass
+    if waiting := run.waiting():
+        raise ScheduleError(f"Computations that wait for a message that nobody sends: {waiting}.")
+    spans = tuple(sorted(run.spans, key=lambda span: (span.start, span.rank, span.end)))
+    return Timeline(spans, max(run.clock), tuple(run.busy))
+
+
+def simulate_equal(
+    schedule: Schedule,
+    placement: Placement,
+    num_microbatches: int,
+    first_active_stage: int = 0,
+    backward: float = 2.0,
+    hop: float = 0.0,
+    num_token_slices: int = 1,
+) -> Timeline:
+    """The timeline of stages with equal loads, in units of time: a forward through all stages of a rank takes 1.
+
+    Args:
+        schedule: of which a table is run.
+        placement: where the stages lie.
+        num_microbatches: M.
+        first_active_stage: stages below it are frozen.
+        backward: of a backward through all stages of a rank; half of it is for the gradients of weights.
+        hop: of a message to another rank.
+        num_token_slices: S, slices of a micro-batch that are alike.
+    """
+    size, num_chunks, _ = placement
+    table = schedule.table(size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
+    return simulate(table, equal_durations(placement, backward, hop, num_token_slices), placement)
+
+
+def equal_durations(
+    placement: Placement, backward: float = 2.0, hop: float = 0.0, num_token_slices: int = 1
+) -> Durations:
+    """Those of stages with equal loads, for the arguments of `simulate_equal`."""
+    share = 1 / (placement.num_chunks * num_token_slices)
+    forward, whole, half = ((each * share,) * placement.num_stages for each in (1.0, backward, backward / 2))
+    return Durations(forward, whole, hop, half, half)
+
+
+STEADY_UNITS = 24
+"""Units by which two windows differ whose difference tells what a step takes: a multiple of the periods that delays
+between neighbours make in pipelines of up to 4, 6 and 8 ranks."""
+
+
+def steady_seconds(placement: Placement, first_active_stage: int, step_size: int, durations: Durations) -> float:
+    """Seconds of an optimizer step of an asynchronous window without end, which fills and drains nothing.
+
+    That is the slope between two windows, one as long as the other twice, after each of which as much is drained. It
+    is what the slowest stage computes, its update included, or more where messages are slow: a rank that alternates
+    forwards and backwards waits for both.
+
+    Args:
+        placement: one stage on each rank.
+        first_active_stage: stages below it are frozen.
+        step_size: units of each step, 1 or more.
+        durations: one entry a stage.
+    """
+    steps = -(-STEADY_UNITS // step_size)
+    once, twice = (
+        simulate(window_table(placement, first_active_stage, (step_size,) * count), durations, placement).end
+        for count in (steps, 2 * steps)
+    )
+    return (twice - once) / steps
+
+
+def _check_durations(durations: Durations, num_stages: int, splits_backward: bool) -> None:
+    read = ["forward", "backward", *(["backward_input", "backward_weight"] if splits_backward else [])]
+    found = {name: len(getattr(durations, name)) for name in read}
+    if set(found.values()) != {num_stages}:
+        raise ValueError(f"Expected durations for each of {num_stages} stages, found {found}.")
+
+
+class _Run:
+    """State of one simulation."""
+
+    def __init__(self, table: Table, durations: Durations, placement: Placement) -> None:
+        self.table = table
+        self.durations = durations
+        self.placement = placement
+        self.stages = [placement.stages_of(rank) for rank in range(len(table))]
+        self.position = [0] * len(table)
+        self.clock = [0.0] * len(table)
+        self.busy = [0.0] * len(table)
+        self.arrival: dict[tuple[int, Op, int], float] = {}
+        self.spans: list[Span] = []
+
+    def advance(self, rank: int) -> bool:
+        """Run `rank` until it waits or ends; False if it could not move."""
+        row, before = self.table[rank], self.position[rank]
+        while self.position[rank] < len(row) and self._run_one(rank, row[self.position[rank]]):
+            self.position[rank] += 1
+        return self.position[rank] > before
+
+    def waiting(self) -> dict[int, str]:
+        """The action that each rank stands before, of those that have not ended."""
+        rows = zip(self.table, self.position, strict=True)
+        return {rank: str(row[at]) for rank, (row, at) in enumerate(rows) if at < len(row)}
+
+    def _run_one(self, rank: int, action: Action) -> bool:
+        op, i, chunk = action
+        stage = self.stages[rank][chunk]
+        if op in SENDS:
+            self.arrival[stage, op, i] = self.clock[rank] + self.durations.hop
+        if op in NEEDS.values() or op in SENDS:
+            return True
+        start, source = self.clock[rank], source_of(op, stage, self.placement.num_stages)
+        if source is not None and self.placement.rank_of(source) != rank:
+            arrival = self.arrival.get((source, GIVES[op], i))
+            if arrival is None:
+                return False
+            start = max(start, arrival)
+        self.clock[rank] = start + self.durations.of(stage, op, i)
+        self.busy[rank] += self.clock[rank] - start
+        self.spans.append(Span(rank, action, start, self.clock[rank]))
+        return True
+
+
+def draw(timeline: Timeline, columns: int = 80) -> str:
+    """A text chart, one line a rank, time from left to right.
+
+    Each computation is its name, filled up to its length with `-` (forward), `=` (backward), `+` (that of weights
+    alone) or `~` (update); `.` is waiting. What is shorter than its name shows the beginning of it. `1f1b`, K=2, M=2,
+    a backward twice a forward:
+
+        rank 0 |F0-F1-......B0====...B1====|
+        rank 1 |...F0-B0====F1-B1====......|
+
+    Args:
+        timeline: what `simulate` returned.
+        columns: width of a line, in characters.
+    """
+    labels = [f"rank {rank} |" for rank in range(len(timeline.busy))]
+    margin = max(map(len, labels))
+    width = max(1, columns - margin - 1)
+    lines = [["."] * width for _ in labels]
+    scale = width / timeline.end if timeline.end else 0.0
+    for rank, action, start, end in timeline.spans:
+        first, last = round(start * scale), round(end * scale)
+        fill = {Op.FORWARD: "-", Op.BACKWARD_WEIGHT: "+", Op.UPDATE: "~"}.get(action.op, "=")
+        lines[rank][first:last] = str(action).ljust(last - first, fill)[: last - first]
+    return "\n".join(label.rjust(margin) + "".join(line) + "|" for label, line in zip(labels, lines, strict=True))

@@ -1,0 +1,161 @@
+"""How a batch is cut over samples and tokens, by what slices cost on this machine. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.planning.slice_costs import TokenCosts, plan_slices
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import Plans
+
+
+GRANULE = 8
+"""Tokens that slices are made of (TeraPipe, section 4), or more where that would be too many to plan with."""
+MOST_GRANULES = 64
+BUCKETS = (0.25, 0.5, 1.0, 2.0)
+"""Lengths of sequences that are planned for, as shares of the length that was measured."""
+WORTH = 0.97
+"""Slices that take a larger share of the time of whole sequences are not worth it: costs err by more than that."""
+FORWARD_SHARE = 1 / 3
+"""Of the time of a slice: a backward takes twice a forward."""
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """How a batch is cut.
+
+    Args:
+        num_microbatches: M, batch slices.
+        lengths: of the token slices of each.
+        seconds: that a pipeline of equal stages is expected to take.
+    """
+
+    num_microbatches: int
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def cut_layout(
+    layout: Layout, fixed: Plans | None, costs: TokenCosts | None, samples: int, is_free: bool, hop: float
+) -> Layout:
+    """A layout whose schedule cuts sequences, with its slices; others as they are.
+
+    Args:
+        layout: with an M, which stays unless it `is_free`.
+        fixed: the slices, if the user named them.
+        costs: of slices; None keeps sequences whole that the user named no slices for.
+        samples: of a pipeline's batch.
+        is_free: whether M may be chosen too.
+        hop: seconds of a message.
+    """
+    if find_schedule(layout.schedule).in_token_slices is None:
+        return layout
+    if fixed is not None or costs is None:
+        return replace(layout, token_slices=fixed or ())
+    count, size = layout.num_microbatches, layout.pipeline_size
+    if is_free:
+        count = choose_slices(costs, costs.length, samples, size, None, hop).num_microbatches
+    return replace(layout, num_microbatches=count, token_slices=plan_buckets(costs, samples, size, count, hop))
+
+
+def choose_slices(
+    costs: TokenCosts, length: int, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float = 0.0
+) -> TokenPlan:
+    """The batch slices and token slices with which a batch is done soonest.
+
+    For each M the lengths are those of least time by Eq. 5 of TeraPipe, or the whole sequence; which is best the
+    schedule's own table says, simulated.
+
+    Args:
+        costs: of slices, all stages together.
+        length: tokens of a sequence.
+        samples: of a pipeline's batch.
+        pipeline_size: K.
+        num_microbatches: M if it is fixed.
+        hop: seconds of a message.
+    """
+
+    def rank(plan: TokenPlan) -> tuple[float, int, int]:
+        is_whole = len(plan.lengths) == 1
+        return plan.seconds * (WORTH if is_whole else 1.0), plan.num_microbatches, len(plan.lengths)
+
+    return min(_possible(costs, length, samples, pipeline_size, num_microbatches, hop), key=rank)
+
+
+def best_whole_and_cut(
+    costs: TokenCosts, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float = 0.0
+) -> tuple[TokenPlan, TokenPlan | None]:
+    """The fastest plan that keeps sequences of the measured length whole, and the fastest of the others, if any.
+
+    Args:
+        costs: of slices, all stages together.
+        samples: of a pipeline's batch.
+        pipeline_size: K.
+        num_microbatches: M if it is fixed.
+        hop: seconds of a message.
+    """
+    plans = _possible(costs, costs.length, samples, pipeline_size, num_microbatches, hop)
+    whole = min((plan for plan in plans if len(plan.lengths) == 1), key=lambda plan: plan.seconds)
+    cut = min((plan for plan in plans if len(plan.lengths) > 1), key=lambda plan: plan.seconds, default=None)
+    return whole, cut
+
+
+def _possible(
+    costs: TokenCosts, length: int, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float
+) -> list[TokenPlan]:
+    """For each M whole sequences, and the slices of least time."""
+    wanted = {1, 2, 3, pipeline_size, 2 * pipeline_size, 4 * pipeline_size, samples}
+    counts = [num_microbatches] if num_microbatches else sorted(count for count in wanted if count <= samples)
+    plans = []
+    for count in counts:
+        size = -(-samples // count)
+        sliced = _best_lengths(costs, length, size, count, pipeline_size, hop)
+        for lengths in dict.fromkeys([(length,), sliced]):
+            seconds = seconds_of_slices(costs, lengths, size, min(count, samples), pipeline_size, hop)
+            plans.append(TokenPlan(count, lengths, seconds))
+    return plans
+
+
+def plan_buckets(
+    costs: TokenCosts, samples: int, pipeline_size: int, num_microbatches: int, hop: float = 0.0
+) -> Plans:
+    """Slices for shorter and longer sequences too, with the same batch slices; nothing if none are cut."""
+    lengths = sorted({max(1, round(share * costs.length)) for share in BUCKETS})
+    plans = [choose_slices(costs, each, samples, pipeline_size, num_microbatches, hop).lengths for each in lengths]
+    return tuple(plans) if any(len(plan) > 1 for plan in plans) else ()
+
+
+def _best_lengths(
+    costs: TokenCosts, length: int, size: int, count: int, pipeline_size: int, hop: float = 0.0
+) -> tuple[int, ...]:
+    granules = max(1, min(MOST_GRANULES, length // GRANULE))
+    times = costs.times(size, length, granules, 1 / pipeline_size, hop)
+    # The same slices again and again: their slowest counts once, the others with every batch slice.
+    (_, found), *_ = plan_slices(times, 1 + (pipeline_size - 1) / count, 1).slices
+    ends = [0]
+    for granule in found:
+        ends.append(ends[-1] + granule)
+    return tuple(stop - start for start, stop in pairwise(round(length * end / granules) for end in ends))
+
+
+def seconds_of_slices(
+    costs: TokenCosts, lengths: tuple[int, ...], size: int, count: int, pipeline_size: int, hop: float = 0.0
+) -> float:
+    """That the schedule's table takes with batch slices that are all cut alike.
+
+    Args:
+        costs: of slices, all stages together.
+        lengths: of the token slices.
+        size: sequences of a batch slice.
+        count: M.
+        pipeline_size: K.
+        hop: seconds of a message.
+    """
+    whole = costs.seconds(size, 0, sum(lengths)) / pipeline_size
+    seconds = [whole * share for share in costs.shares(size, lengths)]
+    table = find_schedule("token").table(pipeline_size, count, num_token_slices=len(lengths))
+    forward, backward = ((part,) * pipeline_size for part in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    return simulate(table, Durations(forward, backward, hop, factors=tuple(seconds * count))).end

@@ -1,0 +1,419 @@
+"""Running batches through this rank's stage: a training batch, or a prediction whose output all stages get."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.staging import Arriving, CopyStream
+from hf_pipetransformer.comm.topology import broadcast_tree
+from hf_pipetransformer.data.batches import (
+    CacheTags,
+    batch_size,
+    count_items,
+    cut_tokens,
+    detach_tags,
+    join_outputs,
+    split_batch,
+)
+from hf_pipetransformer.engine.engine import Run
+from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
+from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
+from hf_pipetransformer.engine.weight_gradients import linear_layers
+from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.planning.planner import evaluation_microbatches
+from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.runtime.window import Batch, Window
+from hf_pipetransformer.schedules import FORWARD_ONLY, SENDS, Action, Row, Schedule, find_schedule
+from hf_pipetransformer.schedules.placement import block_of, slice_bounds
+from hf_pipetransformer.splitters.structure import ActivationShape
+
+
+class StageRunner:
+    """Cuts batches into micro-batches and runs them through the stage.
+
+    Args:
+        stage: this rank's stage.
+        activation: shape rule at the boundaries.
+        loss_rule: how losses of parts add up.
+        shifts_labels: the loss predicts the next token.
+    """
+
+    def __init__(self, stage: Stage, activation: ActivationShape, loss_rule: LossRule, shifts_labels: bool) -> None:
+        self.stage = stage
+        self.activation = activation
+        self.loss_rule = loss_rule
+        self.shifts_labels = shifts_labels
+        num_layers = stage.layout.num_layers
+        self._layer_of = {
+            # The squares are those of the layers, the head, the embeddings.
+            name: (block_of(units[0]) - 1) % (num_layers + 2)
+            for name, units in stage.view.structure.units_of_parameter.items()
+        }
+        self._copies = CopyStream(stage.settings.device)
+        self._row_seen: Row = ()
+        self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
+        self._places: tuple[int, ...] = ()
+        self._mask = torch.zeros(0, 0, dtype=torch.bool)
+        self.sends_loss_only = False
+        """Whether predictions give the other stages the loss without the logits."""
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether a stage of this rank runs right now."""
+        return self.stage.view.is_running
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model runs a part of its units only."""
+        return self.stage.view.is_installed
+
+    def train(
+        self,
+        inputs: dict[str, Any],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        forward: Forward,
+        total_items: int,
+        loss_scale: float | torch.Tensor,
+        is_last_batch: bool,
+        write: Write | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one loader batch of this replica, and the reduction if it ends the step.
+
+        Args:
+            inputs: the batch as the loader gave it; empty for a replica without samples.
+            prepare: puts a micro-batch on this stage's device.
+            forward: loss of a micro-batch.
+            total_items: items of the batch over all replicas.
+            loss_scale: factor of the loss in the backward; a tensor lies on this stage's device.
+            is_last_batch: whether the optimizer steps after this batch.
+            write: stores the activations that enter the entry unit.
+
+        Returns:
+            This replica's share of the batch's loss on the last stage, zero on the others.
+        """
+        stage = self.stage
+        bounds = self._token_bounds(inputs)
+        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, write, bounds)
+        loss = torch.zeros((), device=stage.settings.device)
+        if cut:
+            num_slices = max(1, len(bounds) - 1)
+            row = self._row(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
+            uses = Counter(action.micro_batch for action in row if action.op not in SENDS)
+            run = stage.engine.begin(row, OnDevice(cut, uses, prepare, self._copies))
+            self._advance(run, row, is_last_batch)
+            shares = run.drain()
+            stage.view.widen()
+            loss = torch.stack(shares).sum() if shares else loss
+        elif total_items == 0 and stage.groups.is_last:
+            loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
+        if is_last_batch:
+            self._reduce()
+        return loss
+
+    def _advance(self, run: Run, row: Row, is_last_batch: bool) -> None:
+        """Run a row; in the last batch of a step gradients are summed over replicas as soon as they are whole."""
+        if is_last_batch and self._reducer.buckets:
+            for action, parameters in self._last_gradients_of(row):
+                run.advance(before=action)
+                self._reducer.arm(parameters)
+        run.advance()
+
+    def _reduce(self) -> None:
+        with self.stage.settings.meter.part("reduction"):
+            self._reducer.finish(self.stage.shared)
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        assert self.stage.reducer is not None, "the stage was started for training"
+        return self.stage.reducer
+
+    # ---- without a flush ----
+
+    def open_window(self, weights: StageWeights) -> Window:
+        """Steps may follow each other without a flush, with such weights of this rank's stage."""
+        stage = self.stage
+        return Window(stage.engine, stage.groups, stage.layout.first_active_stage, weights)
+
+    def units(
+        self,
+        inputs: dict[str, Any],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        forward: Forward,
+        total_items: int,
+        loss_scale: float | torch.Tensor,
+    ) -> Batch:
+        """A batch for a window; arguments as of `train`."""
+        groups, stage = self.stage.groups, self.stage.groups.position
+        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, None)
+        has_backward = stage >= self.stage.layout.first_active_stage
+        # Receives, the forward, the backward.
+        num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
+        uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
+        return Batch(OnDevice(cut, uses, prepare, self._copies), [part.activation_shape for part in cut])
+
+    def train_in(self, window: Window, total_items: int, is_last_batch: bool) -> torch.Tensor:
+        """The next batch of a window; arguments and result as of `train`."""
+        device = self.stage.settings.device
+        row = window.begin_batch()
+        self._advance(window.run, row, is_last_batch)
+        shares = window.run.take_results()
+        if is_last_batch:
+            self._reduce()
+        if shares:
+            return torch.stack(shares).sum()
+        is_nan = total_items == 0 and self.stage.groups.is_last
+        return torch.full((), float("nan") if is_nan else 0.0, device=device)
+
+    # ---- counts and norms ----
+
+    def over_replicas(self, counts: list[int]) -> list[int]:
+        """Item counts summed over all replicas, on the last stage; the others, which see no loss, keep their own."""
+        groups = self.stage.groups
+        if groups.replica_control is None or not groups.is_last:
+            return counts
+        sums = torch.tensor(counts)
+        what = f"counting the samples of {groups.replicas}"
+        guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
+        return sums.tolist()
+
+    def parameters_with_gradient(self) -> list[torch.nn.Parameter]:
+        """This stage's parameters that have a gradient; one shared with other stages has it at its first user only."""
+        return [p for p in self.stage.store.held().values() if p.grad is not None]
+
+    def gradient_squares(self) -> torch.Tensor:
+        """Squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
+
+        One entry a layer, then the head, then the embeddings; each stage's own, summed over the pipeline. Freezing
+        and clipping both live on it, so it costs no pass of its own.
+        """
+        return self.summed_over_stages(self.own_gradient_squares())
+
+    def summed_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
+        """What `own_gradient_squares` gave, for all stages. A collective call of the pipeline."""
+        group = self.stage.groups.pipeline_group
+        if group is not None:
+            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
+        return squares
+
+    def own_gradient_squares(self) -> torch.Tensor:
+        """`gradient_squares` of this rank's stages alone."""
+        num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
+        squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
+        held = self.stage.store.held().items()
+        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
+        gradients = [gradient for gradient in trained.values() if gradient is not None]
+        if gradients:
+            found, none = iter(torch._foreach_norm(gradients)), squares.new_zeros(())
+            # Those that a step skips count as zeros: it skips others each time, and the parts stay the same.
+            norms = torch.stack([none if each is None else next(found).double() for each in trained.values()])
+            parts = self._parts(tuple(self._layer_of[name] for name in trained))
+            # Not index_add_: on a GPU it adds in any order, and replicas must come to the same bits.
+            squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
+        return squares
+
+    def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
+        """Which parameters belong to which part of the model, `(num_layers + 2, parameters)`, on the device.
+
+        It is the same in almost every step, and taken there once.
+        """
+        if self._places != places:
+            parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
+            self._places, self._mask = places, parts.to(self.stage.settings.device)
+        return self._mask
+
+    def predict(self, inputs: dict[str, Any], forward: Forward, write: Write | None = None) -> Any:
+        """The model's output for one batch, on every stage of the pipeline; losses are means over the batch.
+
+        Args:
+            inputs: the batch.
+            forward: output of a micro-batch.
+            write: stores the activations that enter the entry unit.
+        """
+        stage = self.stage
+        total = count_items(inputs, self.shifts_labels)
+        # Without num_items_in_batch every loss is a mean, also one that could be a sum.
+        rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
+        count = evaluation_microbatches(stage.layout, batch_size(inputs))
+        micro_batches = self._cut(inputs, total, rule, forward, 1.0, write, num_microbatches=count)
+        row = self._row(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
+        outputs = stage.engine.begin(row, micro_batches, is_training=False).drain()
+        stage.view.widen()
+        message = None
+        if stage.groups.is_last:
+            joined = join_outputs(outputs, [batch.weight for batch in micro_batches])
+            message = _as_message(_loss_of(joined) if self.sends_loss_only else joined)
+        rank = stage.groups.pipeline_ranks[stage.groups.position]
+        message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
+        return _from_message(message, stage.settings.device)
+
+    def _row(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> Row:
+        layout = self.stage.layout
+        shape = layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage
+        return schedule.table(*shape, num_token_slices)[self.stage.groups.position]
+
+    def _last_gradients_of(self, row: Row) -> list[tuple[Action, list[torch.nn.Parameter]]]:
+        """See `last_gradients`; a run has few rows."""
+        if row is not self._row_seen:
+            stage = self.stage
+            layout, users = stage.layout, stage.view.structure.units_of_parameter
+            own = layout.stages_of(stage.groups.position)
+            chunks = {
+                parameter: {own.index(user) for unit in users[name] if (user := layout.stage_of(unit)) in own}
+                for name, parameter in stage.store.held().items()
+            }
+            put_off = {p for layer in linear_layers(stage.view.model) for p in layer.parameters()}
+            self._row_seen, self._last_gradients = row, last_gradients(row, chunks, put_off)
+        return self._last_gradients
+
+    def _cut(
+        self,
+        inputs: dict[str, Any],
+        total_items: int,
+        rule: LossRule,
+        forward: Forward,
+        loss_scale: float | torch.Tensor,
+        write: Write | None,
+        bounds: Sequence[int] = (),
+        num_microbatches: int | None = None,
+    ) -> list[MicroBatch]:
+        """The micro-batches, by default those of the layout; each in the slices of its tokens between any `bounds`."""
+        count = self.stage.layout.num_microbatches if num_microbatches is None else num_microbatches
+        cut: list[tuple[dict[str, Any], CacheTags | None, Place | None]] = []
+        for number, whole in enumerate(split_batch(inputs, count)):
+            part, tags = detach_tags(whole)
+            if not bounds:
+                cut.append((part, tags, None))
+            for (start, stop), own in zip(pairwise(bounds), cut_tokens(part, bounds), strict=True):
+                cut.append((own, tags, Place(number, start, stop, bounds[-1])))
+        parts = [part for part, _, _ in cut]
+        counts = [count_items(part, self.shifts_labels) for part in parts]
+        weights = [rule.weight(count, total_items) for count in counts]
+        shapes = self._shapes(parts)
+        return [
+            MicroBatch(i, part, weights[i], shapes[i], forward, loss_scale, tags, write, on_host=part, place=place)
+            for i, (part, tags, place) in enumerate(cut)
+        ]
+
+    def _token_bounds(self, inputs: dict[str, Any]) -> tuple[int, ...]:
+        """Where the slices of a batch's sequences begin and the last ends; nothing where they stay whole."""
+        plans, value = self.stage.layout.token_slices, inputs.get(self.activation.main_input)
+        if not plans or not isinstance(value, torch.Tensor):
+            return ()
+        bounds = slice_bounds(plans, value.shape[1])
+        return bounds if len(bounds) > 2 else ()
+
+    def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+        if self.stage.layout.pipeline_size == 1:
+            return [()] * len(parts)
+        return [self.activation.of(part) for part in parts]
+
+
+class WritingRunner:
+    """Predicts as another runner does, and stores the activations that enter the entry unit.
+
+    Args:
+        runner: of this rank's stages.
+        write: stores them.
+    """
+
+    def __init__(self, runner: StageRunner, write: Write) -> None:
+        self.runner = runner
+        self.write = write
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether a stage of this rank runs right now."""
+        return self.runner.is_inside_step
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model runs a part of its units only."""
+        return self.runner.is_installed
+
+    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
+        """See `StageRunner.predict`."""
+        return self.runner.predict(inputs, forward, self.write)
+
+
+class OnDevice(Sequence[MicroBatch]):
+    """Micro-batches whose inputs come to the device when they are asked for, and those of the next one with them.
+
+    Args:
+        parts: the micro-batches on the host.
+        uses: how often each is asked for; after the last time it is let go of.
+        prepare: puts inputs on the device.
+        copies: where that is done while the device computes.
+    """
+
+    def __init__(
+        self,
+        parts: list[MicroBatch],
+        uses: Counter[int],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        copies: CopyStream,
+    ) -> None:
+        self._parts = parts
+        self._num_left = uses
+        self._prepare = prepare
+        self._copies = copies
+        self._coming: dict[int, Arriving[dict[str, Any]]] = {}
+        self._there: dict[int, MicroBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, i: Any) -> Any:
+        if i not in self._there:
+            self._fetch(i)
+            inputs = self._coming.pop(i).on_device()
+            self._there[i] = replace(self._parts[i], inputs=inputs)
+            self._fetch(i + 1)
+        self._num_left[i] -= 1
+        return self._there[i] if self._num_left[i] else self._there.pop(i)
+
+    def _fetch(self, i: int) -> None:
+        if self._num_left[i] and i not in self._coming and i not in self._there:
+            given = self._parts[i].inputs
+            self._coming[i] = self._copies.start(lambda: self._prepare(given))
+
+
+def _loss_of(output: Any) -> Any:
+    """A model output with nothing but its loss."""
+    return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
+
+
+def _as_message(output: Any) -> dict[str, Any]:
+    """A model output as plain containers, with the name of its class."""
+    kind = type(output)
+    if is_dataclass(output) and isinstance(output, dict):
+        return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
+    return {"module": None, "name": None, "value": output}
+
+
+def _from_message(message: dict[str, Any], device: torch.device) -> Any:
+    value = _to_device(message["value"], device)
+    if message["module"] is None:
+        return value
+    make: Callable[..., Any] = getattr(importlib.import_module(message["module"]), message["name"])
+    known = {field.name for field in fields(make)}  # type: ignore[arg-type]
+    return make(**{key: item for key, item in value.items() if key in known})
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value

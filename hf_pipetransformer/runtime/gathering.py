@@ -1,0 +1,181 @@
+"""Gathering a model that lies on the ranks of a pipeline: to save it, to give it back, or for the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds
+from hf_pipetransformer.runtime.ownership import is_whole
+from hf_pipetransformer.runtime.stage import Stage
+
+
+Owners = Mapping[str, tuple[int, ...]]
+"""Name to the ranks that use it, as positions in the pipeline, first user first."""
+
+
+def collect_parameters(
+    named: Mapping[str, torch.nn.Parameter],
+    owners: Owners,
+    place: PipelineGroups,
+    device: torch.device,
+    timeout: float,
+    wanting: Sequence[int] | None = None,
+    only: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The parameters that this rank does not hold, on `device`, from the first ranks that use them.
+
+    A collective call of one pipeline, of whose parameters each rank holds exactly its own.
+
+    Args:
+        named: all parameters of the model by name; those that this rank does not hold are meta tensors.
+        owners: of the parameters.
+        place: this rank's pipeline.
+        device: where what comes is kept. It arrives where the parameters of the run are, at most `ROUND_BYTES` at a
+            time, so that a whole model can be kept that no device holds.
+        timeout: seconds that any rank may wait for another.
+        wanting: positions of the ranks that want the parameters, if not all.
+        only: names of the parameters that they want, if not all.
+    """
+    wanting = range(place.pipeline_size) if wanting is None else wanting
+    run_device = next(p.device for p in named.values() if not p.is_meta)
+    names = [name for name in named if only is None or name in only]
+    found: dict[str, torch.Tensor] = {}
+    for indices in in_rounds([_num_bytes(named[name]) for name in names]):
+        parcels, arriving = [], {}
+        for name in (names[index] for index in indices):
+            source, parameter = owners[name][0], named[name].detach()
+            targets = [position for position in wanting if position not in owners[name]]
+            if source == place.position:
+                parcels += _leaving(name, parameter.contiguous(), targets, place)
+            elif place.position in targets:
+                arriving[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=run_device)
+                parcels.append(_arriving(name, arriving[name], source, place))
+        carry(parcels, place.pipeline_control, timeout)
+        found.update({name: tensor.to(device) for name, tensor in arriving.items()})
+    return found
+
+
+def share_buffers(named: Mapping[str, torch.Tensor], owners: Owners, place: PipelineGroups, timeout: float) -> None:
+    """Give all ranks the buffers as the first rank that uses them has them. A collective call of one pipeline."""
+    parcels, arriving = [], {}
+    for name, buffer in named.items():
+        source = owners[name][0]
+        if source == place.position:
+            others = [position for position in range(place.pipeline_size) if position != source]
+            parcels += _leaving(name, buffer.detach().contiguous(), others, place)
+        else:
+            arriving[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+            parcels.append(_arriving(name, arriving[name], source, place))
+    carry(parcels, place.pipeline_control, timeout)
+    for name, value in arriving.items():
+        named[name].data.copy_(value)
+
+
+def _leaving(name: str, tensor: torch.Tensor, positions: list[int], place: PipelineGroups) -> list[Parcel]:
+    ranks = [place.pipeline_ranks[position] for position in positions]
+    return [Parcel(tensor, rank, True, f"{name} to rank {rank}") for rank in ranks]
+
+
+def _arriving(name: str, tensor: torch.Tensor, position: int, place: PipelineGroups) -> Parcel:
+    rank = place.pipeline_ranks[position]
+    return Parcel(tensor, rank, False, f"{name} from rank {rank}")
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def make_whole(stage: Stage) -> None:
+    """Give every rank the whole model back, after training. A collective call."""
+    if stage.groups.pipeline_size > 1:
+        stage.store.fill(_missing(stage, torch.device("cpu")))
+        _share_buffers(stage)
+        stage.store.move(set(stage.store.held()), torch.device("cpu"))
+    if stage.reducer is not None:
+        stage.reducer.remove()
+        stage.reducer = None
+    stage.shared = []
+    # The model goes back as its user gave it: what the run froze may be trained again.
+    stage.store.freeze(frozenset())
+
+
+@contextmanager
+def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> Iterator[None]:
+    """Rank 0 holds the whole model inside, to save it. A collective call of replica 0; the others pass through.
+
+    Args:
+        stage: this rank's.
+        only: names of parameters that are saved, if not all: of other stages' it gets no others.
+    """
+    if stage.groups.pipeline_size == 1 or stage.groups.replica != 0:
+        yield
+        return
+    held = set(stage.store.held())
+    stage.store.fill(_missing(stage, torch.device("cpu"), (0,), only))
+    _share_buffers(stage)
+    try:
+        yield
+    finally:
+        stage.store.release(keep=held)
+
+
+@contextmanager
+def whole_on_every_rank(stage: Stage) -> Iterator[None]:
+    """Every rank has the whole model with its own forward inside, for code of the user's. A collective call.
+
+    What that code changes in this stage's part stays.
+    """
+    if stage.groups.pipeline_size == 1:
+        yield
+        return
+    store, held, device = stage.store, set(stage.store.held()), stage.settings.device
+    own = stage.own_names()
+    store.fill(_missing(stage, device))
+    # Outside training every rank holds all, its own part on the device.
+    store.move(held, device)
+    _share_buffers(stage)
+    was_installed = stage.view.is_installed
+    stage.view.remove()
+    try:
+        yield
+    finally:
+        if was_installed:
+            stage.view.install(*stage.layout.units_of_rank(stage.groups.position))
+        store.release(keep=held)
+        if held - own:
+            store.move(held - own, torch.device("cpu"))
+            store.move(own, device)
+
+
+def _missing(
+    stage: Stage,
+    device: torch.device,
+    wanting: tuple[int, ...] | None = None,
+    only: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The parameters that this rank does not hold, on `device`; only some, at some positions, if not all want all."""
+    if not stage.is_spread:
+        return {}
+    timeout = stage.settings.timeout
+    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, wanting, only)
+
+
+def _share_buffers(stage: Stage) -> None:
+    units_of_buffer = stage.view.structure.units_of_buffer
+    owners = {name: stage.layout.ranks_of(units) for name, units in units_of_buffer.items()}
+    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.settings.timeout)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raises PipelineError for a model that a training which failed has left on several stages."""
+    if not is_whole(model):
+        raise PipelineError(
+            "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
+            "stages. Load the model anew."
+        )

@@ -1,0 +1,100 @@
+"""The engine of a layout: this rank's stage programs, and the links between its stages and their neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
+from hf_pipetransformer.engine.program import ModelProgram, StageProgram
+from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.engine.token_program import TokenSliceProgram
+from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
+from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.splitters.view import Compile, StageView
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """How the stages of a rank run, whatever the layout.
+
+    Args:
+        device: where this rank computes.
+        timeout: seconds that any rank may wait for another.
+        recompute: which forwards are run again, see `recomputed_micro_batches`.
+        meter: where the time of steps is written down.
+        compiled: what makes layers faster, see `StageView`.
+    """
+
+    device: torch.device
+    timeout: float
+    recompute: str
+    meter: StepMeter
+    compiled: Compile | None = None
+
+
+def make_engine(
+    view: StageView, probe: Probe, layout: Layout, groups: PipelineGroups, settings: StageSettings
+) -> Engine:
+    """The engine of this rank's stages under `layout`."""
+    stages = layout.stages_of(groups.position)
+    programs = [_program(view, probe, layout, stage, settings) for stage in stages]
+    links = [_links(probe, layout, groups, stage, settings) for stage in stages]
+    return Engine(programs, links, settings.meter)
+
+
+def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
+    units, entry_unit, dtypes = layout.units_of(stage), layout.entry_unit, probe.boundary_dtypes
+    dtype_out = dtypes[min(units[-1], len(dtypes) - 1)]
+    splits = find_schedule(layout.schedule).splits_backward and layout.pipeline_size > 1
+    linears = linear_layers(view.model) if splits else []
+
+    def program(own: range) -> StageProgram:
+        is_above_active = stage > layout.first_active_stage
+        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears))
+        if layout.token_slices:
+            plain = TokenSliceProgram(plain, layout.num_layers)
+        if settings.recompute == "never":
+            return plain
+        return RecomputingProgram(plain, settings.recompute, layout.chunk_of(stage), settings.device)
+
+    whole = program(units)
+    if entry_unit <= units.start:
+        return whole
+    below, above = range(units.start, min(units.stop, entry_unit)), range(entry_unit, units.stop)
+    return CachedEntryProgram(
+        view,
+        below,
+        entry_unit,
+        above=program(above) if above else None,
+        whole=whole,
+        dtype_entry=dtypes[entry_unit - 1],
+        dtype_out=dtype_out,
+        device=settings.device,
+    )
+
+
+def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, settings: StageSettings) -> StageLinks:
+    def link(lower: int, direction: str, what: str) -> Link | Local | None:
+        """Across the boundary between `lower` and the stage above it, which is this stage or the next."""
+        if not 0 <= lower < layout.num_stages - 1:
+            return None
+        peer = lower if lower < stage else lower + 1
+        if layout.rank_of(peer) == groups.position:
+            return Local(layout.chunk_of(peer))
+        rank = groups.pipeline_ranks[layout.rank_of(peer)]
+        dtype = probe.boundary_dtypes[layout.units_of(lower)[-1]]
+        group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
+        return Wire(rank, group, where, dtype, settings.device, settings.timeout)
+
+    return StageLinks(
+        forward_in=link(stage - 1, "forward", "an activation from"),
+        backward_out=link(stage - 1, "backward", "a gradient to"),
+        forward_out=link(stage, "forward", "an activation to"),
+        backward_in=link(stage, "backward", "a gradient from"),
+    )

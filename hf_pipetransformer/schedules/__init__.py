@@ -1,0 +1,59 @@
+"""Pipeline schedules as tables: what every rank does, in which order. Pure; nothing here touches a device."""
+
+from __future__ import annotations
+
+from hf_pipetransformer.schedules.actions import (
+    BEGINS_BACKWARD,
+    COMPUTATIONS,
+    GIVES,
+    GRADIENTS_ARE_WHOLE,
+    NEEDS,
+    SENDS,
+    Action,
+    Op,
+    Row,
+    ScheduleError,
+    Table,
+    source_of,
+)
+from hf_pipetransformer.schedules.asynchronous import ASYNC_1F1B
+from hf_pipetransformer.schedules.schedule import FORWARD_ONLY, GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, TOKEN, Schedule
+from hf_pipetransformer.schedules.zero_bubble import ZB_H1, ZB_V
+
+
+__all__ = [
+    "BEGINS_BACKWARD",
+    "COMPUTATIONS",
+    "FORWARD_ONLY",
+    "GIVES",
+    "GRADIENTS_ARE_WHOLE",
+    "NEEDS",
+    "SCHEDULE_NAMES",
+    "SENDS",
+    "Action",
+    "Op",
+    "Row",
+    "Schedule",
+    "ScheduleError",
+    "Table",
+    "find_schedule",
+    "source_of",
+]
+
+_SCHEDULES = {
+    schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1, ZB_V, TOKEN, ASYNC_1F1B)
+}
+
+SCHEDULE_NAMES = tuple(_SCHEDULES)
+"""What `pipeline_schedule` may be."""
+
+
+def find_schedule(name: str) -> Schedule:
+    """The training schedule of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _SCHEDULES:
+        raise ValueError(f"Unknown schedule {name!r}: expected one of {sorted(_SCHEDULES)}.")
+    return _SCHEDULES[name]

@@ -1,0 +1,232 @@
+"""Entries of a schedule's action lists, and what follows from them: transfers and updates. Pure.
+
+For micro-batch `i` of `M` on a stage; `F3.1` is that of the second stage (chunk 1) on the rank:
+
+    F i   forward                                B i   backward: gradients of input and weights
+    I i   backward, gradient of the input only   W i   backward, gradients of the weights only
+    RF i  post the receive of i's activation     SF i  send i's activation to the next stage
+    RB i  post the receive of i's gradient       SB i  send i's gradient to the stage before
+    U t   update of the stage's weights: optimizer step t; only where steps follow each other without a flush
+
+`RF` and `RB` only *post* a receive; the `F`, `B` or `I` that needs the data waits for it. That lets a transfer run
+while the rank computes. `SF` and `SB` may wait until the neighbor has posted the receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate
+from typing import NamedTuple
+
+from hf_pipetransformer.schedules.placement import Placement
+
+
+class ScheduleError(ValueError):
+    """A table that would deadlock, mismatch messages, or leave work undone."""
+
+
+class Op(Enum):
+    """The kinds of action of the legend above."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECEIVE_FORWARD = "RF"
+    SEND_FORWARD = "SF"
+    RECEIVE_BACKWARD = "RB"
+    SEND_BACKWARD = "SB"
+    UPDATE = "U"
+
+
+class Action(NamedTuple):
+    """One entry of a rank's row; `micro_batch` of an update is the number of its step."""
+
+    op: Op
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Row = tuple[Action, ...]
+"""What one rank does, in this order."""
+
+Table = tuple[Row, ...]
+"""One row a rank of the pipeline."""
+
+COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
+"""The computations that others wait for on the way back."""
+
+GRADIENTS_ARE_WHOLE = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+"""The computations after which a stage has all that a micro-batch gives to its gradients."""
+
+SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+
+NEEDS = {
+    Op.FORWARD: Op.RECEIVE_FORWARD,
+    Op.BACKWARD: Op.RECEIVE_BACKWARD,
+    Op.BACKWARD_INPUT: Op.RECEIVE_BACKWARD,
+}
+"""Of each computation that follows one of another stage: the receive of its input."""
+
+GIVES = {
+    Op.FORWARD: Op.SEND_FORWARD,
+    Op.BACKWARD: Op.SEND_BACKWARD,
+    Op.BACKWARD_INPUT: Op.SEND_BACKWARD,
+}
+"""Of each computation whose result another stage takes: its send."""
+
+
+def source_of(op: Op, stage: int, num_stages: int) -> int | None:
+    """The stage that gives `stage` the input of the computation `op`: the one before, or the next for a gradient.
+
+    None at the ends of the pipeline, and for the gradients of weights: they follow from what the stage holds.
+    """
+    if op not in NEEDS:
+        return None
+    source = stage - 1 if op is Op.FORWARD else stage + 1
+    return source if 0 <= source < num_stages else None
+
+
+def add_updates(table: Table, step_sizes: Sequence[int], first_active_stage: int = 0) -> Table:
+    """Add to each rank's row the update of every step: once its last gradient is there, before the next computation.
+
+    What lies between that backward and the next computation comes first: the gradient goes out, and the receives that
+    are posted ahead can be filled while the rank updates its weights. A rank without backwards has its update where a
+    trained rank in its place would have it, or at the end of its row.
+
+    Args:
+        table: one stage a rank, backwards in the order of the micro-batches.
+        step_sizes: micro-batches of each step, 0 or more; a step without any updates right after the one before.
+        first_active_stage: stages below it run forwards only.
+    """
+    ends = list(accumulate(step_sizes))
+    return tuple(
+        _updated(row, ends, 0 if rank >= first_active_stage else len(table) - 1 - rank)
+        for rank, row in enumerate(table)
+    )
+
+
+def _updated(row: Row, ends: Sequence[int], runs_ahead: int) -> Row:
+    """`row` with its updates; `runs_ahead`: forwards of a rank without backwards beyond those of its step."""
+    computed = [position for position, action in enumerate(row) if action.op in COMPUTATIONS]
+    last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in row) else (Op.FORWARD,)
+    # Of each micro-batch, which computation of the row is its last one.
+    last_of = [number for number, position in enumerate(computed) if row[position].op in last_op]
+    before: dict[int, list[Action]] = {}
+    for step, end in enumerate(ends):
+        last = end - 1 + runs_ahead
+        number = 0 if end == 0 else last_of[last] + 1 if last < len(last_of) else len(computed)
+        position = computed[number] if number < len(computed) else len(row)
+        before.setdefault(position, []).append(Action(Op.UPDATE, step))
+    laid: list[Action] = []
+    for position in range(len(row) + 1):
+        laid += before.get(position, [])
+        laid += row[position : position + 1]
+    return tuple(laid)
+
+
+def add_transfers(rows: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int = 0) -> Table:
+    """Add to each rank's computations what it receives and sends.
+
+    The receive for a computation is posted one computation ahead, before the send that follows the current one, so
+    that two neighbours that send to each other have both posted their receives. Where a rank would wait at a send and
+    nobody could go on, the receive is posted as much earlier as it takes: no table deadlocks even if a send blocks
+    until its receive is posted. The order of messages of each pair of stages and direction is the order of the
+    computations on both sides. Between stages on one rank, and into frozen stages, nothing is sent.
+
+    Raises:
+        ValueError: the computations themselves wait for each other.
+    """
+    return _Laying(rows, placement, first_active_stage).table()
+
+
+class _Laying:
+    """Runs the computations by rendezvous and writes down the transfers that take place.
+
+    A result is named by the stage that gives it, the send that would carry it, and the micro-batch.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int) -> None:
+        self.rows = rows
+        self.placement = placement
+        self.first_active_stage = first_active_stage
+        self.stages = [placement.stages_of(rank) for rank in range(len(rows))]
+        self.laid: list[list[Action]] = [[] for _ in rows]
+        self.position = [0] * len(rows)
+        self.num_posted = [0] * len(rows)
+        self.leaving: list[Action | None] = [None] * len(rows)
+        self.awaited: set[tuple[int, Op, int]] = set()
+        self.given: set[tuple[int, Op, int]] = set()
+
+    def table(self) -> Table:
+        """Lay all rows to their ends."""
+        ranks = range(len(self.rows))
+        while any(self.position[rank] < len(self.rows[rank]) or self.leaving[rank] for rank in ranks):
+            moved = [self._advance(rank) for rank in ranks]
+            if not any(moved):
+                self._post_for(next((rank for rank in ranks if self.leaving[rank]), None))
+        return tuple(map(tuple, self.laid))
+
+    def _advance(self, rank: int) -> bool:
+        """Lay the send that is due, or else the next computation; False if the rank has to wait."""
+        if leaving := self.leaving[rank]:
+            if self._result(rank, leaving) not in self.awaited:
+                return False
+            self.laid[rank].append(leaving)
+            self.leaving[rank] = None
+            return True
+        position = self.position[rank]
+        if position == len(self.rows[rank]):
+            return False
+        action = self.rows[rank][position]
+        # Two computations ahead: the one about to run, and the one whose data may arrive while it runs.
+        self._post(rank, position + 2)
+        source = self._source(rank, action)
+        if source is not None and (source, GIVES[action.op], action.micro_batch) not in self.given:
+            return False
+        self.laid[rank].append(action)
+        self.position[rank] += 1
+        self._post(rank, position + 3)
+        if action.op in GIVES:
+            given = action._replace(op=GIVES[action.op])
+            self.given.add(self._result(rank, given))
+            self.leaving[rank] = given if self._is_sent(rank, given) else None
+        return True
+
+    def _result(self, rank: int, send: Action) -> tuple[int, Op, int]:
+        return self.stages[rank][send.chunk], send.op, send.micro_batch
+
+    def _source(self, rank: int, action: Action) -> int | None:
+        return source_of(action.op, self.stages[rank][action.chunk], self.placement.num_stages)
+
+    def _is_sent(self, rank: int, send: Action) -> bool:
+        stage = self.stages[rank][send.chunk]
+        if send.op is Op.SEND_FORWARD:
+            return self.placement.is_crossed(stage)
+        return stage > self.first_active_stage and self.placement.is_crossed(stage - 1)
+
+    def _post(self, rank: int, until: int) -> None:
+        """Post the receives of this rank's first `until` computations."""
+        for action in self.rows[rank][self.num_posted[rank] : until]:
+            source = self._source(rank, action)
+            if source is not None and self.placement.rank_of(source) != rank:
+                self.awaited.add((source, GIVES[action.op], action.micro_batch))
+                self.laid[rank].append(action._replace(op=NEEDS[action.op]))
+        self.num_posted[rank] = max(self.num_posted[rank], until)
+
+    def _post_for(self, rank: int | None) -> None:
+        """Post the receive that `rank` waits for with its send; None: everybody waits for a computation."""
+        if rank is None or (leaving := self.leaving[rank]) is None:
+            waiting = [str(row[at]) for row, at in zip(self.rows, self.position, strict=True) if at < len(row)]
+            raise ValueError(f"Computations that wait for each other: {waiting}.")
+        stage, send, i = self._result(rank, leaving)
+        target = stage + (1 if send is Op.SEND_FORWARD else -1)
+        receiver, chunk = self.placement.rank_of(target), self.placement.chunk_of(target)
+        taking = [GIVES.get(each.op) is send and each[1:] == (i, chunk) for each in self.rows[receiver]]
+        self._post(receiver, taking.index(True) + 1)

@@ -1,0 +1,276 @@
+"""Schedules as objects, and those that flush after every batch: GPipe, 1F1B, interleaved 1F1B, token slices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Action, Op, Table, add_transfers, add_updates
+from hf_pipetransformer.schedules.placement import Placement
+
+
+Computations = list[list[Action]]
+"""What each rank computes, in this order; the transfers follow from it."""
+
+
+def drop_frozen(rows: Computations, placement: Placement, first_active_stage: int) -> Computations:
+    """`rows` without the backwards of the stages below `first_active_stage`."""
+    return [
+        [each for each in row if each.op is Op.FORWARD or placement.stages_of(rank)[each.chunk] >= first_active_stage]
+        for rank, row in enumerate(rows)
+    ]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of the micro-batches' forwards and backwards.
+
+    Args:
+        name: as `pipeline_schedule` takes it.
+        lay: from where the stages lie, the number of micro-batches and the first stage that trains to what each rank
+            computes.
+        splits_backward: whether gradients of inputs and of weights are computed apart.
+        placement: how stages lie on ranks, a kind of `Placement`.
+        default_chunks: stages on each rank, V, unless the user says otherwise.
+        min_chunks: the smallest V of two ranks or more; a pipeline of one rank has one stage.
+        max_chunks: the largest V.
+        in_token_slices: makes of what `lay` gives, and S, what is computed for S slices of the tokens of each
+            micro-batch; None for a schedule that cuts batches alone.
+        is_asynchronous: whether optimizer steps follow each other without a flush. A table is then that of M steps of
+            a micro-batch each, with the updates of every rank, and what is in flight that of a window of any length.
+    """
+
+    name: str
+    lay: Callable[[Placement, int, int], Computations]
+    splits_backward: bool = False
+    placement: str = "loop"
+    default_chunks: int = 1
+    min_chunks: int = 1
+    max_chunks: int = 1
+    in_token_slices: Callable[[Computations, int], Computations] | None = None
+    is_asynchronous: bool = False
+
+    @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
+    def table(
+        self,
+        pipeline_size: int,
+        num_microbatches: int,
+        num_chunks: int = 1,
+        first_active_stage: int = 0,
+        num_token_slices: int = 1,
+    ) -> Table:
+        """One row of actions a rank.
+
+        Stages below `first_active_stage` hold frozen units only and run forwards only; no gradient is sent to them.
+
+        Args:
+            pipeline_size: ranks of the pipeline, K.
+            num_microbatches: M.
+            num_chunks: stages on each rank, V.
+            first_active_stage: the first stage with something to train, 0 to K V - 1.
+            num_token_slices: S, parts that the tokens of each micro-batch are cut into. The table's micro-batches are
+                these M S slices, those of a micro-batch one after the other.
+
+        Raises:
+            ValueError: fewer than one rank or micro-batch, stages that this schedule does not know how to lay, or an
+                active stage that does not exist.
+        """
+        if pipeline_size < 1 or num_microbatches < 1:
+            raise ValueError(
+                f"A table needs at least one rank and one micro-batch, found {pipeline_size} and {num_microbatches}."
+            )
+        fewest, most = (self.min_chunks, self.max_chunks) if pipeline_size > 1 else (1, 1)
+        if not fewest <= num_chunks <= most:
+            expected = (
+                f"{fewest} to {most} stages" if fewest < most else "one stage" if most == 1 else f"{most} stages"
+            )
+            where = f"{pipeline_size} ranks" if pipeline_size > 1 else "one rank"
+            raise ValueError(f"{self.name} takes {expected} a rank on {where}, found {num_chunks}.")
+        placement = Placement(pipeline_size, num_chunks, self.placement)
+        if not 0 <= first_active_stage < placement.num_stages:
+            raise ValueError(
+                f"The first active stage must be one of the {placement.num_stages} stages, 0 to "
+                f"{placement.num_stages - 1}, found {first_active_stage}."
+            )
+        rows = self.lay(placement, num_microbatches, first_active_stage)
+        if num_token_slices != 1:
+            if self.in_token_slices is None or num_token_slices < 1:
+                raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
+            rows = self.in_token_slices(rows, num_token_slices)
+        table = add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
+        return add_updates(table, (1,) * num_microbatches, first_active_stage) if self.is_asynchronous else table
+
+    def peaks(
+        self,
+        sizes: Sequence[float],
+        pipeline_size: int,
+        num_microbatches: int,
+        num_chunks: int = 1,
+        first_active_stage: int = 0,
+    ) -> tuple[float, ...]:
+        """The most that each rank holds at a time between forwards and the ends of their backwards.
+
+        Args:
+            sizes: of what a micro-batch's forward keeps, by stage; frozen stages keep nothing.
+            pipeline_size: as of `table`, like the others.
+        """
+        placement, found = Placement(pipeline_size, num_chunks, self.placement), []
+        if self.is_asynchronous:
+            # Those of the steps that follow come in before these are out.
+            num_microbatches = max(num_microbatches, pipeline_size)
+        for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
+            stages = placement.stages_of(rank)
+            held = most = 0.0
+            for op, _, chunk in row:
+                if op is Op.FORWARD and stages[chunk] >= first_active_stage:
+                    held += sizes[stages[chunk]]
+                    most = max(most, held)
+                elif op in GRADIENTS_ARE_WHOLE:
+                    held -= sizes[stages[chunk]]
+            found.append(most)
+        return tuple(found)
+
+    def in_flight(
+        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+    ) -> tuple[int, ...]:
+        """Of how many micro-batches each stage holds the activations at most, for the arguments of `table`."""
+        stages = range(pipeline_size * num_chunks)
+        counted = ([float(stage == other) for other in stages] for stage in stages)
+        where = pipeline_size, num_microbatches, num_chunks, first_active_stage
+        return tuple(int(max(self.peaks(sizes, *where))) for sizes in counted)
+
+
+def in_phases(num_microbatches: int, *phases: tuple[str, int]) -> list[Action]:
+    """One rank's computations: `("F I1", 3)` is a forward of chunk 0 and an input gradient of chunk 1, three times.
+
+    Each computation of a chunk takes the micro-batches in order; those from `num_microbatches` on are left out.
+    """
+    row, taken = [], Counter[str]()
+    for pattern, times in phases:
+        for word in pattern.split() * times:
+            row.append(Action(Op(word[0]), taken[word], int(word[1:] or 0)))
+            taken[word] += 1
+    return [action for action in row if action.micro_batch < num_microbatches]
+
+
+def _lay_gpipe(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
+    """All forwards, then all backwards in reverse order (GPipe; PipeTransformer, Figure 6).
+
+    K=2, M=3, computation only, time from left to right:
+
+        rank 0   F0 F1 F2 .  .  B2 B1 B0
+        rank 1   .  F0 F1 F2 B2 B1 B0 .
+    """
+    forwards = [Action(Op.FORWARD, i) for i in range(num_microbatches)]
+    backwards = [Action(Op.BACKWARD, i) for i in reversed(range(num_microbatches))]
+    return [forwards + backwards for _ in range(placement.pipeline_size)]
+
+
+GPIPE = Schedule("gpipe", _lay_gpipe)
+
+
+def _lay_one_f_one_b(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
+    """Synchronous 1F1B: after a warm-up of `K - 1 - k` forwards, rank `k` alternates forward and backward.
+
+    It computes what `gpipe` computes and holds the activations of at most `K - k` micro-batches instead of `M`.
+    K=2, M=3, computation only; and K=3, M=3 with stage 0 frozen:
+
+        rank 0   F0 F1 .  B0 F2 B1 .  B2         rank 0   F0 F1 F2 .  .  .  .  .  .
+        rank 1   .  F0 B0 F1 B1 F2 B2 .          rank 1   .  F0 F1 .  B0 F2 B1 .  B2
+                                                 rank 2   .  .  F0 B0 F1 B1 F2 B2 .
+    """
+    warmups = [min(placement.pipeline_size - 1 - rank, num_microbatches) for rank in range(placement.pipeline_size)]
+    return [
+        in_phases(num_microbatches, ("F", warmup), ("F B", num_microbatches - warmup), ("B", warmup))
+        for warmup in warmups
+    ]
+
+
+ONE_F_ONE_B = Schedule("1f1b", _lay_one_f_one_b)
+
+
+MAX_CHUNKS = 8
+
+
+def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
+    """Interleaved 1F1B: groups of micro-batches go through a rank's chunks one after the other.
+
+    The bubble is that of 1F1B over V, activations are held for about K - 1 forwards of a chunk more (Narayanan et al.,
+    Efficient Large-Scale Language Model Training, SC 2021, section 2.2). Groups have K micro-batches; what K does not
+    divide makes some larger, so that a group always goes round without a wait. K=2, V=2, M=2, computation only:
+
+        rank 0   F0   F1   F0.1 F1.1 .    B0.1 .    B1.1 B0   B1
+        rank 1   .    F0   F1   F0.1 B0.1 F1.1 B1.1 B0   B1   .
+    """
+    size, num_chunks = placement.pipeline_size, placement.num_chunks
+    if size == 1:
+        return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
+    num_groups = max(1, num_microbatches // size)
+    sizes = [(num_microbatches + later) // num_groups for later in reversed(range(num_groups))]
+    groups = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+    chunks = range(num_chunks)
+    forwards = [Action(Op.FORWARD, i, chunk) for group in groups for chunk in chunks for i in group]
+    backwards = [Action(Op.BACKWARD, i, chunk) for group in groups for chunk in reversed(chunks) for i in group]
+    rows = []
+    for rank in range(size):
+        warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
+        alternating = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
+        rows.append([*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]])
+    return rows
+
+
+INTERLEAVED_1F1B = Schedule(
+    "interleaved_1f1b", _lay_interleaved, default_chunks=2, min_chunks=2, max_chunks=MAX_CHUNKS
+)
+
+
+def in_token_slices(rows: Computations, num_token_slices: int) -> Computations:
+    """Each micro-batch as slices of its tokens: `S` numbers from `S i` on, forwards rising and backwards falling.
+
+    A slice reads keys and values of earlier ones, whose gradients are whole once all later slices had their backward.
+    """
+    forwards = range(num_token_slices)
+    return [
+        [
+            action._replace(micro_batch=action.micro_batch * num_token_slices + number)
+            for action in row
+            for number in (forwards if action.op is Op.FORWARD else reversed(forwards))
+        ]
+        for row in rows
+    ]
+
+
+TOKEN = Schedule("token", ONE_F_ONE_B.lay, in_token_slices=in_token_slices)
+"""1F1B over slices of the batch, each a run of slices of its tokens (Li et al., ICML 2021; the paper keeps the whole
+batch). K=2, one batch slice, S=3, computation only; and two batch slices, S=2:
+
+    rank 0   F0 F1 F2 .  .  .  B2 B1 B0         rank 0   F0 F1 F2 F3 .  B1 B0 .  B3 B2
+    rank 1   .  F0 F1 F2 B2 B1 B0 .  .          rank 1   .  F0 F1 B1 B0 F2 F3 B3 B2 .
+"""
+
+
+def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
+    """Every rank runs all forwards, K micro-batches at a time through all of its chunks.
+
+    K=2, M=3; and K=2, M=4 with two chunks a rank:
+
+        rank 0   F0 F1 F2 .          rank 0   F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1 .
+        rank 1   .  F0 F1 F2         rank 1   .    F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1
+    """
+    starts = range(0, num_microbatches, placement.pipeline_size)
+    row = [
+        Action(Op.FORWARD, i, chunk)
+        for start in starts
+        for chunk in range(placement.num_chunks)
+        for i in range(start, min(start + placement.pipeline_size, num_microbatches))
+    ]
+    return [row] * placement.pipeline_size
+
+
+FORWARD_ONLY = {
+    kind: Schedule("forward_only", _lay_forward_only, placement=kind, max_chunks=MAX_CHUNKS) for kind in ("loop", "v")
+}
+"""The schedule of evaluation by how the stages lie."""

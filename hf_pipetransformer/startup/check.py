@@ -1,0 +1,463 @@
+"""Full precision for checks: what differs there by more than rounding is wrong, on a GPU and under bf16 too."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value
+from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
+from hf_pipetransformer.splitters.view import StageExit, StageView
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def in_full_precision(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes in float32, whatever the run computes in, and each time to the same bits.
+
+    Weights in half precision are replaced by float32 ones and come back untouched; autocast is off, also where the
+    loss of a user turns it on; products of float32 are float32; attention kernels that take no float32 are replaced.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_float32_weights(model))
+        stack.enter_context(_without_autocast())
+        stack.enter_context(_float32_products())
+        stack.enter_context(_float32_attention(model))
+        if any(parameter.is_cuda for parameter in model.parameters()):
+            stack.enter_context(_deterministic())
+        yield
+
+
+def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch whose tensors of half precision are float32."""
+    return {
+        key: value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
+        for key, value in inputs.items()
+    }
+
+
+@contextmanager
+def _float32_weights(model: nn.Module) -> Iterator[None]:
+    own = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in _HALVES}
+    gradients = {tensor: tensor.grad for tensor in own}
+    try:
+        for tensor, data in own.items():
+            tensor.grad = None
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in own.items():
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradients[tensor]
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    switch = torch.set_autocast_enabled
+    with ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        # Contexts that are entered inside find the switch stuck.
+        torch.set_autocast_enabled = lambda *_: None
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled = switch
+
+
+@contextmanager
+def _float32_products() -> Iterator[None]:
+    backends: Any = torch.backends
+    kernels = [
+        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
+        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+    ]
+    own = [kernel.fp32_precision for kernel in kernels]
+    try:
+        # A CTC loss reads the older switch of cuDNN (`torch.backends.cudnn.flags`), which torch refuses where it says
+        # something else than the newer ones.
+        allowed_tf32 = backends.cudnn.allow_tf32
+    except RuntimeError:
+        allowed_tf32 = None  # Its user has set them apart.
+    try:
+        if allowed_tf32 is not None:
+            backends.cudnn.allow_tf32 = False
+        for kernel in kernels:
+            kernel.fp32_precision = "ieee"
+        yield
+    finally:
+        if allowed_tf32 is not None:
+            backends.cudnn.allow_tf32 = allowed_tf32
+        for kernel, precision in zip(kernels, own, strict=True):
+            kernel.fp32_precision = precision
+
+
+@contextmanager
+def _float32_attention(model: Any) -> Iterator[None]:
+    """Flash attention takes half precision only."""
+    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if own is None or "flash" not in own:
+        yield
+        return
+    try:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    was_on, only_warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
+
+
+LOSS_TOLERANCE = 1e-5
+"""Relative difference between the losses of the split and of the whole model that still counts as rounding."""
+GRADIENT_TOLERANCE = 1e-4
+"""The same for the norms of the gradients."""
+
+Compute = Callable[[dict[str, Any]], torch.Tensor]
+
+
+def probe_model(
+    model: nn.Module, splitter: Splitter, compute: Compute, inputs: dict[str, Any], main_input: str
+) -> Probe:
+    """Trace the model and check that cutting it at every possible place changes neither result nor gradients.
+
+    The comparison is made in full precision, whatever the run computes in.
+
+    Args:
+        compute: runs the whole model on inputs and returns a scalar to compare, the loss where there are labels.
+        inputs: a tiny batch on the model's device.
+        main_input: name of the input that the embeddings read.
+
+    Raises:
+        UnsupportedModelError: the split model differs from the whole one, or a loss reads what all layers say.
+    """
+    value = inputs.get(main_input)
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        raise UnsupportedModelError(
+            f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}, with one row a "
+            f"sample; it has {sorted(inputs)}."
+        )
+    _refuse_loss_over_routers(model)
+    structure = trace_structure(model, splitter, lambda: compute(inputs))
+    chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
+    with torch.no_grad(), _said_of(model, structure):
+        chain.run()
+    is_text = value.dim() == 2 and not value.is_floating_point()
+    multiple = _multiple(chain, value.shape[1]) if is_text else 1
+    activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]), multiple)
+    _check_shape(model, chain.hidden_shape, activation.of(inputs))
+    with in_full_precision(model):
+        is_read = _check_split(model, splitter, structure, compute, in_float32(inputs), main_input)
+    placeholders = frozenset[str]() if is_read else frozenset({main_input})
+    return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
+
+
+@contextmanager
+def _said_of(model: nn.Module, structure: Structure) -> Iterator[None]:
+    """What goes wrong where code around the layers got what a stage received, in words."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not structure.enters_layers or isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(
+            f"No module of {type(model).__name__} returns the tensor that enters its first layer as it is then, and "
+            f"the code between does not run without the embeddings ({type(error).__name__}: {error}). Let a module "
+            "do what comes between, or pass `splitter=` with a Splitter for this model family."
+        ) from error
+
+
+def _refuse_loss_over_routers(model: nn.Module) -> None:
+    if config_value(model, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "config.output_router_logits=True adds a loss over the routers of all layers and all tokens of a batch: a "
+            "stage knows the routers of its own layers, a micro-batch its own tokens, and frozen layers that are not "
+            "run again tell nothing of theirs. Set it to False (with TRL: router_aux_loss_coef=0.0), or use "
+            "transformers.Trainer."
+        )
+
+
+def _check_split(
+    model: nn.Module,
+    splitter: Splitter,
+    structure: Structure,
+    compute: Compute,
+    inputs: dict[str, Any],
+    main_input: str,
+) -> bool:
+    """Compare the split model with the whole one; the answer is whether its later stages read the main input."""
+    with gradients_discarded(model):
+        expected = compute(inputs)
+        if expected.requires_grad:
+            expected.backward()
+        expected_norms = gradient_norms(model)
+    found = _run_split(model, StageView(model, splitter, structure), structure, compute, inputs, inputs)
+    same_loss = _is_close(float(found.loss), float(expected.detach()), LOSS_TOLERANCE)
+    if not same_loss or not _norms_close(found.norms, expected_norms, GRADIENT_TOLERANCE):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {float(found.loss):.8g} when it is split into pipeline stages and "
+            f"{float(expected.detach()):.8g} when it is whole (gradient norms {_total(found.norms):.8g} and "
+            f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a "
+            "Splitter that knows it, or use transformers.Trainer."
+        )
+    value = inputs[main_input]
+    if not value.is_floating_point():
+        return True
+    others = {**inputs, main_input: _noise_like(value)}
+    with_others = _run_split(model, StageView(model, splitter, structure), structure, compute, inputs, others)
+    return not found.has_the_bits_of(with_others)
+
+
+def _noise_like(value: torch.Tensor) -> torch.Tensor:
+    """Other values from the same range: whoever reads them gives something else, zeros might make no difference."""
+    low, high = value.aminmax()
+    return torch.where(high > low, low + (high - low) * torch.rand_like(value), value + 1)
+
+
+@dataclass(frozen=True)
+class _SplitRun:
+    """What the model gave as a chain of stages: its loss, what the stages sent, gradients and their norms."""
+
+    loss: torch.Tensor
+    sent: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    norms: torch.Tensor
+
+    def has_the_bits_of(self, other: _SplitRun) -> bool:
+        pairs = zip([*self.sent, *self.gradients], [*other.sent, *other.gradients], strict=True)
+        return all(a is b is None or (a is not None and b is not None and _same_bits(a, b)) for a, b in pairs)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _multiple(chain: _Chain, length: int) -> int:
+    """Which multiples of tokens a model pads sequences to: 1 where it pads none; 0 if lengths follow another rule.
+
+    Found with embeddings of sequences of a few other lengths.
+    """
+
+    def follows(multiple: int, lengths: list[int]) -> bool:
+        return all(chain.length_for(length, each) == padded_length(each, multiple) for each in lengths)
+
+    found, other = chain.hidden_shape[1] if len(chain.hidden_shape) > 1 else 0, max(1, length - 1)
+    if found == length and chain.length_for(length, other) == other:
+        return 1
+    longer = chain.length_for(length, found + 1)
+    multiple = 0 if longer is None else longer - found
+    return multiple if multiple > 1 and found % multiple == 0 and follows(multiple, [length, other, found]) else 0
+
+
+def _of_length(value: Any, length: int, found: int) -> Any:
+    """Repeat or cut an entry of a batch of `length` tokens so that it has `found`."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
+        return value
+    return torch.cat([value] * -(-found // length), dim=1)[:, :found]
+
+
+def _run_split(
+    model: nn.Module,
+    view: StageView,
+    structure: Structure,
+    compute: Compute,
+    inputs: dict[str, Any],
+    later_inputs: dict[str, Any],
+) -> _SplitRun:
+    with gradients_discarded(model):
+        sent = _Chain(view, structure, compute, inputs, later_inputs).run()
+        return _SplitRun(sent[-1], sent, [p.grad for p in _leaves(model)], gradient_norms(model))
+
+
+def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected or len(found) < 2:
+        rule = expected if found != expected else "(batch, ..., hidden)"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives its layers activations of shape {found}; expected {rule}, one row a "
+            "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
+        )
+
+
+class _NoModules(nullcontext[None]):
+    """In place of what tells `FlopCounterMode` the module that runs: all is one.
+
+    Torch's own hangs hooks on the gradients of what modules take, which fails without gradients if that is a weight.
+    """
+
+    parents: ClassVar = {"Global"}
+
+
+class _Chain:
+    """Runs the model as a chain of the smallest possible stages, forward and backward."""
+
+    def __init__(
+        self,
+        view: StageView,
+        structure: Structure,
+        compute: Compute,
+        inputs: dict[str, Any],
+        later_inputs: dict[str, Any],
+    ) -> None:
+        self.view = view
+        self.cuts = structure.cut_positions()
+        self.compute = compute
+        self.inputs = inputs
+        self.later_inputs = later_inputs
+        self.flops = [0.0] * structure.num_units
+        self.dtypes = [torch.float32] * (structure.num_units - 1)
+        self.hidden_shape: tuple[int, ...] = ()
+
+    def length_for(self, present: int, length: int) -> int | None:
+        """Positions of the activation for sequences of `length`, not `present` tokens; None if it takes none."""
+        self.view.install(range(1))
+        try:
+            with torch.no_grad():
+                self.compute({key: _of_length(value, present, length) for key, value in self.inputs.items()})
+        except StageExit as stage_exit:
+            return stage_exit.hidden.shape[1] if stage_exit.hidden.dim() > 1 else None
+        except (IndexError, RuntimeError, ValueError):
+            return None  # Longer than there are positions, say.
+        finally:
+            self.view.remove()
+        return None
+
+    def run(self) -> list[torch.Tensor]:
+        """What each stage gives, the loss last; with the backward if there is one."""
+        received: torch.Tensor | None = None
+        done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
+        try:
+            for start, end in zip(self.cuts, self.cuts[1:], strict=False):
+                output = self._run_stage(range(start, end), received)
+                done.append((range(start, end), received, output))
+                received = output.detach().requires_grad_(torch.is_grad_enabled())
+            if torch.is_grad_enabled():  # Without, a hook may let embeddings ask for gradients all the same.
+                self._backward(done)
+        finally:
+            self.view.remove()
+        return [output.detach() for _, _, output in done]
+
+    def _run_stage(self, units: range, received: torch.Tensor | None) -> torch.Tensor:
+        self.view.install(units)
+        self.view.received = received
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        with counter:
+            try:
+                output = self.compute(dict(self.inputs if received is None else self.later_inputs))
+            except StageExit as stage_exit:
+                output = stage_exit.hidden
+                self.hidden_shape = tuple(output.shape)
+                self.dtypes[units[0] : units[-1] + 1] = [output.dtype] * len(units)
+        self.flops[units[0]] = float(counter.get_total_flops())
+        return output
+
+    def _backward(self, done: list[tuple[range, torch.Tensor | None, torch.Tensor]]) -> None:
+        gradient = None
+        for units, received, output in reversed(done):
+            if output.requires_grad:
+                with self.view.backward_of(units, received):
+                    torch.autograd.backward(output, gradient)
+            gradient = None if received is None else received.grad
+
+
+def gradient_norms(model: nn.Module) -> torch.Tensor:
+    norms = [p.grad.float().norm() if p.grad is not None else torch.zeros((), device=p.device) for p in _leaves(model)]
+    return torch.stack(norms) if norms else torch.zeros(1)
+
+
+def _leaves(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in model.parameters() if p.requires_grad)
+
+
+def _total(norms: torch.Tensor) -> float:
+    return float(norms.norm())
+
+
+def _is_close(found: float, expected: float, tolerance: float) -> bool:
+    both_undefined = found != found and expected != expected
+    is_same = both_undefined or found == expected  # Infinities differ by nan.
+    return is_same or abs(found - expected) <= tolerance * max(abs(expected), 1e-3)
+
+
+def _norms_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Alike where they are numbers, and not finite in the same places."""
+    are_same = (found == expected) | (found.isnan() & expected.isnan())
+    differences = torch.where(are_same, 0.0, found - expected)
+    return _total(differences) <= tolerance * max(_total(expected[expected.isfinite()]), 1e-3)
+
+
+@contextmanager
+def gradients_discarded(model: nn.Module) -> Iterator[None]:
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in kept:
+        parameter.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
+"""Where a module holds what belongs to it."""
+
+
+@contextmanager
+def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
+    """Evaluation mode, and no trace left in any random number generator or module mode.
+
+    After an error the modules are as before, too: some models make parts of themselves anew in their first forward,
+    which draws weights, and have to do so again where Trainer goes on with them.
+
+    Args:
+        is_training: whether the outermost module says that it trains, which a loss may ask.
+    """
+    modes = {module: module.training for module in model.modules()}
+    own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    model.eval()
+    model.training = is_training
+    try:
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    except BaseException:
+        for module, (attributes, parts) in own.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, part in zip(_PARTS, parts, strict=True):
+                attributes[name].clear()
+                attributes[name].update(part)
+        raise
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes.items():
+            module.training = training

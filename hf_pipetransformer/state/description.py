@@ -1,0 +1,255 @@
+"""Identity of a run: its options, model and data, as a checkpoint records and compares them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import xxhash
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.rng import generators_kept
+from hf_pipetransformer.freeze.policy import FreezePolicy
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.options.refusals import comparable
+from hf_pipetransformer.state import checkpoint
+
+
+NUM_SAMPLES = 8
+"""Samples that are looked at."""
+
+
+def describe_data(dataset: Any) -> dict[str, Any]:
+    """JSON values that tell data sets apart.
+
+    Returns:
+        `num_samples`, None where it is not known; `fingerprint`, that of a `datasets.Dataset`, which changes with
+        every operation; `samples`, a hash of a few samples, None where reading one twice gives two things.
+    """
+    is_stream = isinstance(dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset))
+    if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return {"num_samples": None, "fingerprint": None, "samples": None}
+    return {
+        "num_samples": len(dataset),
+        "fingerprint": getattr(dataset, "_fingerprint", None),
+        "samples": _hash_of_samples(dataset),
+    }
+
+
+def are_other_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """Whether two descriptions of equally long data sets are of different data, as far as can be told."""
+    if saved["fingerprint"] is not None and saved["fingerprint"] == present["fingerprint"]:
+        return False
+    if saved["samples"] is None or present["samples"] is None:
+        # Samples are drawn at random: only the fingerprint tells, if both have one.
+        return None not in (saved["fingerprint"], present["fingerprint"])
+    return bool(saved["samples"] != present["samples"])
+
+
+def _hash_of_samples(dataset: Any) -> str | None:
+    if isinstance(dataset, datasets.Dataset):
+        dataset = dataset.with_format(None)  # What is stored, without a transform that may draw at random.
+    count = len(dataset)
+    spread = sorted({index * (count - 1) // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)}) if count else []
+    found = set()
+    for _ in range(2):
+        hasher = xxhash.xxh3_128()
+        for index in spread:
+            for part in _parts(dataset[index]):
+                hasher.update(part)
+        found.add(hasher.hexdigest())
+    return found.pop() if len(found) == 1 else None
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """The content of a sample as bytes, whatever it is made of."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield flat.numpy().tobytes()
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield f"{value.dtype}{value.shape}".encode()
+        yield value.tobytes()
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield str(key).encode()
+            yield from _parts(value[key])
+    elif isinstance(value, (list, tuple)):
+        yield f"{len(value)} items".encode()
+        for item in value:
+            yield from _parts(item)
+    elif callable(getattr(value, "tobytes", None)):
+        yield value.tobytes()
+    elif value is None or isinstance(value, (str, bytes, int, float, np.generic)):
+        yield repr(value).encode()
+    else:
+        yield type(value).__name__.encode()
+
+
+TOLD_ARGUMENTS = (
+    *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
+    *("pipeline_chunks", "pipeline_token_slices", "pipeline_weights", "pipeline_clip", "pipeline_drain_interval"),
+    *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),
+    *("freeze_min_active_layers", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+    *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
+    *("neftune_noise_alpha", "bf16", "fp16", "activation_cache_views"),
+)
+"""Arguments that must be as in the run that was saved, for a resumed run to give the same numbers."""
+
+
+_KEPT_ARGUMENTS = ("learning_rate", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def check_same_run(folder: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    """Refuse to go on from the checkpoint of another model or other data.
+
+    Args:
+        folder: the checkpoint.
+        saved: what the run that was saved says of itself.
+        present: the same of this run.
+
+    Returns:
+        What else differs, in a sentence; None if nothing does: the numbers are then those of the run that was saved.
+
+    Raises:
+        ValueError: names all that cannot differ, as found here and as expected by the checkpoint.
+    """
+    differences = [
+        f"{present[key]} {what} (expected {saved[key]})"
+        for key, what in (("model", "as model"),)
+        if present[key] != saved[key]
+    ]
+    old_data, new_data = saved["data"], present["data"]
+    if old_data["num_samples"] != new_data["num_samples"]:
+        differences.append(f"{new_data['num_samples']} training samples (expected {old_data['num_samples']})")
+    elif are_other_data(old_data, new_data):
+        differences.append(
+            f"other training data: as many samples, but not the same ones (fingerprint {new_data['fingerprint']}, "
+            f"hash of some {new_data['samples']}; expected {old_data['fingerprint']} and {old_data['samples']})"
+        )
+    old, new = saved["parameters"], present["parameters"]
+    unequal = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if unequal:
+        name = unequal[0]
+        found, expected = new.get(name, "none"), old.get(name, "none")
+        differences.append(f"parameter {name}: {found} (expected {expected}; {len(unequal)} differ)")
+    _refuse_other_run(folder, differences)
+    return _told(saved, present)
+
+
+def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    changed = {
+        name: (present["arguments"][name], value)
+        for name, value in saved["arguments"].items()
+        if present["arguments"].get(name, value) != value
+    }
+    told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
+    kind, old_kind = present["policy_class"], saved.get("policy_class", present["policy_class"])
+    if kind != old_kind:
+        told.append(f"{kind} as class of the freeze policy, which begins anew (was {old_kind})")
+    for key, what in (("world_size", "processes"), ("policy", "as freeze policy")):
+        if present[key] != saved[key]:
+            told.append(f"{present[key]} {what} (was {saved[key]})")
+    if saved["has_plan"] and not present["has_plan"]:
+        told.append("no layout_plan (was replayed)")
+    if not told:
+        return None
+    kept = [name for name in _KEPT_ARGUMENTS if name in changed]
+    of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint stay in force." if kept else ""
+    return (
+        f"The run goes on with other settings than it was saved with: {'; '.join(told)}. It goes on from the same "
+        f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint}"
+    )
+
+
+def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:
+    """Refuse an optimizer or scheduler of another class, which knows nothing of the saved one's state.
+
+    Raises:
+        ValueError: names both.
+    """
+    _refuse_other_run(
+        folder, [f"{key}={value} (expected {saved[key]})" for key, value in present.items() if saved[key] != value]
+    )
+
+
+def _refuse_other_run(folder: str, differences: list[str]) -> None:
+    if differences:
+        raise ValueError(
+            f"{folder!r} cannot be resumed by this run, which has {'; '.join(differences)}. Make them as in the run "
+            f"that was saved, or start a new run from the checkpoint's weights: `from_pretrained({folder!r})`."
+        )
+
+
+class RunDescription:
+    """What must be equal for a run to go on, see `check_same_run`; told by rank 0, before the start."""
+
+    def __init__(self, trainer: Trainer, topology: Topology, policy: FreezePolicy) -> None:
+        self.trainer = trainer
+        self.fields: dict[str, Any] = topology.decide(lambda: _described(trainer, topology, policy))
+        self._data: dict[str, Any] | None = None
+
+    def data(self) -> dict[str, Any]:
+        """By what the training data are known. Some are read, when it is first needed and by rank 0 alone.
+
+        It leaves no trace in the random numbers of the run.
+        """
+        if self._data is None:
+            with generators_kept(self.trainer.train_dataset):
+                self._data = describe_data(self.trainer.train_dataset)
+        return self._data
+
+
+def _described(trainer: Trainer, topology: Topology, policy: FreezePolicy) -> dict[str, Any]:
+    model, arguments = trainer.model, trainer.args.to_dict()
+    return {
+        "world_size": topology.world_size,
+        "arguments": comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
+        "has_plan": trainer.args.layout_plan is not None,
+        "policy": policy.describe(),
+        "policy_class": type(policy).__name__,
+        "decaying": list(trainer.get_decay_parameter_names(model)),
+        "model": type(model).__name__,
+        "parameters": {
+            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            for name, p in model.named_parameters()
+        },
+    }
+
+
+def saves_state(args: PipeTransformerArguments) -> bool:
+    """Whether the checkpoints of a run hold more than its model."""
+    saves = args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
+    return saves and not args.save_only_model
+
+
+def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:
+    """Whether all nodes see one output folder: each rank writes a part of a checkpoint. A collective call.
+
+    Raises:
+        ValueError: on every rank, names the first that sees another folder.
+    """
+    if not saves_state(args) or topology.local_world_size >= topology.world_size:
+        return
+    token = topology.decide(lambda: checkpoint.leave_token(args.output_dir))
+    own = {"sees": checkpoint.sees_token(args.output_dir, token), "host": socket.gethostname()}
+    answers = topology.gather({**own, "output_dir": os.path.abspath(args.output_dir)})
+    if topology.rank == 0:
+        checkpoint.remove_token(args.output_dir, token)
+    for rank, answer in enumerate(answers):
+        if not answer["sees"]:
+            raise ValueError(
+                f"output_dir is {answers[0]['output_dir']} on rank 0 ({answers[0]['host']}) and another folder, "
+                f"{answer['output_dir']}, on rank {rank} ({answer['host']}): every node would hold a part of each "
+                "checkpoint, and no resume could find the whole. Set output_dir to a folder that all nodes share, "
+                "or save_only_model=True or save_strategy='no'."
+            )

@@ -1,0 +1,197 @@
+"""Files of a checkpoint: their names, sizes and hashes, and the schema of its state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import xxhash
+
+from hf_pipetransformer.schedules.json_values import (
+    MOST_SAMPLES,
+    MOST_STEPS,
+    entries,
+    entry,
+    flag,
+    items,
+    number,
+    text,
+    whole_number,
+)
+from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
+
+
+Entry = dict[str, Any]
+"""Of one file: `bytes`, its size, and `xxh3_128`, its hash in hexadecimal digits."""
+
+_CHUNK_BYTES = 2**22
+# Reading and hashing run without the interpreter's lock; more than a few readers only fight over one disk.
+_NUM_READERS = 4
+
+
+def entry_of(path: str, sync: bool = False) -> Entry:
+    """Size and hash of a file.
+
+    Args:
+        path: the file.
+        sync: make sure first that it is on the disk, not only on its way there.
+    """
+    hasher, size = xxhash.xxh3_128(), 0
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "xxh3_128": hasher.hexdigest()}
+
+
+def list_files(folder: str) -> list[str]:
+    """The files in a folder and in the folders inside it, by their path from there, with `/` on every system."""
+    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder).replace(os.sep, "/") for path in paths)
+
+
+def make_manifest(folder: str, names: Iterable[str]) -> dict[str, Entry]:
+    """The entries of some files of a folder, all of them on the disk when it returns."""
+    names = list(names)
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        return dict(zip(names, pool.map(lambda name: entry_of(os.path.join(folder, name), True), names), strict=True))
+
+
+def sync_folder(folder: str) -> None:
+    """Make sure that the names in a folder are on the disk; some network file systems know no such thing."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def find_damage(folder: str, files: Mapping[str, Entry]) -> str | None:
+    """The first file of a folder that is not as its entry says, in words; None if all are."""
+
+    def check(name: str) -> str | None:
+        path = os.path.join(folder, name)
+        try:
+            size, expected = os.path.getsize(path), files[name]["bytes"]
+            if size != expected:
+                return f"{name} has {size} bytes (expected {expected})"
+            return None if entry_of(path) == files[name] else f"{name} has other content than was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({type(error).__name__}: {error})"
+
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        return next((text for text in pool.map(check, files) if text is not None), None)
+
+
+def checksum_of(content: Mapping[str, Any]) -> str:
+    """The hash of JSON values, the same after their way through a file.
+
+    Raises:
+        ValueError: they are nested too deep.
+    """
+    try:
+        text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    except RecursionError as error:
+        raise ValueError("The values are nested too deep for a JSON file.") from error
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+MOST_RATE = 1e30
+"""No learning rate is larger."""
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no run can have written, beside its files."""
+    step = whole_number(entry(state, "step"), "step")
+    if entry(state, "epoch") is not None:
+        number(state["epoch"], "epoch", 0, MOST_STEPS)
+    layout, first = (Layout.from_event(entry(state, name)) for name in ("layout", "first_layout"))
+    if first.num_layers != layout.num_layers:
+        raise ValueError(f"found a 'first_layout' of {first.num_layers} layers, expected {layout.num_layers}")
+    data = entries(entry(state, "data"), "data")
+    for name in ("fingerprint", "samples"):
+        if entry(data, name) is not None:
+            text(data[name], name)
+    num_samples = entry(data, "num_samples")
+    if num_samples is not None:
+        whole_number(num_samples, "num_samples", most=MOST_SAMPLES)
+    if entry(state, "place") is not None:
+        _check_place(state["place"], step, MOST_SAMPLES if num_samples is None else num_samples)
+    for name in ("num_starts", "num_transitions"):
+        whole_number(entry(state, name), name)
+    for name in ("optimizer_class", "scheduler_class", "model", "policy"):
+        text(entry(state, name), name)
+    flag(entry(state, "has_plan"), "has_plan")
+    flag(state.get("is_counted", True), "is_counted")
+    text(state.get("policy_class", ""), "policy_class")
+    number(entry(state, "unlogged_loss"), "unlogged_loss")
+    for parameter, found in entries(entry(state, "parameters"), "parameters").items():
+        text(found, parameter)
+    for name in items(entry(state, "decaying"), "decaying"):
+        text(name, "decaying")
+    for name, value in entries(entry(state, "arguments"), "arguments").items():
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise ValueError(f"found a {type(value).__name__} as {name!r} in 'arguments', expected a text or number")
+    _check_decisions(entries(entry(state, "decisions"), "decisions"))
+    _check_schedule(entries(entry(state, "scheduler"), "scheduler"))
+    if state.get("weights") is not None:
+        text(state["weights"], "weights")
+    for name in ("scaler", "views"):
+        if state.get(name) is not None:
+            entries(state[name], name)
+    if state.get("views") is not None:
+        views = state["views"]
+        whole_number(entry(views, "num_views"), "num_views", 1)
+        whole_number(entry(views, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(views, "first"), "first")
+        for known in items(entry(views, "shares"), "shares"):
+            start, share = items(known, "shares", 2)
+            whole_number(start, "shares")
+            number(share, "shares", 0, 1)
+
+
+def _check_place(place: Any, step: int, num_samples: int) -> None:
+    """Raises ValueError for a place in the data that a run of `step` steps cannot be at."""
+    place = entries(place, "place")
+    whole_number(entry(place, "epoch"), "epoch", most=step)
+    whole_number(entry(place, "samples"), "samples", most=num_samples)
+    whole_number(entry(place, "global_batch"), "global_batch", 1)
+    if place.get("group_size") is not None:
+        whole_number(place["group_size"], "group_size", 1)
+    if place.get("nodes") is not None:
+        nodes = entries(place["nodes"], "nodes")
+        whole_number(entry(nodes, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(nodes, "batch_size"), "batch_size", 1)
+        for count in items(entry(nodes, "devices"), "devices"):
+            whole_number(count, "devices", 1)
+
+
+def _check_decisions(decisions: Mapping[str, Any]) -> None:
+    number(entry(decisions, "num_wanted"), "num_wanted", -MOST_RATE, MOST_RATE)  # A user's policy may want any number.
+    whole_number(entry(decisions, "num_fruitless"), "num_fruitless")
+    entries(entry(decisions, "policy"), "policy")
+    if entry(decisions, "gradient_norms") is not None:
+        for norm in items(decisions["gradient_norms"], "gradient_norms"):
+            number(norm, "gradient_norms")
+    for known in items(entry(decisions, "known_microbatches"), "known_microbatches"):
+        for count in items(known, "known_microbatches", 3):
+            whole_number(count, "known_microbatches", 1, MOST_MICROBATCHES)
+
+
+def _check_schedule(schedule: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no schedule of torch has; one of the user's own may have other entries."""
+    for name in ("last_epoch", "_step_count"):
+        if name in schedule:
+            whole_number(schedule[name], name, -1)
+    for name in ("base_lrs", "_last_lr"):
+        for rate in items(schedule.get(name, []), name):
+            number(rate, name, -MOST_RATE, MOST_RATE)

@@ -1,0 +1,343 @@
+"""Checkpoints of plain Trainer: reading one, and writing what it needs beside a checkpoint of a pipeline.
+
+Trainer keeps optimizer state by position, in two groups: parameters that decay and those that do not, each in the
+order of the model. Its files are read without running anything that they hold (`weights_only`); `training_args.bin`,
+which cannot be read so, never is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import zipfile
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_pipetransformer.schedules.json_values import MOST_STEPS, entries, entry, number, whole_number
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.state import checkpoint
+from hf_pipetransformer.state.weights import check_weights, has_weights
+
+
+_OPTIMIZER = "optimizer.pt"
+_SCHEDULER = "scheduler.pt"
+_TRAINER_STATE = "trainer_state.json"
+_RANDOM = "rng_state.pth"
+_RANDOM_OF_RANK = re.compile(r"rng_state_\d+\.pth")
+
+# What Trainer's random states are made of beside tensors and numbers.
+_NUMPY_TYPES = [
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+]
+
+Groups = list[list[str]]
+"""Names of parameters by group, each in the order of the model."""
+
+
+def trainers_groups(parameters: Collection[str], decaying: Collection[str]) -> Groups:
+    """The groups that Trainer makes of the parameters that are trained."""
+    decaying = set(decaying)
+    return [[n for n in parameters if n in decaying], [n for n in parameters if n not in decaying]]
+
+
+# ---- reading ----
+
+
+def is_plain(folder: str) -> bool:
+    """Whether a folder is a whole checkpoint of plain Trainer, as far as the names of its files tell."""
+    names = (_OPTIMIZER, _SCHEDULER, _TRAINER_STATE)
+    return (
+        has_weights(folder)
+        and not os.path.isdir(os.path.join(folder, checkpoint.STATE_FOLDER))
+        and all(os.path.isfile(os.path.join(folder, name)) for name in names)
+    )
+
+
+def read_plain_state(
+    folder: str, num_samples: int | None, drops_last: bool, splits_batches: bool = False
+) -> dict[str, Any]:
+    """What a checkpoint of plain Trainer says of its run, by the names that `state.json` has for it.
+
+    Args:
+        folder: the checkpoint.
+        num_samples: of an epoch; None if that is not known.
+        drops_last: whether a last batch that is not full is left out.
+        splits_batches: whether the batch size that Trainer noted is that of all processes together.
+
+    Raises:
+        ValueError: a file is damaged; the text names it.
+    """
+    step, epoch, batch = _read_counts(folder)
+    check_trainers(folder)
+    _load(folder, _OPTIMIZER)
+    read_plain_scheduler(folder)
+    names = os.listdir(folder)
+    world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
+    place = None
+    if num_samples and batch and world_size and epoch is not None:
+        size = batch if splits_batches else batch * world_size
+        in_epoch = num_samples // size if drops_last else math.ceil(num_samples / size)
+        done = round((epoch - int(epoch)) * in_epoch) * size
+        place = {"epoch": int(epoch), "samples": min(done, num_samples), "global_batch": size, "group_size": None}
+    return {"step": step, "epoch": epoch, "layout": None, "place": place}
+
+
+def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
+    """Step, epoch and samples of a batch, as Trainer's state has them."""
+    try:
+        with open(os.path.join(folder, _TRAINER_STATE), encoding="utf-8") as file:
+            trainer = entries(json.load(file), _TRAINER_STATE)
+        step = whole_number(entry(trainer, "global_step"), "global_step")
+        epoch, batch = entry(trainer, "epoch"), trainer.get("train_batch_size")
+        if epoch is not None:
+            number(epoch, "epoch", 0, MOST_STEPS)
+        if batch is not None:
+            whole_number(batch, "train_batch_size")
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder!r} is incomplete: saving it was interrupted ({_TRAINER_STATE} is missing)."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{folder!r} is damaged: {_TRAINER_STATE} cannot be read ({error}).") from error
+    return step, epoch, batch
+
+
+def check_trainers(folder: str, needs_weights: bool = True) -> None:
+    """Refuse a checkpoint that Trainer would fail to go on from, or that it would take a part of.
+
+    It lists no files, so that this is what their names and forms tell: Trainer's state, its last file, is there; no
+    file of weights is cut; optimizer and schedule are there unless the model alone was saved, and no file of them is
+    cut or changed. Nothing is unpickled.
+
+    Args:
+        folder: the checkpoint.
+        needs_weights: whether the weights are in files that Trainer knows.
+
+    Raises:
+        ValueError: names the file.
+    """
+    _read_counts(folder)
+    names = sorted(os.listdir(folder))
+    pickled = [name for name in names if re.fullmatch(r"pytorch_model.*\.bin|.*\.(pt|pth)", name)]
+    if has_weights(folder):
+        check_weights(folder)
+    elif needs_weights and not any(name.startswith(("pytorch_model", "adapter_model")) for name in names):
+        raise ValueError(f"{folder!r} is no complete checkpoint: it holds no weights.")
+    if any(name in (_OPTIMIZER, _SCHEDULER) or name.startswith("rng_state") for name in names):
+        for name in (_OPTIMIZER, _SCHEDULER):
+            if name not in names:
+                raise ValueError(f"{folder!r} is damaged: {name} is missing.")
+    for name in pickled:
+        _check_archive(folder, name)
+
+
+def _check_archive(folder: str, name: str) -> None:
+    """Raises ValueError if a file of `torch.save` is cut or changed."""
+    try:
+        with zipfile.ZipFile(os.path.join(folder, name)) as file:
+            # The user may have told torch to leave the checksums out.
+            damaged = file.testzip() if torch.serialization.get_crc32_options() else None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({type(error).__name__}: {error}).") from error
+    if damaged is not None:
+        raise ValueError(f"{folder!r} is damaged: {name} has other content than was written ({damaged}).")
+
+
+def read_plain_optimizer(
+    folder: str, groups: Groups, shapes: Mapping[str, Collection[int]], options: list[dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The optimizer's state by parameter name, and the options of its groups.
+
+    Args:
+        folder: the checkpoint.
+        groups: what this run trains, in Trainer's order.
+        shapes: of every parameter.
+        options: of this run's own groups.
+
+    Raises:
+        ValueError: the positions in the file cannot be those of these parameters.
+    """
+    saved = _load(folder, _OPTIMIZER)
+    lengths = [len(group["params"]) for group in saved["param_groups"]]
+    expected = [len(group) for group in groups]
+    if lengths != expected:
+        raise ValueError(
+            f"{folder!r} holds an optimizer with groups of {lengths} parameters, expected {expected}: decaying ones "
+            "and others, as Trainer makes them for this model. Freeze the same parameters as in the run that was "
+            f"saved, or start a new run from its weights: `from_pretrained({folder!r})`."
+        )
+    name_of = {
+        position: name
+        for group, names in zip(saved["param_groups"], groups, strict=True)
+        for position, name in zip(group["params"], names, strict=True)
+    }
+    found = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    if [_kinds(group) for group in found] != [_kinds(group) for group in options]:
+        raise ValueError(
+            f"{folder!r} holds another kind of optimizer: its {len(found)} groups have the options "
+            f"{_kinds(found[0])}, expected {len(options)} groups with {_kinds(options[0])}. Choose the `optim` "
+            "of the run that was saved."
+        )
+    states = {name_of[position]: state for position, state in saved["state"].items()}
+    for name, state in states.items():
+        for key, value in state.items():
+            found_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            expected_shape = tuple(shapes[name])
+            if len(found_shape) == len(expected_shape) and found_shape != expected_shape:
+                raise ValueError(
+                    f"{folder!r} holds a {key} of shape {found_shape} for {name}, expected {expected_shape}: its "
+                    "optimizer trained other parameters, or in another order."
+                )
+    return states, found
+
+
+def _kinds(group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's options; a schedule adds one."""
+    return sorted(set(group) - {"initial_lr"})
+
+
+def read_plain_scheduler(folder: str) -> dict[str, Any]:
+    """The state of the learning-rate schedule."""
+    state: dict[str, Any] = _load(folder, _SCHEDULER)
+    return state
+
+
+def set_plain_random_state(folder: str) -> bool:
+    """Restore the random number generators of a training on one process; False if there was more than one."""
+    if not os.path.isfile(os.path.join(folder, _RANDOM)):
+        return False
+    states = _load(folder, _RANDOM)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    return True
+
+
+def _load(folder: str, name: str) -> Any:
+    path = os.path.join(folder, name)
+    try:
+        with torch.serialization.safe_globals(_NUMPY_TYPES):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # A damaged file fails in many ways.
+        text = str(error).strip().split("\n", 1)[0]
+        raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({type(error).__name__}: {text}).") from error
+
+
+# ---- writing ----
+
+
+def is_dealt_to_nodes(place: Mapping[str, Any] | None) -> bool:
+    """Whether a run stopped within an epoch whose samples were dealt to nodes: Trainer would read it in another order.
+
+    Args:
+        place: where the run was in its data, as `state.json` has it.
+    """
+    return place is not None and place.get("nodes") is not None and place["samples"] > 0
+
+
+def export_checkpoint(folder: str, output: str) -> list[str]:
+    """Write a checkpoint that plain Trainer resumes, from one of a pipeline.
+
+    Args:
+        folder: a sound checkpoint of a pipeline.
+        output: a folder that does not exist yet, or is empty.
+
+    Returns:
+        What plain Trainer will do otherwise than the run that was saved, in sentences.
+
+    Raises:
+        ValueError: the checkpoint is not sound, its optimizer has other groups than Trainer's, or `output` holds
+            something.
+    """
+    state = checkpoint.read_state(folder)
+    if os.path.isdir(output) and os.listdir(output):
+        raise ValueError(f"{output!r} is not empty: name a folder that does not exist yet.")
+    trained = [name for name, text in state["parameters"].items() if not text.endswith(" frozen")]
+    groups = trainers_groups(trained, state["decaying"])
+    states, options = _collect_optimizer(folder, state)
+    if len(options) != len(groups):
+        raise ValueError(
+            f"{folder!r} holds an optimizer with {len(options)} parameter groups, expected {len(groups)}: plain "
+            "Trainer knows only those that it makes itself."
+        )
+    position_of = {name: position for position, name in enumerate(name for group in groups for name in group)}
+    content = {
+        "state": {position_of[name]: states[name] for name in position_of if name in states},
+        "param_groups": [
+            {**own, "params": [position_of[name] for name in names]}
+            for own, names in zip(options, groups, strict=True)
+        ],
+    }
+    shutil.copytree(folder, output, ignore=shutil.ignore_patterns(checkpoint.STATE_FOLDER), dirs_exist_ok=True)
+    torch.save(content, os.path.join(output, _OPTIMIZER))
+    torch.save(state["scheduler"], os.path.join(output, _SCHEDULER))
+    if state["scaler"] is not None:
+        torch.save(state["scaler"], os.path.join(output, "scaler.pt"))
+    if state["world_size"] == 1:
+        torch.save(_random_states(folder), os.path.join(output, _RANDOM))
+    return _otherwise(state)
+
+
+def _collect_optimizer(folder: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    states: dict[str, Any] = {}
+    options: list[dict[str, Any]] = []
+    for position in range(Layout.from_event(state["layout"]).pipeline_size):
+        tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(position))
+        states |= checkpoint.join_optimizer_state(tensors, header["values"])
+        options = header["groups"]
+    # JSON has no tuples, which betas are.
+    return states, [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()} for group in options
+    ]
+
+
+def _random_states(folder: str) -> dict[str, Any]:
+    """The generators of one process as Trainer keeps them."""
+    tensors, values = checkpoint.read_part(folder, checkpoint.random_file(0))
+    version, words, gauss = values["python"]
+    kind, *rest = values["numpy"]
+    states = {
+        "python": (version, tuple(words), gauss),
+        "numpy": (kind, tensors["numpy"].numpy().astype(np.uint32), *rest),
+        "cpu": tensors["torch"],
+    }
+    return states | ({"cuda": tensors["cuda"]} if "cuda" in tensors else {})
+
+
+def _otherwise(state: Mapping[str, Any]) -> list[str]:
+    told = []
+    num_frozen = state["layout"]["num_frozen_layers"]
+    if num_frozen:
+        told.append(
+            f"{num_frozen} layers were frozen by the run; plain Trainer trains them again, from fresh optimizer "
+            "state, unless the script freezes them."
+        )
+    if is_dealt_to_nodes(state["place"]):
+        told.append(
+            "The epoch under way was dealt to nodes; plain Trainer draws the rest of it in an order of its own, so "
+            "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "
+            "instead."
+        )
+    if not state.get("is_counted", True):
+        told.append(
+            "The run had gone on with batches of another size, or from the beginning of an epoch; plain Trainer finds "
+            "its place in the data by the number of steps, which leads to another one: some samples of the epoch come "
+            "twice, or not at all."
+        )
+    if state["world_size"] > 1:
+        told.append(
+            f"The run had {state['world_size']} processes: start as many, or change per_device_train_batch_size so "
+            "that a batch has as many samples over all of them. Random numbers (dropout) begin anew."
+        )
+    return told

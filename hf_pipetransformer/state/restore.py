@@ -1,0 +1,278 @@
+"""Restoring what a checkpoint holds beside the model, and the epoch that a run is resumed in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import transformers.trainer as stock
+from transformers import Trainer
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.data.node_shares import Arrangement
+from hf_pipetransformer.data.rng import SharedDraws, States, of_name, random_state, set_random_state, under_name
+from hf_pipetransformer.elastic.controller import ACTIVATIONS, SAMPLES, WEIGHTS
+from hf_pipetransformer.report import announce
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.state import checkpoint
+from hf_pipetransformer.state.description import check_same_kinds
+from hf_pipetransformer.state.plain_checkpoint import (
+    read_plain_optimizer,
+    read_plain_scheduler,
+    set_plain_random_state,
+    trainers_groups,
+)
+from hf_pipetransformer.state.resumption import Remainder, Resumption
+from hf_pipetransformer.state.saving import AHEAD, NUM_AHEAD, ORDER, POSITION, SHARED, Checkpoints
+
+
+@dataclass(frozen=True)
+class RandomNumbers:
+    """States of a rank's generators, and what it had lost since the last log entry."""
+
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """What the order of the samples is drawn from; None draws it anew."""
+        return self.tensors.get(ORDER)
+
+    @property
+    def shared(self) -> States | None:
+        """Those that stood for the generators of one process; None where one process trained."""
+        return of_name(SHARED, self.tensors, self.values)
+
+    @property
+    def ahead(self) -> tuple[States, int] | None:
+        """What the batches that were read ahead were drawn from, and how many; None without."""
+        states = of_name(AHEAD, self.tensors, self.values)
+        return None if states is None else (states, self.values.get(NUM_AHEAD, 1))
+
+    def set(self, shared: SharedDraws | None, device: torch.device) -> None:
+        """Draw from them from now on; `shared` stands for the generators of one process."""
+        set_random_state(self.tensors, self.values, device)
+        if shared is not None and self.shared is not None:
+            shared.states = self.shared
+
+
+def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already.
+
+    A collective call, `into` the parts of this training that it saves too.
+
+    Raises:
+        ValueError: on every rank: something of this run is of another kind.
+    """
+    return (_take_up_plain if resumption.is_plain else _take_up_own)(resumption, into)
+
+
+def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    state, together, scaler = resumption.state, into.topology.together, into.trainer.accelerator.scaler
+    together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
+    together(lambda: _read_optimizer(resumption, into))
+    into.seeds.num_starts, into.seeds.num_transitions = state["num_starts"], state["num_transitions"]
+    numbers = together(lambda: _read_random_numbers(resumption, into))
+    with _taking("learning-rate schedule", resumption):
+        into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
+    if scaler is not None and state["scaler"] is not None:
+        with _taking("grad scaler", resumption):
+            scaler.load_state_dict(state["scaler"])
+    recall = partial(_read_last_decision, resumption, into)
+    with _taking("freeze policy", resumption):
+        into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
+    if into.topology.rank == 0:
+        announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
+    return numbers
+
+
+@contextmanager
+def _taking(what: str, resumption: Resumption) -> Iterator[None]:
+    """State of what may be a user's own is taken up inside: only it knows what that may be."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{resumption.folder!r}: the state of the {what} in {checkpoint.STATE_FILE} cannot be taken up "
+            f"({type(error).__name__}: {error}). Resume from another checkpoint."
+        ) from error
+
+
+def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    """Optimizer, schedule and, on one process, random numbers of plain Trainer."""
+    folder, stage, own, together = resumption.folder, into.pipeline.stage, into.optimizer_state, into.topology.together
+    trained, store = stage.trained_here(), stage.store
+    active = [name for name in store.named() if store.is_active(name)]
+    groups = trainers_groups(active, into.description.fields["decaying"])
+    shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
+    states, options = together(
+        lambda: read_plain_optimizer(folder, groups, shapes, checkpoint.group_options(own.optimizer))
+    )
+    own.hold(trained, {name: state for name, state in states.items() if name in trained})
+    checkpoint.set_group_options(own.optimizer, options)
+    into.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
+    shared = into.pipeline.shared_draws
+    with nullcontext() if shared is None else shared.drawing():
+        are_set = together(lambda: set_plain_random_state(folder))
+    if shared is not None or not are_set:
+        into.seeds.part(stage)
+    tensors, values = random_state(into.trainer.args.device)
+    if into.topology.rank == 0:
+        announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")
+    return RandomNumbers(tensors, values | {"unlogged_loss": 0.0, "last_logged_step": resumption.step})
+
+
+def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
+    """What this rank trains may lie in the files of any ranks of the run that was saved."""
+    folder, own, store = resumption.folder, into.optimizer_state, into.pipeline.stage.store
+    trained = into.pipeline.stage.trained_here()
+    states: dict[str, dict[str, Any]] = {}
+    for position in range(resumption.layout.pipeline_size):
+        name = checkpoint.optimizer_file(position)
+        tensors, header = checkpoint.read_part(folder, name, lambda key: key.rpartition("|")[0] in trained)
+        strangers = [name for name in header["names"] if not store.is_active(name)]
+        if strangers:
+            raise ValueError(
+                f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run does "
+                "not train: resume with the optimizer of the run that was saved."
+            )
+        values = {key: value for key, value in header["values"].items() if key.rpartition("|")[0] in trained}
+        states |= checkpoint.join_optimizer_state(tensors, values)
+    own.hold(trained, states)
+    checkpoint.set_group_options(own.optimizer, header["groups"])
+
+
+def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
+    """The weights then of what this rank trains, and all activations, if the policy asked for them."""
+    found: dict[str, torch.Tensor] = {}
+    weights = {f"{WEIGHTS}|{name}" for name in into.pipeline.stage.trained_here()}
+    for position in range(resumption.layout.pipeline_size):
+        name = checkpoint.decisions_file(position)
+        if checkpoint.has_part(resumption.folder, name):
+            tensors, _ = checkpoint.read_part(
+                resumption.folder, name, lambda key: key in weights or key.startswith((ACTIVATIONS, SAMPLES))
+            )
+            found |= tensors
+    return {key: value.to(into.trainer.args.device) if key in weights else value for key, value in found.items()}
+
+
+def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""
+    layout, there, rank = into.pipeline.layout, resumption.layout, into.topology.rank
+    if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
+        return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
+    first = RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(0)))
+    seed = into.trainer.args.seed + 1_000_003 * (1 + rank) + 7_919 * (1 + resumption.step)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensors, values = random_state(into.trainer.args.device)
+    # What one process draws from its only generators: orders, and what data draw.
+    common = first.shared or (
+        {name: first.tensors[name] for name in ("torch", "numpy")},
+        {name: first.values[name] for name in ("python", "numpy")},
+    )
+    taken = [common if into.topology.world_size == 1 else under_name(SHARED, common)]
+    if first.ahead is not None:
+        taken.append(under_name(AHEAD, first.ahead[0]))
+    for more_tensors, more_values in taken:
+        tensors |= more_tensors
+        values |= more_values
+    if ORDER in first.tensors:
+        tensors[ORDER] = first.tensors[ORDER]
+    values |= {key: value for key, value in first.values.items() if key in (POSITION, NUM_AHEAD, "last_logged_step")}
+    return RandomNumbers(tensors, values | {"unlogged_loss": resumption.state["unlogged_loss"]})
+
+
+@dataclass
+class FirstEpoch:
+    """Leads Trainer's loop to the place that the run that was saved had come to.
+
+    Args:
+        loader: of the training samples; None for one of the user's own.
+    """
+
+    trainer: Trainer
+    topology: Topology
+    pipeline: Pipeline
+    loader: PipelineLoader | None
+    resumption: Resumption
+    numbers: RandomNumbers
+    _are_set: bool = field(default=False, init=False)
+    _corrected_epoch: float | None = field(default=None, init=False)
+
+    def set_random_numbers(self) -> None:
+        """Restore this rank's random number generators, once: Trainer asks for it at two places."""
+        if not self._are_set:
+            self._are_set = True
+            self.numbers.set(self.pipeline.shared_draws, self.trainer.args.device)
+
+    @contextmanager
+    def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
+        """Trainer's loop over the epoch runs inside, if that gives True.
+
+        Args:
+            arguments: of Trainer's loop; to it, the rest of an epoch is an epoch.
+        """
+        host.take_up_loss(self.trainer, self.topology, **self.numbers.values)
+        if self.trainer.state.global_step >= self.trainer.state.max_steps:
+            # Trainer would take one step more.
+            self.set_random_numbers()
+            self.trainer.control.should_training_stop = True
+            yield False
+            return
+        rest = self.resumption.remainder
+        if rest is not None:
+            self._begin_remainder(rest, arguments)
+        elif self.loader is not None:
+            # For an epoch's begin; in the middle Trainer asks for a skip.
+            self.loader.starting_at(0, self.numbers.order)
+        with self._skipping_batches():
+            yield True
+
+    def _begin_remainder(self, rest: Remainder, arguments: dict[str, Any]) -> None:
+        place = self.resumption.place or {}
+        is_same_epoch = rest.epoch == place["epoch"] and rest.num_done == place["samples"]
+        if self.loader is not None:
+            order = self.numbers.order if is_same_epoch else None
+            began_as = Arrangement.from_json(place) if rest.num_done else None
+            self.loader.starting_at(rest.first, order, rest.num_done, began_as)
+        arguments |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
+
+    def correct_epoch(self) -> None:
+        """After a step of the rest of an epoch: how much of the epoch is done."""
+        state, rest = self.trainer.state, self.resumption.remainder
+        if rest is not None and state.epoch != self._corrected_epoch:
+            state.epoch = self._corrected_epoch = rest.epoch_at(state.epoch - rest.epoch)
+
+    @contextmanager
+    def _skipping_batches(self) -> Iterator[None]:
+        """Inside, Trainer's way to skip batches knows `PipelineLoader`.
+
+        Trainer calls a function of accelerate that makes a new loader from what it knows of torch's; there is no
+        method to override, so its name in Trainer's module is lent for the one call.
+        """
+        original = stock.skip_first_batches
+
+        def skip(loader: Any, num_batches: int = 0) -> Any:
+            stock.skip_first_batches = original
+            if not isinstance(loader, PipelineLoader):
+                return original(loader, num_batches)
+            # Trainer counts from the first step on where it does not know how long an epoch is.
+            position = self.numbers.values.get(POSITION, num_batches)
+            began_as = Arrangement.from_json(self.resumption.place or {})
+            return loader.starting_at(position, self.numbers.order, arrangement=began_as, ahead=self.numbers.ahead)
+
+        stock.skip_first_batches = skip
+        try:
+            yield
+        finally:
+            stock.skip_first_batches = original

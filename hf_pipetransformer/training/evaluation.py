@@ -1,0 +1,174 @@
+"""Evaluation and prediction through the pipeline, with one copy of every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+from hf_pipetransformer.data.dispatching import StreamLoader
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.training.metrics import Noted
+
+
+class Evaluation:
+    """One pass over a data set.
+
+    Args:
+        trainer: whose loop it is.
+        topology: the ranks.
+        pipeline: runs the batches.
+        loader: gives them.
+    """
+
+    is_users = False
+
+    def __init__(self, trainer: Trainer, topology: Topology, pipeline: Pipeline, loader: PipelineLoader) -> None:
+        self.trainer = trainer
+        self.pipeline = pipeline
+        self.loader = loader
+        self.told_num_items = False
+        """Whether the loss of the batch under way is told by what to divide."""
+        self.noted = Noted(trainer, topology)
+        self.gather = ReplicaGather(pipeline.stage.groups, loader)
+
+    @contextmanager
+    def running(self, inputs: dict[str, Any], loss_only: bool) -> Iterator[None]:
+        """Inside, a batch runs; the last stage gives the others the loss alone if nobody can look at the logits."""
+        trainer, runner = self.trainer, self.pipeline.runner
+        has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
+        runner.sends_loss_only = loss_only and has_loss and host.has_plain_loss(trainer)
+        self.told_num_items = False
+        self.noted.begin_batch()
+        try:
+            with self.noted.of_part(inputs):
+                yield
+        finally:
+            runner.sends_loss_only = False
+
+    def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
+        """The loss of the global batch, one entry for each of this replica's samples, from its own mean loss."""
+        return None if loss is None else self.gather.mean(loss, num_items).expand(num_samples)
+
+    def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
+        """Trainer's output, which of a stream counts what this replica saw, for all replicas. A collective call."""
+        self.noted.note("eval")
+        if not isinstance(self.loader, StreamLoader):
+            return output
+        metrics = dict(output.metrics or {})
+        if self.gather.losses:
+            metrics[f"{metric_key_prefix}_loss"] = self._loss_of_stream(self.loader)
+        return output._replace(num_samples=self.loader.num_seen, metrics=metrics)
+
+    def _loss_of_stream(self, loader: StreamLoader) -> float:
+        """The mean of the batches' losses, `(1,)` each, as Trainer takes it in one process.
+
+        It does not know how many samples a stream has, so each batch but the last counts as a full one.
+        """
+        losses = torch.cat(self.gather.losses).double().cpu()
+        weights = torch.full_like(losses, loader.total_batch_size)
+        weights[-1] = sum(loader.samples_of_replicas())
+        is_counted = losses.isfinite()
+        if not self.trainer.args.logging_nan_inf_filter or not is_counted.any():
+            is_counted[:] = True
+        return float((losses * weights)[is_counted].sum() / weights[is_counted].sum())
+
+
+class UsersEvaluation:
+    """One pass over a loader of the user's own, with the whole model on each rank: it means what it does to Trainer.
+
+    Args:
+        loader: this rank's.
+    """
+
+    is_users = True
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.told_num_items = False
+
+    def running(self, _inputs: dict[str, Any], _loss_only: bool) -> AbstractContextManager[None]:
+        """See `Evaluation`."""
+        return nullcontext()
+
+    def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
+        """Each rank's own."""
+        return loss
+
+    def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
+        """Trainer's output."""
+        return output
+
+
+@contextmanager
+def evaluating(pipeline: Pipeline) -> Iterator[None]:
+    """The pipeline is up inside, for evaluation or prediction, in training or without."""
+    stage = pipeline.stage
+    if stage.view.is_installed:
+        yield
+        return
+    stage.store.move(stage.own_names(), pipeline.settings.device)
+    try:
+        with stage.active():
+            yield
+    finally:
+        # In training a callback that has the whole model may evaluate: the stage stays where it is.
+        if stage.groups.pipeline_size > 1 and stage.reducer is None:
+            stage.store.move(stage.own_names(), torch.device("cpu"))
+
+
+class ReplicaGather:
+    """Takes the place of `accelerator.gather_for_metrics`: one copy of every sample, whatever K and R are.
+
+    Args:
+        groups: this rank's pipeline.
+        loader: the loader of this evaluation; it knows how many samples each replica has in the current batch.
+    """
+
+    def __init__(self, groups: PipelineGroups, loader: PipelineLoader) -> None:
+        self.groups = groups
+        self.loader = loader
+        self.losses: list[torch.Tensor] = []
+        """The loss of each global batch so far, `(1,)` each."""
+
+    def __call__(self, values: Any) -> Any:
+        """Tensors of shape `(own samples, ...)` become `(samples of the global batch, ...)`."""
+        return recursively_apply(self._gather, values)
+
+    def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
+        """The loss of the global batch from this replica's mean loss over `num_items`; shape `(1,)`."""
+        self.losses.append(self._mean(loss, num_items))
+        return self.losses[-1]
+
+    def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
+        group = self.groups.replica_control
+        if group is None:
+            return loss.detach().reshape(1)
+        share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
+        sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
+        guarded(
+            lambda: dist.all_reduce(sums, group=group), f"averaging the evaluation loss over {self.groups.replicas}"
+        )
+        return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        counts = self.loader.samples_of_replicas()
+        group = self.groups.replica_group
+        if group is None:
+            return tensor[: counts[0]]
+        rows = max(counts)
+        own = tensor.new_zeros((rows, *tensor.shape[1:]))
+        own[: min(rows, tensor.shape[0])] = tensor[:rows]
+        parts = [torch.empty_like(own) for _ in counts]
+        guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,0 +1,224 @@
+"""What a step costs beside the computation of its samples, measured before the first one."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache as remembered
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import Trainer
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.freeze.policies import outlook
+from hf_pipetransformer.freeze.policy import FreezePolicy, make_clock
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.planning.costs import Overheads, UnitCosts
+from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, spans_of
+from hf_pipetransformer.planning.planner import plan_transition
+from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import attention_of
+
+
+MOST_ELEMENTS = 2**22
+"""Parameters that are stepped at most: a rough figure will do, and each takes 16 bytes."""
+NUM_REPEATS = 5
+KNOWN_PACKAGES = ("torch.optim.", "transformers.")
+"""Of optimizers that one rank may make and step alone; those of others may wait for all ranks."""
+
+
+def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> float:
+    """Seconds that clipping and an optimizer step take for one trained parameter: copies of some are stepped.
+
+    AdamW stands for an optimizer that cannot be made or stepped so, or of which that is not known. Where AdamW cannot
+    either, nothing is known: 0.
+
+    Args:
+        trainer: of the optimizer.
+        parameters: that it trains here.
+    """
+    given = list(parameters)
+    for make in (_alike, _adamw):
+        # What an optimizer of the user's, or a device without memory, raises here is no reason to end the run.
+        with suppress(Exception):
+            copies = _copies(given)
+            return _seconds(make(trainer, copies), copies, trainer.args.max_grad_norm) if copies else 0.0
+    logger.warning("What an optimizer step takes could not be measured: the planned time leaves it out.")
+    return 0.0
+
+
+def _copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    copies, left = [], MOST_ELEMENTS
+    for parameter in parameters:
+        if left and parameter.numel():
+            rows = parameter.detach()
+            per_row = max(1, parameter.numel() // len(rows)) if rows.dim() else 1
+            rows = rows[: max(1, left // per_row)] if rows.dim() else rows
+            copies.append(nn.Parameter(rows.clone()))
+            left = max(0, left - rows.numel())
+    return copies
+
+
+def _seconds(optimizer: torch.optim.Optimizer, copies: list[nn.Parameter], max_norm: float | None) -> float:
+    times = []
+    for _ in range(NUM_REPEATS + 1):
+        for copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        start = _now(copies[0].device)
+        if max_norm:
+            clip_grad_norm_(copies, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(_now(copies[0].device) - start)
+    # The first step makes the optimizer's state.
+    return statistics.median(times[1:]) / sum(copy.numel() for copy in copies)
+
+
+def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the run's kind."""
+    if trainer.optimizer is None:
+        kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    else:
+        own = host.torch_optimizer(trainer)
+        # Not all that an optimizer has as defaults may be given to it: AdamW sets one itself.
+        kind, known = type(own), inspect.signature(type(own)).parameters
+        options = {name: value for name, value in own.defaults.items() if name in known}
+    if not f"{kind.__module__}.".startswith(KNOWN_PACKAGES):
+        return _adamw(trainer, parameters)
+    made: torch.optim.Optimizer = kind(parameters, **options)
+    return made
+
+
+def _adamw(_trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a prediction is made from.
+
+    Args:
+        units: costs of the model's units.
+        overheads: of a step.
+        storing: of activations; None where nothing is stored.
+    """
+
+    units: UnitCosts
+    overheads: Overheads
+    storing: CacheCosts | None
+
+
+def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -> Measured:
+    """On rank 0, which computes as the others do.
+
+    Args:
+        trainer: of the optimizer.
+        pipeline: on the layout of the start.
+        cache: of activations; None where nothing may be stored.
+    """
+    args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
+    samples = args.train_samples_per_device * layout.pipeline_size * args.gradient_accumulation_steps
+    read = 0.0 if cache is None else cache.planner.input_seconds
+    # Workers read while the others compute.
+    reading = 0.0 if args.dataloader_num_workers else samples * read
+    update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
+    overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
+    units = costs.units
+    sums = [0.0, *accumulate(units.forward)]
+    prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
+    storing = None if cache is None else cache.planner.costs(prefix)
+    return Measured(units, overheads, storing)
+
+
+def make_forecast(
+    measured: Measured,
+    args: PipeTransformerArguments,
+    pipeline: Pipeline,
+    cache: TrainingCache | None,
+    steps_per_epoch: int,
+) -> Forecast:
+    """Of runs that begin on the pipeline as it is.
+
+    Args:
+        measured: times.
+        args: the options.
+        pipeline: on the layout of the start.
+        cache: of activations; None where nothing may be stored.
+        steps_per_epoch: optimizer steps.
+    """
+    layout, plans = pipeline.layout, pipeline.start_up.plans
+    rules = plans.inputs(layout, args.train_samples_per_device, {}).rules
+    samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
+
+    @remembered
+    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
+        costs = (measured.units, measured.overheads, rules, plans.topology.world_size, samples, accumulation)
+        return plan_transition(current, num_frozen, *costs, cache_level).layout
+
+    storing = None
+    if measured.storing is not None and cache is not None:
+        planner = cache.planner
+        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_views)
+    costs = (measured.units, measured.overheads, samples, accumulation, steps_per_epoch)
+    return Forecast(layout, *costs, plan, storing)
+
+
+def coming_spans(
+    policy: FreezePolicy, args: PipeTransformerArguments, layout: Layout, steps_per_epoch: int, num_steps: int
+) -> list[Span]:
+    """A run of `num_steps` in parts: at most so many layers are frozen, and just so many by a policy that is certain.
+
+    Args:
+        policy: one that does not thaw.
+        args: the options.
+        layout: of the start.
+        steps_per_epoch: optimizer steps.
+        num_steps: of the run.
+    """
+    clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, num_steps)
+    frozen = layout.num_frozen_layers
+    coming = outlook(policy, clock, layout.num_layers, frozen, args.freeze_min_active_layers)
+    return spans_of(coming, frozen, num_steps)
+
+
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the largest unit of which there are two or more, such as "272 days" or "3.5 minutes"."""
+    for unit, size in _UNITS:
+        if seconds >= 2 * size:
+            amount = seconds / size
+            return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:
+    """A predicted time beside that of a run in which no more than `num_frozen` layers are frozen, in sentences."""
+    at_least, more = "" if is_certain else "at least ", " more" if num_frozen else ""
+    share = f"{seconds / full_seconds:.2f}"
+    time = f"{at_least}{duration(seconds)}, {share} of what it takes with nothing{more} frozen"
+    if float(share) >= 1:
+        return f"Predicted training time: {time}. Freezing saves no time in this run."
+    epochs = f"{share} of the epochs, which takes as long." if is_certain else "fewer epochs."
+    return (
+        f"Predicted training time: {time}. Freezing may cost accuracy: compare it with training everything for "
+        f"{epochs}"
+    )

@@ -1,0 +1,122 @@
+"""Loaders of a pipeline: which samples each rank reads, and how they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+from transformers import Trainer
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.cache.opening import seeded_reading
+from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.dispatching import DealtLoader, StreamLoader, is_stream
+from hf_pipetransformer.data.loader import PipelineLoader, Request
+from hf_pipetransformer.data.rng import SharedDraws, States, draws_at_random, present_states
+from hf_pipetransformer.data.sampler import indexed_reader, stream_reader
+from hf_pipetransformer.runtime.pipeline import Pipeline
+
+
+def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
+    """Refuse a loader of the user's own where a batch goes through several stages.
+
+    Raises:
+        ValueError: there are, or may be, several.
+    """
+    if num_stages != 1:
+        raise ValueError(
+            f"{method} returned a {type(loader).__name__}, which knows nothing of stages: build it with "
+            "self._get_dataloader, override the sampler or the data collator instead, or set "
+            "pipeline_parallel_size=1."
+        )
+
+
+class UsersLoader:
+    """A user's own loader on one of several replicas: as with Trainer, all draw the same random numbers.
+
+    Args:
+        loader: this rank's.
+        shared: see `PipelineLoader`.
+    """
+
+    def __init__(self, loader: Any, shared: SharedDraws) -> None:
+        self.loader = loader
+        self.shared = shared
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # Before it is set.
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.shared.drawing():
+            batches = iter(self.loader)
+        while True:
+            with self.shared.drawing():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+def drawing_alike(loader: Any, shared: SharedDraws | None) -> Any:
+    """A user's own loader, which draws from `shared` if there is one."""
+    return loader if shared is None else UsersLoader(loader, shared)
+
+
+def make_loader(
+    trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request, may_store: bool = False
+) -> PipelineLoader:
+    """A loader of a data set for this rank's place in a pipeline.
+
+    Args:
+        trainer: of the options, the columns and the collator.
+        topology: the ranks.
+        pipeline: that the batches are for.
+        request: what Trainer was asked for.
+        may_store: layers may be frozen, and what they give for these samples stored.
+    """
+    args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_draws
+    dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
+    batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
+    placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
+    place = (groups, placeholders, args.pipeline_timeout, batch_size, request.is_training, shared)
+    loader: PipelineLoader
+    if is_stream(dataset):
+        loader = StreamLoader(stream_reader(dataset, collate, batch_size, args), *place)
+    else:
+        with nullcontext() if shared is None else shared.drawing():
+            sampler = request.sampler(dataset)
+        stores_views = may_store and args.activation_cache_views and args.activation_cache != "off"
+        seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_views else None
+        reader = indexed_reader(
+            dataset, collate, sampler, batch_size, args, groups, request.is_training, shared, seeded
+        )
+        # Workers draw from generators of their own, and read for all replicas at the same time.
+        if seeded is not None:
+            loader = PipelineLoader(reader, *place, start_up.common_length)
+        elif not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
+            loader = DealtLoader(reader, *place)
+        else:
+            loader = PipelineLoader(reader, *place, start_up.common_length)
+    loader.pins_memory = args.dataloader_pin_memory and is_apart(args.device)
+    return loader
+
+
+def share_draws(topology: Topology) -> SharedDraws | None:
+    """Rank 0's random numbers, for what data and orders draw, as in one process. None on one process.
+
+    The ranks' own generators part now; what one process draws from its goes on here.
+    """
+    return None if topology.world_size == 1 else SharedDraws(states_of_first_rank(topology, present_states()))
+
+
+def states_of_first_rank(topology: Topology, own: States) -> States:
+    """Those that rank 0 has. A collective call."""
+    tensors, values = topology.broadcast([own[0], own[1]])
+    return {name: value.clone() for name, value in tensors.items()}, values

@@ -1,0 +1,271 @@
+"""From a pipeline that has started for training to the training itself, which needs an optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.cache.opening import remove_old_stores
+from hf_pipetransformer.cache.training import TrainingCache, begin_cache
+from hf_pipetransformer.comm.topology import Topology, check_agreement
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.elastic.controller import LayoutController
+from hf_pipetransformer.elastic.decisions import Decisions
+from hf_pipetransformer.elastic.migration import OptimizerState
+from hf_pipetransformer.elastic.transitions import Transitions, longest_pipeline
+from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
+from hf_pipetransformer.freeze.signals import LayerProbe
+from hf_pipetransformer.planning.planner import reachable_shapes
+from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.report.events import read_known_microbatches
+from hf_pipetransformer.runtime.context import Journal, Patience, Seeds
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.state.description import RunDescription
+from hf_pipetransformer.state.resumption import Resumption
+from hf_pipetransformer.state.saving import Checkpoints
+from hf_pipetransformer.training.expectation import coming_spans, in_words, make_forecast, measure
+from hf_pipetransformer.training.metrics import Noted, noting_nothing
+from hf_pipetransformer.training.steps import StepHooks, Steps, divide
+from hf_pipetransformer.training.training import Training
+from hf_pipetransformer.training.windows import Windows
+
+
+@dataclass
+class Beginning:
+    """A training before its optimizer exists.
+
+    Args:
+        trainer: whose training it is.
+        topology: the ranks.
+        journal: of the run.
+        patience: of the ranks.
+        seeds: of the ranks' generators.
+        policy: decides what freezes.
+        pipeline: that the model lies on.
+        replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
+        names: identity of each parameter of the whole model to its name.
+        description: what the run says of itself.
+        resumption: what it goes on from; None for a new one.
+        keeps_optimizer: the optimizer is the user's, who gets it back whole.
+    """
+
+    trainer: Trainer
+    topology: Topology
+    journal: Journal
+    patience: Patience
+    seeds: Seeds
+    policy: FreezePolicy
+    pipeline: Pipeline
+    replay: Mapping[int, Layout] | None
+    names: Mapping[int, str]
+    description: RunDescription
+    resumption: Resumption | None
+    keeps_optimizer: bool
+
+    def announce(self) -> None:
+        """Say what begins, in the events and on the screen."""
+        layout, saved = self.pipeline.layout, self.resumption
+        policy = self.policy.describe() if self.replay is None else "replayed"
+        freezes = self.policy.freezes or self.replay is not None
+        samples = self.trainer.args.train_samples_per_device
+        fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
+        fields["nodes"] = list(map(len, self.topology.nodes))
+        step, epoch = 0, 0.0
+        if saved is not None:
+            step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder
+        self.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
+        if self.topology.rank == 0:
+            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
+
+    def training(self, given: Any, max_steps: int) -> Training:
+        """The training, now that Trainer has made the optimizer. A collective call.
+
+        Args:
+            given: the loader, maybe the user's own.
+            max_steps: of the run.
+
+        Raises:
+            ValueError: the ranks' own loaders differ in length, or an option does not fit the model.
+        """
+        loader = given if isinstance(given, PipelineLoader) else None
+        if loader is None:
+            length = len(given) if has_length(given) else None
+            check_agreement(self.topology, "training loaders", {"number of batches": length})
+        steps_per_epoch = self._steps_per_epoch(given, max_steps)
+        cache = self._cache(given, steps_per_epoch)
+        pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
+        # A resumed run began earlier.
+        began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
+        clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
+        decisions = self._decisions(clock, cache, began_under)
+        if self.replay is None and self.policy.freezes:
+
+            def foresee() -> None:
+                announce(decisions.outlook(stage.layout, steps_per_epoch))
+                if self.resumption is None:
+                    self._expect(cache, steps_per_epoch, max_steps)
+
+            # What a user's policy refuses here ends the run on every rank.
+            self.topology.decide(foresee)
+        meter = pipeline.settings.meter
+        samples, device = pipeline.start_up.samples, self.trainer.args.device
+        probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
+        controller = LayoutController(
+            decisions,
+            self.topology,
+            stage,
+            self.journal.write,
+            meter,
+            probe,
+            self.replay,
+            learning_rate=partial(host.learning_rate, self.trainer),
+        )
+        optimizer = self._optimizer(cache, began_under)
+        parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
+        noted = Noted(self.trainer, self.topology)
+        windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
+        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows)
+        pipeline.steps = steps
+        return Training(
+            pipeline=pipeline,
+            patience=self.patience,
+            loader=loader,
+            optimizer=optimizer,
+            hooks=StepHooks(optimizer.optimizer, pipeline, windows),
+            steps=steps,
+            controller=controller,
+            transitions=Transitions(*parts, controller, optimizer, cache, loader),
+            cache=cache,
+            checkpoints=Checkpoints(
+                self.trainer,
+                pipeline,
+                self.journal,
+                self.seeds,
+                loader,
+                optimizer,
+                controller,
+                self.description,
+                began_under,
+            ),
+        )
+
+    def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
+        """Say on rank 0 how long the run will take, beside one in which nothing freezes."""
+        args, policy, layout = self.trainer.args, self.policy, self.pipeline.layout
+        if policy.may_thaw:
+            return
+        spans = coming_spans(policy, args, layout, steps_per_epoch, max_steps)
+        if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
+            return
+        measured = measure(self.trainer, self.pipeline, cache)
+        forecast = make_forecast(measured, args, self.pipeline, cache, steps_per_epoch)
+        seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
+        with self.journal.at(0, 0.0):
+            self.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
+        announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
+
+    def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
+        """What rank 0 decides with."""
+        plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.trainer.args
+        units_of_parameter = stage.view.structure.units_of_parameter
+        return Decisions(
+            policy=self.policy,
+            clock=clock,
+            args=args,
+            inputs=plans.inputs(began_under, args.train_samples_per_device, self._known_microbatches()),
+            num_frozen=stage.layout.num_frozen_layers,
+            world_size=self.topology.world_size,
+            units_of_parameter={n: units for n, units in units_of_parameter.items() if stage.store.trainable[n]},
+            write=self.journal.write,
+            cache=None if cache is None else cache.planner,
+            num_frozen_by_user=plans.num_frozen_by_user,
+        )
+
+    def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
+        args, policy = self.trainer.args, self.policy
+        num_layers = self.pipeline.layout.num_layers
+        warnings = list(check_policy(policy, num_layers, max_steps, args.freeze_min_active_layers))
+        steps_per_epoch = max_steps
+        if has_length(loader):
+            steps_per_epoch = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+        elif args.freeze_interval == "epoch" and policy.freezes:
+            warnings.append(
+                "freeze_interval='epoch': the data set has no length, so no decision comes before the end. Set "
+                "freeze_interval to a number of steps or a share of the run."
+            )
+        for text in warnings if self.topology.rank == 0 else ():
+            logger.warning(text)
+        return steps_per_epoch
+
+    def _cache(self, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
+        if self.topology.is_first_here:
+            remove_old_stores(self.trainer.args)
+        if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
+            args = self.trainer.args
+            options = ("activation_cache", "activation_cache_views")
+            asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0)]
+            for name in asked if self.topology.rank == 0 else ():
+                logger.warning(
+                    f"{name}={getattr(args, name)!r} has no use: no layer is or will be frozen, so nothing is stored. "
+                    f"Choose a freeze_policy, or leave {name} out."
+                )
+            return None
+        saved = self.resumption
+        if saved is not None and isinstance(loader, PipelineLoader) and loader.views is not None:
+            loader.views.load_state(saved.state.get("views"), (saved.place or {"epoch": 0})["epoch"])
+        return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
+
+    def _known_microbatches(self) -> dict[tuple[int, int], int]:
+        """The M that trials found best, by K and V: those of the run that was saved, or what the events tell."""
+        saved = None if self.resumption is None else self.resumption.known_microbatches
+        if saved is not None:
+            return saved
+        plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
+        path = self.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
+        samples = self.trainer.args.train_samples_per_device
+        known = self.topology.decide(
+            lambda: [[*shape, m] for shape, m in read_known_microbatches(path, layout, samples).items()]
+        )
+        return {(k, v): m for k, v, m in known}
+
+    def _optimizer(self, cache: TrainingCache | None, began_under: Layout) -> OptimizerState:
+        """This stage's part of the optimizer, and what its moves take."""
+        layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
+        optimizer = host.torch_optimizer(self.trainer)
+        groups = divide(optimizer, self.pipeline, self.names)
+        # A cache for layers that are frozen from the start changes the cuts too, and the loss of one that was resumed.
+        freezes = self.policy.freezes or self.replay is not None
+        adapts = elastic and (freezes or cache is not None or layout.cache_level > 0)
+        # A user's optimizer is put together again at the end.
+        # Thawing may bring back the first length.
+        longest = longest_pipeline(layout, began_under, self.policy, self.replay)
+        may_move = self.replay is not None or (longest > 1 and (adapts or self.keeps_optimizer))
+        if adapts:
+            # What may follow gets its groups now: making them takes longer than a transition should.
+            most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
+            wanted = self.trainer.args.num_chunks
+            for size, num_chunks in reachable_shapes(layout.schedule, wanted, longest, most):
+                self.topology.groups(Placement(size, num_chunks, layout.placement))
+        state = OptimizerState(optimizer, stage.store.named(), self.topology, may_move, groups)
+        if not stage.store.trains_all:
+            state.hold(stage.trained_here(), {})  # It was made for what may be thawed too.
+        return state
+
+
+def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """What `compute_loss` gives, which alone knows which columns of a batch are the model's."""
+    num_items = torch.tensor(host.items_of(trainer, inputs), device=trainer.args.device)
+    passes = "labels" in inputs and host.takes_num_items(trainer)
+    with noting_nothing(trainer):
+        return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)

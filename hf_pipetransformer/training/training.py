@@ -1,0 +1,203 @@
+"""One call of `train()`, from the moment that its optimizer exists to the end of its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.elastic.controller import LayoutController
+from hf_pipetransformer.elastic.migration import OptimizerState
+from hf_pipetransformer.elastic.transitions import Transitions
+from hf_pipetransformer.runtime.context import Patience
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.state.description import saves_state
+from hf_pipetransformer.state.restore import FirstEpoch, take_up
+from hf_pipetransformer.state.resumption import Resumption
+from hf_pipetransformer.state.saving import Checkpoints
+from hf_pipetransformer.training.metrics import Summary
+from hf_pipetransformer.training.steps import StepHooks, Steps
+from hf_pipetransformer.training.windows import Windows
+
+
+@dataclass
+class Training:
+    """The parts of a training, and which of them are asked at each of Trainer's moments.
+
+    Args:
+        pipeline: that it runs on.
+        patience: of the ranks.
+        loader: of its batches; None for one of the user's own.
+        optimizer: this stage's.
+        hooks: of the optimizer.
+        steps: runs them.
+        controller: decides on the layout.
+        transitions: changes it.
+        cache: of activations; None where nothing may be stored.
+        checkpoints: saves it.
+    """
+
+    pipeline: Pipeline
+    patience: Patience
+    loader: PipelineLoader | None
+    optimizer: OptimizerState
+    hooks: StepHooks
+    steps: Steps
+    controller: LayoutController
+    transitions: Transitions
+    cache: TrainingCache | None
+    checkpoints: Checkpoints
+    first_epoch: FirstEpoch | None = field(default=None, init=False)
+    summary: Summary = field(default_factory=Summary, init=False)
+    _shown: Layout | None = field(default=None, init=False)
+    _errors: dict[str, float] = field(default_factory=dict, init=False)
+
+    def begin(self, resumption: Resumption | None) -> None:
+        """Before the first step: take up what a checkpoint holds, and see that a checkpoint can be made.
+
+        Raises:
+            ValueError: on every rank: neither is possible.
+        """
+        checkpoints = self.checkpoints
+        trainer, topology = checkpoints.trainer, checkpoints.topology
+        if self.cache is not None:
+            self.cache.follow()
+        if resumption is not None:
+            numbers = take_up(resumption, checkpoints)
+            self.first_epoch = FirstEpoch(trainer, topology, self.pipeline, self.loader, resumption, numbers)
+        if saves_state(trainer.args):
+            # Better said now than at the first checkpoint.
+            topology.together(checkpoints.check_savable)
+
+    @contextmanager
+    def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
+        """Trainer's loop over an epoch runs inside, if that gives True.
+
+        Args:
+            arguments: of Trainer's loop.
+        """
+        self.checkpoints.epoch = arguments["epoch"]
+        with nullcontext(True) if self.first_epoch is None else self.first_epoch.running(arguments) as goes_on:
+            if not goes_on:
+                yield False
+                return
+            self.patience.rest()
+            try:
+                yield True
+                self.pipeline.settle()  # An epoch that was stopped may have read ahead.
+            finally:
+                self.steps.end_epoch()
+            self.patience.rest()
+            if self.cache is not None:
+                self.summary.add_reads(*self.cache.report())
+        self.first_epoch = None
+
+    def set_random_numbers(self) -> None:
+        """Those of the run that is gone on with, once."""
+        if self.first_epoch is not None:
+            self.first_epoch.set_random_numbers()
+
+    def begin_step(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
+        """The batches of an optimizer step and their items; before it, between two steps, the layout may change."""
+        if self.steps.are_over(epoch_iterator):
+            return [], None
+        if self.loader is not None:
+            # Trainer restores the generators in the middle of an epoch only after the batches of the first step are
+            # fetched, and so undoes what collators drew and what a transition seeded anew.
+            self.set_random_numbers()
+        moved = self.transitions.before_step()
+        if moved is not None and (scalars := self.take_scalars()):
+            self.transitions.trainer.log(scalars)
+        self.summary.begin_step(None if moved is None else moved.predicted)
+        batches = self.steps.begin(epoch_iterator, num_batches)
+        self.patience.enter_step()
+        return batches
+
+    def run_batch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+        """See `Steps.run`."""
+        write = None
+        if self.cache is not None:
+            inputs, write = self.cache.current(inputs), self.cache.write
+        return self.steps.run(model, inputs, num_items, write)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """L2 norm of the whole model's gradients, scalar, or that to clip by. A collective call, once a step."""
+        if self.windows.is_on:
+            return self.windows.norms.add()
+        squares = self.steps.gradient_squares()
+        # The embeddings' norm is no layer's, but a step that they overflow in is skipped: infinity times 0 tells.
+        self.controller.watch_gradients(squares[:-1] + 0 * squares[-1])
+        return squares.sum().sqrt().float()
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Scale the gradients to `max_grad_norm`; their norm before, scalar."""
+        with self.pipeline.settings.meter.part("optimizer"):
+            norm = self.gradient_norm()
+            self.steps.clip(norm)
+        return norm
+
+    def end_step(self, logs: bool, saves_or_evaluates: bool) -> None:
+        """The optimizer has stepped; what Trainer does next."""
+        if self.first_epoch is not None:
+            self.first_epoch.correct_epoch()
+        self.windows.end_step(is_counted=logs)
+        self.controller.end_step()
+        self.summary.end_step(self.pipeline.layout)
+        if logs:
+            self._note_errors()
+            self.steps.noted.note("train")
+            # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
+            self.patience.is_resting = True
+        elif saves_or_evaluates:
+            self.patience.rest()
+
+    def logged_norm(self, norm: Any) -> Any:
+        """The gradient norm as it is logged: the whole model's, also where that of a step is a stage's own."""
+        return self.windows.norms.norm if self.windows.is_on else norm
+
+    @property
+    def windows(self) -> Windows:
+        """Of steps without a flush."""
+        return self.steps.windows
+
+    def take_scalars(self) -> dict[str, float]:
+        """What Trainer's log shows of each layout, once: beside the first loss, and in an entry when it changes."""
+        layout = self.pipeline.layout
+        scalars = {} if layout is self._shown else layout.as_scalars()
+        self._shown, self._errors, scalars = layout, {}, scalars | self._errors
+        return scalars
+
+    def _note_errors(self) -> None:
+        """What asynchronous forwards see, by stage, for the next log entry and the events. A collective call."""
+        if not self.windows.is_on:
+            return
+        topology, size = self.checkpoints.topology, self.pipeline.layout.pipeline_size
+        groups = self.pipeline.stage.groups
+        own = self.windows.errors() if groups.replica == 0 else None
+        by_stage = {
+            each["stage"]: each["errors"]
+            for each in topology.gather({"stage": groups.position, "errors": own})
+            if each["errors"] is not None
+        }
+        for stage, errors in sorted(by_stage.items()):
+            self._errors |= {
+                f"stage_{stage}_updates_ahead": errors["s"],
+                f"stage_{stage}_prediction_error": errors["error"],
+                f"stage_{stage}_staleness": errors["error_unpredicted"],
+            }
+        if by_stage:
+            stages = [{"stage": stage, **by_stage[stage]} for stage in range(size) if stage in by_stage]
+            self.transitions.journal.write("profile", what="prediction", stages=stages)
+
+    def end(self) -> None:
+        """Also after an error: nothing is left on the optimizer or on the disk."""
+        self.hooks.remove()
+        self.windows.end()
+        if self.cache is not None:
+            self.cache.close()

@@ -1,0 +1,346 @@
+"""Steps without a flush: when windows of an asynchronous schedule open, what runs in them, when they drain."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.engine.weights.rates import coming_rates
+from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.runtime.execution import StageRunner
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.runtime.window import Batch, Window
+from hf_pipetransformer.schedules.asynchronous import units_ahead
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.weight_kinds import find_weights
+
+
+@dataclass
+class Fetched:
+    """An optimizer step whose batches have been read.
+
+    Args:
+        batches: of this replica.
+        items: of each batch over all replicas.
+        num_items: that a loss divides by; None where it takes none.
+        is_short: the iterator had fewer batches than a step takes.
+    """
+
+    batches: list[Any] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
+    num_items: torch.Tensor | None = None
+    is_short: bool = False
+
+    def pairs(self) -> Iterator[tuple[Any, int]]:
+        """Each batch and its items."""
+        return zip(self.batches, self.items, strict=True)
+
+
+def next_drain(trainer: Trainer, decisions: Iterable[int], interval: int | None) -> int:
+    """The number of optimizer steps at the next drain, which the step that comes begins before; alike on all ranks.
+
+    What nobody knows of before, such as a callback that asks for a checkpoint, ends a window where it comes.
+
+    Args:
+        trainer: whose loop evaluates, saves and ends.
+        decisions: steps before which the layout may change.
+        interval: steps between two drains; None for no more than are needed.
+    """
+    args, state = trainer.args, trainer.state
+    step = state.global_step
+    ends = [state.max_steps, *(decision for decision in decisions if decision > step)]
+    if interval is not None:
+        ends.append(step + interval)
+    if args.eval_strategy == IntervalStrategy.STEPS and state.eval_steps:
+        ends.append(_multiple(step, state.eval_steps))
+    if args.save_strategy == SaveStrategy.STEPS and state.save_steps:
+        ends.append(_multiple(step, state.save_steps))
+    return max(min(ends), step + 1)
+
+
+def _multiple(step: int, every: float) -> int:
+    """The first multiple of `every` behind `step`."""
+    return int(every) * (step // int(every) + 1)
+
+
+WHAT = "summing the gradient norms over the stages"
+
+
+class StageNorms:
+    """Collects the squares of a stage, and sums them over the stages when these are at one step.
+
+    Args:
+        runner: of this rank's stage.
+        clips_by_last: gradients are clipped by the norm of the whole model `K - 1` steps ago: the last step that all
+            stages have done, so nobody waits. The first `K - 1` steps after a drain are clipped by the stage's own.
+        record: takes the squares of the whole model of each step, in their order.
+    """
+
+    def __init__(self, runner: StageRunner, clips_by_last: bool, record: Callable[[torch.Tensor], None]) -> None:
+        self.runner = runner
+        self.clips_by_last = clips_by_last
+        self.record = record
+        self.norm: torch.Tensor | None = None
+        """Of the whole model in the last step that `settle` has seen."""
+        self._own: list[torch.Tensor] = []
+        self._summed: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def add(self) -> torch.Tensor:
+        """The squares of this step are there: the norm to clip by, scalar."""
+        squares, groups = self.runner.own_gradient_squares(), self.runner.stage.groups
+        own = squares.sum().sqrt().float()
+        self._own.append(squares)
+        if not self.clips_by_last:
+            return own
+        total = squares.clone()
+        work = guarded(lambda: dist.all_reduce(total, group=groups.pipeline_group, async_op=True), WHAT)
+        self._summed.append((total, work))
+        if len(self._summed) < groups.pipeline_size:
+            return own
+        complete, work = self._summed.popleft()
+        guarded(work.wait, WHAT)
+        return complete.sum().sqrt().float()
+
+    def settle(self, is_drained: bool) -> None:
+        """All stages have done the same steps: hand their squares over. A collective call of the pipeline.
+
+        Args:
+            is_drained: the next step is the first of a window.
+        """
+        if self._own:
+            squares = self.runner.summed_over_stages(torch.stack(self._own))
+            self._own.clear()
+            for each in squares.unbind():
+                # The embeddings' norm is no layer's, but what they overflow in counts nowhere.
+                self.record(each[:-1] + 0 * each[-1])
+            self.norm = squares[-1].sum().sqrt().float()
+        if is_drained:
+            for _, work in self._summed:
+                guarded(work.wait, WHAT)
+            self._summed.clear()
+
+
+Cut = Callable[[dict[str, Any], int, Fetched], Batch]
+"""Makes a batch for a window: of the batch, its items over all replicas, and its step."""
+
+
+def units_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
+    """Micro-batches of an optimizer step of full batches: none is without samples."""
+    samples = args.train_samples_per_device * layout.pipeline_size
+    return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
+
+
+def check_stages(
+    layout: Layout, units_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
+) -> None:
+    """Refuse what cannot be trained by stages that are at different steps.
+
+    Args:
+        layout: of the run.
+        units_of_parameter: users of each parameter that is trained.
+        args: the options.
+
+    Raises:
+        ValueError: a parameter lies on several stages, or the weights need more micro-batches.
+    """
+    if not layout.is_asynchronous:
+        return
+    for name, users in units_of_parameter.items():
+        stages = sorted({layout.stage_of(unit) for unit in users})
+        if len(stages) > 1:
+            raise ValueError(
+                f"pipeline_schedule='async_1f1b': {name} is used on stages {', '.join(map(str, stages))}, which "
+                "update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, or use "
+                "pipeline_schedule='1f1b'."
+            )
+    find_weights(args.pipeline_weights).check(layout.num_stages, units_per_step(layout, args))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What goes with a stage.
+
+    Args:
+        stage: this rank's.
+        layout: of it; a stage may get another number of micro-batches.
+        weights: what its forwards and backwards see.
+        norms: of its gradients.
+    """
+
+    stage: Stage
+    layout: Layout
+    weights: StageWeights
+    norms: StageNorms
+
+
+@dataclass
+class Windows:
+    """Runs steps that follow each other without a flush. A training under another schedule has none.
+
+    Args:
+        trainer: whose loop asks for the steps.
+        pipeline: that they run on.
+        decisions: gives the steps before which the layout may change.
+        record: takes the squares of the model's gradient norms of each step.
+    """
+
+    trainer: Trainer
+    pipeline: Pipeline
+    decisions: Callable[[], Iterable[int]]
+    record: Callable[[torch.Tensor], None]
+    queue: deque[Fetched] = field(default_factory=deque, init=False)
+    """Steps that were read and have not begun."""
+    _step: int = field(default=0, init=False)
+    _drains_at: int = field(default=0, init=False)
+    _window: Window | None = field(default=None, init=False)
+    _present: Fetched = field(default_factory=Fetched, init=False)
+    _num_run: int = field(default=0, init=False)
+    _made: _Parts | None = field(default=None, init=False)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the stages update themselves now."""
+        return self.pipeline.layout.is_asynchronous
+
+    @property
+    def norms(self) -> StageNorms:
+        """Of the gradients."""
+        return self._parts.norms
+
+    def look(self) -> None:
+        """A step comes: from here on it is known up to where to read, alike on all ranks."""
+        self._step, args = self.trainer.state.global_step, self.trainer.args
+        if self._window is None:
+            drains_at = next_drain(self.trainer, self.decisions(), args.pipeline_drain_interval)
+            self._drains_at = max(drains_at, self._step + len(self.queue))
+
+    def num_wanted(self, position: int) -> int:
+        """How many steps a rank shall have read, that included which begins or has begun last.
+
+        Args:
+            position: of the rank in its pipeline.
+        """
+        return min(1 + self.num_ahead(position), self._drains_at - self._step)
+
+    def num_ahead(self, position: int) -> int:
+        """How many steps a rank reads ahead.
+
+        A later stage comes to a step earlier than the ones before it, so these read further: it finds what it needs.
+        """
+        size, accumulation = self.pipeline.layout.pipeline_size, self.trainer.args.gradient_accumulation_steps
+        needed = ceil(max(units_ahead(size, rank) for rank in range(size)) / accumulation)
+        return needed + size - 1 - position + (position == 0)
+
+    def read(self, step: Fetched, cut: Cut) -> None:
+        """Another step was read."""
+        self.queue.append(step)
+        if self._window is not None:
+            self._window.add(_batches(step, cut))
+
+    def begin_step(self) -> Fetched:
+        """The next step in the queue begins."""
+        self._present, self._num_run = self.queue.popleft(), 0
+        return self._present
+
+    def run_batch(self, is_last_batch: bool, cut: Cut) -> torch.Tensor:
+        """The next batch of the step, see `StageRunner.train`."""
+        if self._window is None:
+            self._window = self._opened(cut)
+        items = self._present.items[self._num_run]
+        self._num_run += 1
+        return self.pipeline.runner.train_in(self._window, items, is_last_batch)
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        if self._window is not None:
+            self._window.weights.before_update()
+
+    def after_update(self) -> None:
+        """The optimizer has stepped."""
+        if self._window is not None:
+            self._window.weights.after_update()
+
+    def end_step(self, is_counted: bool) -> None:
+        """The optimizer step is done; the last one of a window drains it.
+
+        Args:
+            is_counted: all ranks have done this step: Trainer logs.
+        """
+        if self._window is not None and self._num_run:
+            self._num_run = 0
+            self._window.end_step()
+            if not self._window.num_known:
+                self._window.drain()
+                self._window = None
+        if self._made is not None and (is_counted or self._window is None):
+            self._made.norms.settle(is_drained=self._window is None)
+
+    def errors(self) -> dict[str, float] | None:
+        """How far this stage's forwards were from the weights at their backwards, since it was asked last."""
+        found = self._parts.weights.take_errors()
+        return None if found is None else asdict(found)
+
+    def settle(self) -> None:
+        """All stages come to the same weights now, and nothing is in flight. A collective call of all ranks."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.abandon()
+        if self._made is not None:
+            self._made.norms.settle(is_drained=True)
+
+    def end(self) -> None:
+        """Also after an error: nothing is kept."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.weights.end()
+        self.queue.clear()
+        self._present, self._num_run = Fetched(), 0
+
+    def _opened(self, cut: Cut) -> Window:
+        """A window with what is left of the present step, and the steps that were read."""
+        window = self.pipeline.runner.open_window(self._parts.weights)
+        window.add(_batches(self._present, cut)[self._num_run :])
+        for step in self.queue:
+            window.add(_batches(step, cut))
+        return window
+
+    @property
+    def _parts(self) -> _Parts:
+        """Those of the stage as it is now: after a transition another one is trained, or less of it."""
+        stage, trainer, made = self.pipeline.stage, self.trainer, self._made
+        if made is not None and made.stage is stage and made.layout is stage.layout:
+            return made
+        optimizer, args, layout = host.torch_optimizer(trainer), trainer.args, stage.layout
+
+        def num_left() -> int:
+            return int(trainer.state.max_steps - trainer.state.global_step)
+
+        weights = StageWeights(
+            find_weights(args.pipeline_weights),
+            stage.groups.position,
+            layout.num_stages,
+            optimizer,
+            coming_rates(trainer.lr_scheduler, optimizer, num_left),
+            units_per_step(layout, args),
+            casts=trainer.accelerator.native_amp,
+            modules=stage.view.model.modules(),
+        )
+        norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.record)
+        self._made = made = _Parts(stage, layout, weights, norms)
+        return made
+
+
+def _batches(step: Fetched, cut: Cut) -> list[Batch]:
+    return [cut(batch, items, step) for batch, items in step.pairs()]
