@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from copy import deepcopy
 from threading import Thread
 from threading import enumerate as enumerate_threads
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hf_pipetransformer.pipe import workers
 from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.recomputation import Drawing
@@ -270,3 +272,12 @@ def test_a_thread_that_cannot_begin_ends_the_forward(monkeypatch: pytest.MonkeyP
     with pytest.raises(MemoryError, match="planted"):
         pipe(torch.randn(4, 8))
     assert [each.name for each in enumerate_threads() if each.name.startswith("pipe-")] == []
+
+
+def test_of_several_errors_in_one_clock_cycle_the_first_task_is_reported() -> None:
+    failed = [Future(), Future(), Future()]
+    for future, error in zip(failed, (None, KeyError("first"), ValueError("second")), strict=True):
+        future.set_result(None) if error is None else future.set_exception(error)
+    with pytest.raises(KeyError, match="first"):
+        workers._raise_first(failed)
+    assert failed == []

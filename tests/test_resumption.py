@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from hf_pipetransformer.elastic.transitions import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
+from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_state
@@ -208,3 +210,14 @@ def test_a_mutated_state_is_refused_in_one_sentence(saved: Path, state: Any) -> 
         assert str(saved) in text and "\n" not in text and len(text) < 700, (place, new, text)
         num_refused += 1
     assert num_refused >= 300, num_refused
+
+
+def test_numbers_of_a_file_are_floats_or_refused() -> None:
+    """A gradient norm that was NaN stays NaN; a whole number beyond all floats is none."""
+    assert math.isnan(number(math.nan, "norm"))
+    assert number(3, "norm") == 3.0
+    for value in (10**400, -(10**400)):
+        with pytest.raises(ValueError, match="as 'norm', expected a number that fits a float"):
+            number(value, "norm")
+    with pytest.raises(ValueError, match="expected a number from 0 to 1"):
+        number(math.nan, "norm", 0, 1)

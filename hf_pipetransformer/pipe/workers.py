@@ -85,7 +85,7 @@ def _raise_first(done: list[Future[None]]) -> None:
     errors = [error for error in (each.exception() for each in done) if error is not None]
     done.clear()
     if errors:
-        raise errors.pop()
+        raise errors.pop(0)
 
 
 def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadState) -> None:

@@ -31,7 +31,10 @@ def number(value: Any, name: str, least: float = -math.inf, most: float = math.i
     is_unbounded = (least, most) == (-math.inf, math.inf)
     if not is_number or not (is_unbounded or least <= value <= most):
         raise _refusal(value, name, "a number" if is_unbounded else f"a number from {least:g} to {most:g}")
-    return float(value) if abs(value) < 2**1023 else math.copysign(math.inf, value)
+    try:
+        return float(value)
+    except OverflowError:  # JSON's whole numbers have no largest one.
+        raise _refusal(value, name, "a number that fits a float") from None
 
 
 def text(value: Any, name: str) -> str:
