@@ -1,4 +1,4 @@
-"""`hf-pipetransformer`: draw a schedule, hand a checkpoint over to plain Trainer, look after activation stores."""
+"""`hf-pipetransformer`: draw a schedule, export a checkpoint for plain Trainer, manage activation stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_pipetransformer.schedules.placement import Placement
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {hf_pipetransformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -63,8 +63,8 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _simulate_window(options: argparse.Namespace) -> None:
-    """An asynchronous schedule from one drain to the next, and what each rank holds."""
-    from hf_pipetransformer.schedules.weight_kinds import find_weights  # Takes torch, and seconds.
+    """Draw an asynchronous schedule from one drain to the next, and print what each rank stores."""
+    from hf_pipetransformer.schedules.weight_kinds import find_weights
 
     kind = find_weights(options.weights or "pipeoptim")
     placement, frozen = Placement(options.stages), options.frozen_stages
@@ -90,7 +90,7 @@ def _simulate_window(options: argparse.Namespace) -> None:
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:
-    from hf_pipetransformer.state.plain_checkpoint import export_checkpoint  # Takes torch, and seconds.
+    from hf_pipetransformer.state.plain_checkpoint import export_checkpoint  # Imports torch, which takes seconds.
 
     for text in export_checkpoint(options.checkpoint, options.output):
         print(text)
@@ -98,7 +98,7 @@ def _export_checkpoint(options: argparse.Namespace) -> None:
 
 
 def _cache(options: argparse.Namespace) -> None:
-    """What is damaged, or a folder that cannot be trusted, ends the command with an error."""
+    """List, verify or delete activation stores; exit with an error for a damaged store or an untrusted folder."""
     from hf_pipetransformer.cache.folder import default_base, list_stores, prune_stores, verify_stores
 
     base, is_sound = options.activation_cache_dir or default_base(), True

@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 class PipelineError(RuntimeError):
-    """The run cannot go on; the text names the first cause that is known."""
+    """Fatal error of a run; the message names the first known cause."""
 
 
 class ModelSettingError(ValueError):
-    """A setting of the model, or a kind of layer in it, does not go with stages; the text says which."""
+    """Error for a model setting or layer type that pipeline stages do not support; the message names it."""
 
 
 class PeerLostError(PipelineError):
-    """Another rank did not answer: it died, or it is doing something else."""
+    """Error for a rank that does not answer because it died or is doing something else."""
 
 
 OUT_OF_MEMORY_REMEDY = (
@@ -34,43 +34,43 @@ _present_limit: float | None = None
 
 
 def set_present_limit(seconds: float) -> None:
-    """How long waits for other ranks may take from now on: little in a step, more between steps."""
+    """Set the timeout in seconds of waits for other ranks: short in a step, longer between steps."""
     global _present_limit
     _present_limit = seconds
 
 
 def present_limit() -> float | None:
-    """Seconds that a wait for another rank may take now; None if nobody has said so yet."""
+    """Return the current timeout in seconds of waits for other ranks; None before `set_present_limit`."""
     return _present_limit
 
 
 def wait_for(work: Any, seconds: float | None, what: str) -> None:
-    """Wait for a `torch.distributed` work handle, at most `present_limit()`, or `seconds` where there is none.
+    """Wait for a `torch.distributed` work handle, up to `present_limit()`, or `seconds` if no limit is set.
 
-    None leaves the limit to the process group: on GPUs a wait with a limit would block the host until the device is
-    done, one without only orders the streams.
+    With `seconds` None, the process group's own timeout applies: on GPUs, a wait with a timeout would block the host
+    until the device is done, while one without only orders the streams.
 
     Raises:
-        PeerLostError: the transfer failed or took longer; `what` says what was awaited and from whom.
+        PeerLostError: the transfer failed or timed out; `what` names the transfer and the peer.
     """
     seconds = seconds if seconds is None or _present_limit is None else _present_limit
     guarded(work.wait if seconds is None else lambda: work.wait(timedelta(seconds=seconds)), what)
 
 
 def guarded(call: Callable[[], T], what: str) -> T:
-    """Run a blocking collective and name it if it fails.
+    """Run a blocking collective; if it fails, raise an error that names it.
 
     Raises:
-        PeerLostError: the call raised; `what` says what was awaited.
+        PeerLostError: the call failed; `what` names the collective.
     """
     try:
         return call()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # Its own cause, not another rank's.
+        raise  # The cause is on this rank, not on a peer.
     except RuntimeError as error:
         raise PeerLostError(f"Lost contact while {what}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
-    # The transport's own advice ("This is typically caused by ...") is about another layer.
+    # Drop gloo's advice ("This is typically caused by ..."), which is about another layer.
     return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0]

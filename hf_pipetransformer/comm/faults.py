@@ -1,4 +1,4 @@
-"""The first cause of a failed run, known to every rank: a key in the rendezvous store, watched by a thread."""
+"""Fault reporting: the first cause of a failed run, as a key in the rendezvous store that every rank watches."""
 
 from __future__ import annotations
 
@@ -17,32 +17,25 @@ from hf_pipetransformer.comm.errors import PeerLostError
 T = TypeVar("T")
 
 _BEAT_SECONDS = 0.4
-"""Between two signs of life of a rank."""
+"""Interval between two heartbeats of a rank."""
 
 _FIRST_HAND_SECONDS = 0.5
-"""A rank that only noticed another's silence lets the one that failed speak first."""
+"""Time that a rank which only lost contact leaves the failed rank to report first."""
 
 _SILENT_SECONDS = 3.5 * _BEAT_SECONDS
-"""A rank without a sign of life for so long is stopped or gone."""
+"""Time without a heartbeat after which a rank counts as stopped or gone."""
 
 _TOLD_SECONDS = 1.5
-"""How long a rank that failed stays until the others know: its process may hold the store."""
+"""Time that a failed rank waits for the others to read the cause, because its process may host the store."""
 
 _STORE_SECONDS = 4.2
-"""All that telling and asking may take: with the end of the watch less than the five seconds of Law 7."""
+"""Limit of all store calls of a report. With `_Watch.stop` added, a rank ends within five seconds of its error."""
 
 logger = logging.getLogger("hf_pipetransformer")
 
 
 class FaultBoard:
-    """Where the first rank that fails says why, for the ranks that fail because of it.
-
-    Made by all ranks together.
-
-    Args:
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Board where the first rank that fails posts its cause. Collective: construct on every rank."""
 
     _num_made = 0
 
@@ -50,10 +43,10 @@ class FaultBoard:
         self.rank = rank
         self.world_size = world_size
         self._watch: _Watch | None = None
-        # What an earlier trainer of this process failed of is no cause of ours, nor what this one went on after.
+        # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
         FaultBoard._num_made += 1
         self._number, self._num_begun = FaultBoard._num_made, 0
-        # A call on a shared connection waits for the one before; and a store that stands still takes no new one.
+        # Two connections, because calls on one are serialized; made now, because a hanging store accepts no new ones.
         self._stores: list[Any] = []
         if world_size > 1:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -64,11 +57,9 @@ class FaultBoard:
         return f"pipetransformer/{self._number}/{self._num_begun}"
 
     def begin(self, together: bool) -> None:
-        """From now on this rank gives signs of life, and learns of others' faults at once.
+        """Start heartbeats and the watch, but only if all ranks begin this `together`.
 
-        Args:
-            together: all ranks begin this. What only some do may fail on these alone, and nobody is told: the ranks
-                have to agree on where they look for a cause.
+        Otherwise a fault of this rank is not shared: ranks must agree on the keys where they look for a cause.
         """
         self._num_begun += together
         if together and self._stores and self._watch is None:
@@ -76,16 +67,15 @@ class FaultBoard:
             self._watch.start()
 
     def end(self) -> None:
-        """The opposite."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
 
     def report(self, cause: str, is_first_hand: bool) -> str:
-        """Post `cause` unless another rank was first; returns the first cause.
+        """Post `cause` unless another rank was first; return the first cause.
 
-        A rank that only noticed another's silence (`is_first_hand=False`) first gives the one that failed a moment to
-        speak for itself, and looks for ranks that give no sign of life.
+        With `is_first_hand=False` (this rank only lost contact), first give the failed rank time to report, and look
+        for ranks without a heartbeat.
         """
         own, watch = f"rank {self.rank}: {cause}", self._watch
         if watch is None:
@@ -97,7 +87,7 @@ class FaultBoard:
         answer = answer or watch.cause
         if answer is not None:
             return answer
-        # The store went down or stands still with its host.
+        # The store is gone or hangs together with its host.
         return own if is_first_hand else f"{_host_of_store()} does not answer ({own})"
 
     def _post(self, store: Any, watch: _Watch, own: str, is_first_hand: bool) -> str:
@@ -109,6 +99,7 @@ class FaultBoard:
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
             own = f"{names} {'does' if len(silent) == 1 else 'do'} not answer ({own})"
+        # With "" as the expected value, the store sets the key only if it is missing, and returns what it then has.
         first = str(store.compare_set(watch.cause_key, "", own).decode())
         store.set(f"{self._keys}/told/{self.rank}", "")
         others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in silent]
@@ -116,7 +107,7 @@ class FaultBoard:
         return first
 
     def _silent_ranks(self, store: Any) -> list[int]:
-        """The ranks that give no sign of life for a while, unless another rank names a cause meanwhile."""
+        """Return the ranks without a heartbeat during `_SILENT_SECONDS`; none if a cause is posted meanwhile."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         keys = {rank: f"{self._keys}/alive/{rank}" for rank in others}
 
@@ -132,13 +123,7 @@ class FaultBoard:
 
 
 class _Watch(threading.Thread):
-    """Says that this rank lives, and remembers the first cause while the store is there to tell it.
-
-    Args:
-        rank: this rank.
-        keys: prefix of the keys.
-        store: over a connection of its own.
-    """
+    """Thread that sends this rank's heartbeat and remembers the first cause, in case the store disappears."""
 
     def __init__(self, rank: int, keys: str, store: Any) -> None:
         super().__init__(name="pipetransformer-faults", daemon=True)
@@ -153,7 +138,6 @@ class _Watch(threading.Thread):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the store has not answered for a while."""
         return time.monotonic() - self._last_answer > _SILENT_SECONDS
 
     def run(self) -> None:
@@ -171,16 +155,16 @@ class _Watch(threading.Thread):
                         logger.error(f"The run ends on rank {self._rank}. First cause: {self.cause}")
                     self._store.set(f"{self._keys}/told/{self._rank}", "")
         except RuntimeError:
-            pass  # The store is gone; whoever needs it will notice.
+            pass  # The store is gone; `report` deals with that.
 
     def stop(self) -> None:
-        """End the thread; one that hangs in a store that stands still is left behind."""
+        """End the thread, or abandon it if it hangs in a store call."""
         self._ended.set()
         self.join(timeout=_BEAT_SECONDS)
 
 
 def is_second_hand(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Return True if an error only says that another rank is gone."""
     if isinstance(error, (PeerLostError, dist.DistBackendError, dist.DistNetworkError)):
         return True
     text = str(error).lower()
@@ -194,7 +178,7 @@ def _host_of_store() -> str:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What a call gives; None if it takes longer than `seconds`, or the store is gone. Its thread is left behind."""
+    """Return the result of a call; None if it fails or takes longer (its thread is abandoned)."""
     answers: list[T] = []
 
     def run() -> None:
@@ -210,7 +194,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def _wait(is_done: Callable[[], bool], seconds: float) -> bool:
-    """Whether something is done within `seconds`."""
+    """Poll for at most `seconds`; return True if `is_done` became True."""
     end = time.monotonic() + seconds
     while not is_done():
         if time.monotonic() >= end:

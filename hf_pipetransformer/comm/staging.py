@@ -1,4 +1,4 @@
-"""Between host and device without waiting: pinned memory, and copies beside the computation."""
+"""Asynchronous copies between host and device: pinned memory, and a copy stream next to the computation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ T = TypeVar("T")
 
 
 def is_apart(device: torch.device) -> bool:
-    """Whether a device computes on its own time, so that the host waits when it reads from it."""
+    """Return True if the device runs asynchronously, where reading from it makes the host wait."""
     return device.type == "cuda"
 
 
 def pinned(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch whose CPU tensors lie in pinned memory, from which a device reads while the host goes on.
-
-    A placeholder, whose elements share one memory cell, stays one.
-    """
+    """Return a batch with its CPU tensors in pinned memory, except placeholders (expanded, stride 0)."""
     return {key: _pinned(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
@@ -31,33 +28,29 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the host to send values of a tensor's shape and dtype from, again and again."""
+    """Allocate host memory with a tensor's shape and dtype, as a reusable source of copies to its device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_apart(tensor.device))
 
 
 class Arriving(Generic[T]):
-    """What a copy brings.
-
-    Args:
-        value: a tensor, or a container of tensors, that may not be whole yet.
-        event: passes when it is; None if it is already.
-    """
+    """Result of a copy that may still be running until the CUDA event passes; no event means complete."""
 
     def __init__(self, value: T, event: Any = None) -> None:
         self._value = value
         self._event = event
 
     def on_host(self) -> T:
-        """Wait for a copy to the host."""
+        """Wait on the host for the copy, and return the value."""
         if self._event is not None:
             self._event.synchronize()
         return self._value
 
     def on_device(self) -> T:
-        """Let the device's own work wait for a copy to it; the host goes on."""
+        """Make the current stream wait for the copy, without blocking the host, and return the value."""
         if self._event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._event)
+            # The tensors were allocated on the copy stream: tell the allocator that this stream uses them too.
             for tensor in _tensors(self._value):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
@@ -65,29 +58,25 @@ class Arriving(Generic[T]):
 
 
 class CopyStream:
-    """Copies between host and device beside the computation; on the CPU everything is there at once.
-
-    Args:
-        device: where the computation is.
-    """
+    """Stream for copies between host and device next to the computation; on the CPU, copies complete at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_apart = is_apart(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, make: Callable[[], T]) -> Arriving[T]:
-        """Begin what `make` asks of the device; it sees all that was computed up to now."""
+        """Run `make` on the copy stream, after all work queued so far."""
         with self._after_what_was_asked():
             return Arriving(make(), self._event())
 
     def to_host(self, tensor: torch.Tensor) -> Arriving[torch.Tensor]:
-        """Begin to copy a tensor of the device to pinned memory."""
         if not self._is_apart:
             return Arriving(tensor)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with self._after_what_was_asked():
             host.copy_(tensor, non_blocking=True)
             if self._stream is not None:
+                # The caller may free the tensor before the copy has run.
                 tensor.record_stream(self._stream)
             return Arriving(host, self._event())
 

@@ -1,4 +1,4 @@
-"""Which rank stands where in which pipeline, and the process groups between them."""
+"""Rank layout of pipelines and replicas, and the process groups between ranks."""
 
 from __future__ import annotations
 
@@ -30,22 +30,11 @@ _GROUP_THREADS_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """This rank's place and process groups for one pipeline length.
+    """Position and process groups of this rank for one pipeline length K.
 
-    Args:
-        pipeline_size: K.
-        num_replicas: R.
-        position: this rank's position in the pipeline, 0 to K - 1.
-        replica: this rank's replica.
-        pipeline_ranks: global ranks of this pipeline, by position.
-        replica_ranks: global ranks of this position, by replica.
-        replica_group: ranks of this position, on the training backend; None if R is 1.
-        pipeline_group: ranks of this pipeline, on the training backend; None if K is 1.
-        pipeline_control: ranks of this pipeline, gloo; None if K is 1.
-        replica_control: ranks of this position, gloo; None if R is 1.
-        links: `(stage, direction)` to the group of the ranks that hold `stage` and `stage + 1`, direction "forward" or
-            "backward"; none for two stages of one rank.
-        last_position: of the rank that holds the last stage.
+    Replica groups are None with one replica, pipeline groups are None with K = 1. `*_control` groups use gloo, the
+    others the training backend. `links` maps `(stage, direction)`, direction "forward" or "backward", to the group of
+    the two ranks that own `stage` and `stage + 1`; no entry if this rank owns both or neither.
     """
 
     pipeline_size: int
@@ -63,37 +52,35 @@ class PipelineGroups:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage, and so reads the data."""
+        """True if this rank owns the first stage, and so reads the data."""
         return self.position == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, and so has the loss."""
+        """True if this rank owns the last stage, and so computes the loss."""
         return self.position == self.last_position
 
     @property
     def replicas(self) -> str:
-        """Who holds the same stages as this rank in words, for error texts."""
+        """Description of the ranks that own the same stages, for error messages."""
         ranks = ", ".join(f"rank {rank}" for rank in self.replica_ranks)
         return f"the replicas of position {self.position} in the pipeline ({ranks})"
 
     @property
     def last_rank(self) -> int:
-        """Global rank of this pipeline's last stage."""
         return self.pipeline_ranks[self.last_position]
 
 
 class Topology:
-    """The ranks of a run. Groups are made once, in the same order on every rank, and kept to the end.
+    """Ranks of a run and their process groups, which are made once, in the same order on every rank, and kept.
 
-    Each rank makes only the groups that it is in: groups that all ranks make together take minutes in large worlds.
-
-    Pipeline `r` of length K is the ranks `r * K` to `r * K + K - 1`: neighbours in rank, so a K that divides the
-    devices of a node never spans nodes.
+    Each rank makes only the groups it belongs to: with groups that all ranks make together, start-up takes minutes in
+    large worlds. Pipeline `r` of length K is made of ranks `r * K` to `r * K + K - 1`. These are neighbors, so a K
+    that divides the number of devices of a node never spans nodes.
 
     Args:
-        timeout: seconds that any rank may wait for another, whatever it does.
-        local_world_size: ranks on this node as the launcher said; None if it did not.
+        timeout: seconds that any rank may wait for another.
+        local_world_size: ranks on this node according to the launcher; None if it gave no number.
     """
 
     def __init__(self, timeout: float, local_world_size: int | None) -> None:
@@ -104,7 +91,7 @@ class Topology:
         self.control: Any = None
         if self.is_distributed:
             self.control = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
-            # Transfers between any two ranks go over the world's communicator, which only all ranks together make.
+            # Transfers in the world group need its communicator, which only all ranks together can make.
             self._warm_up(None, "all ranks")
         self._places: dict[int, PipelineGroups] = {}
         self._groups: dict[Placement, PipelineGroups] = {}
@@ -114,33 +101,30 @@ class Topology:
         names = [host for host, _ in hosts]
         self.local_world_size = ranks_in_a_row(names, [size for _, size in hosts])
         self.nodes = nodes_of(names)
-        """The ranks by node: neighbours on one machine."""
+        """Ranges of neighboring ranks on one machine."""
         self.ranks_here = [rank for rank, name in enumerate(names) if name == names[self.rank]]
-        """Those on this machine."""
         self._are_scattered = len(self.nodes) > len(set(names))
         self.num_ranks_here = local_world_size or len(self.ranks_here)
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this rank does what one on each machine must do."""
+        """True on the one rank of each machine that does per-machine work."""
         return self.rank == self.ranks_here[0]
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether there are ranks on other machines."""
         return len(self.ranks_here) < self.world_size
 
     def limit_waits(self, seconds: float) -> None:
-        """From now on no wait of this rank for another may take longer, Trainer's own in the world group included.
+        """Set the timeout of every wait for another rank, including Trainer's waits in the world group.
 
-        On GPUs the groups' watchdog holds this limit for what is posted from now on, on CPU tensors the waits do.
+        On GPUs the groups' watchdog enforces it for operations posted from now on; on CPU tensors the waits do.
         """
         set_present_limit(seconds)
         for group in self._all_groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def _all_groups(self) -> list[Any]:
-        """The world's and those made here that this rank is in, each once."""
         found = [dist.group.WORLD, self.control] if self.is_distributed else []
         for groups in self._groups.values():
             found += [*groups.links.values(), groups.replica_group, groups.pipeline_group]
@@ -150,10 +134,10 @@ class Topology:
         return list({id(group): group for group in found if group is not None}.values())
 
     def check_pipeline_size(self, pipeline_size: int) -> None:
-        """Refuse a pipeline length that leaves ranks idle or spans nodes.
+        """Reject a pipeline length that leaves ranks idle or spans nodes.
 
         Raises:
-            ValueError: K does not divide the devices of a node.
+            ValueError: K does not divide the number of ranks of a node.
         """
         if pipeline_size < 1 or self.local_world_size % pipeline_size or self.world_size % pipeline_size:
             valid = [k for k in range(1, self.local_world_size + 1) if self.local_world_size % k == 0]
@@ -172,7 +156,7 @@ class Topology:
             )
 
     def groups(self, placement: Placement) -> PipelineGroups:
-        """The groups for pipelines of K ranks with V stages each, made on first use; a collective call then."""
+        """Return the groups for a placement. Collective on first use: call on every rank."""
         if placement not in self._groups:
             size = placement.pipeline_size
             if size not in self._places:
@@ -184,9 +168,9 @@ class Topology:
         return self._groups[placement]
 
     def shared_groups(self, pipeline_size: int, positions: tuple[int, ...]) -> tuple[Any, Any]:
-        """Groups of the ranks at some positions: over all replicas, and in this rank's pipeline.
+        """Return the groups of the ranks at these positions, across all replicas and within this rank's pipeline.
 
-        A collective call of all ranks on first use; None for a group that this rank is not in.
+        Collective on first use: call on every rank. An entry is None if this rank is not a member.
         """
         key = (pipeline_size, positions)
         if key not in self._shared_groups:
@@ -201,26 +185,24 @@ class Topology:
         return self._shared_groups[key]
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's `value` (a tree of tensors and JSON values), by rank."""
+        """Return every rank's `value`, a tree of tensors and JSON values. Collective: call on every rank."""
         return all_gather_trees(value, self.control, self.world_size)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """`value` of rank `source` on every rank."""
+        """Return the `value` of rank `source` on every rank. Collective: call on every rank."""
         return broadcast_tree(value, source, self.control, self.rank)
 
     def decide(self, call: Callable[[], Any], where: dict[str, Any] | None = None) -> Any:
-        """What a call gives on rank 0, on every rank: the others never make it.
+        """Run `call` on rank 0 only and return its result on every rank. Collective: call on every rank.
 
-        All that layouts hang on comes this way: a rank's own measurement counts once rank 0 has gathered it and
-        decided. A collective call.
+        Every decision about layouts goes through here: local measurements differ, and ranks must not disagree.
 
         Args:
-            call: gives a tree of tensors and JSON values.
-            where: this rank's place in the run, JSON values, which must be rank 0's too.
+            where: this rank's progress in the run, as JSON values. Must equal rank 0's.
 
         Raises:
-            ValueError: on every rank, what the call refused on rank 0.
-            PipelineError: this rank is elsewhere than rank 0.
+            ValueError: on every rank, if `call` raised one on rank 0.
+            PipelineError: `where` differs from rank 0's.
         """
         answer: dict[str, Any] = {"where": where or {}}
         refusal = None
@@ -242,10 +224,10 @@ class Topology:
         return answer["value"]
 
     def together(self, call: Callable[[], T]) -> T:
-        """Make a call on every rank; what one rank refuses is refused on all, in the same words. A collective call.
+        """Run `call` on every rank; if one fails, fail on all. Collective: call on every rank.
 
         Raises:
-            ValueError: the call raised one on some rank.
+            ValueError: `call` raised one on some rank.
         """
         value, refusal = None, None
         try:
@@ -258,20 +240,21 @@ class Topology:
         return cast(T, value)
 
     def largest(self, tensor: torch.Tensor) -> None:
-        """Replace a CPU tensor by its maximum over all ranks, in place."""
+        """Replace a CPU tensor in place by its maximum over all ranks. Collective: call on every rank."""
         if self.is_distributed:
             what = "comparing a value over all ranks"
             guarded(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control), what)
 
     def barrier(self, what: str = "waiting for all ranks at a barrier") -> None:
-        """Wait for all ranks."""
         if self.is_distributed:
             guarded(lambda: dist.barrier(group=self.control), what)
 
     def measure(self, message_bytes: int) -> tuple[float, float]:
-        """How fast the ranks talk: seconds of one message between neighbours, and of an all-reduce by byte over two.
+        """Measure the speed of messages and all-reduces. Collective: call on every rank; all get rank 0's result.
 
-        A collective call; every rank gets rank 0's answer. Zeros for a single rank.
+        Returns:
+            Seconds of one message of `message_bytes`, and seconds per byte that a rank sends in a ring all-reduce,
+                which is 2 (W - 1) / W of the tensor over W ranks. Zeros for a single rank.
         """
         if self.world_size == 1:
             return 0.0, 0.0
@@ -281,7 +264,7 @@ class Topology:
         ring = 2 * (self.world_size - 1) / self.world_size
         hops, reductions = [], []
         for _ in range(_MEASUREMENTS):
-            # First the reduction: it makes the communicator that the transfers use.
+            # The all-reduce comes first because it makes the communicator that the transfers use.
             call = partial(guarded, partial(dist.all_reduce, reduced), "measuring an all-reduce over all ranks")
             reductions.append(_seconds(device, call))
             if self.rank < 2:
@@ -291,14 +274,12 @@ class Topology:
         return float(answer[0]), float(answer[1])
 
     def _ping(self, message: torch.Tensor) -> None:
-        """There and back between ranks 0 and 1."""
         what = "measuring the way between ranks 0 and 1"
         for sender in (0, 1):
             transfer = sending if self.rank == sender else receiving
             complete([transfer(message, 1 - self.rank, None)], self.timeout, what)
 
     def _make_place(self, pipeline_size: int) -> PipelineGroups:
-        """The groups for one K without its links."""
         self.check_pipeline_size(pipeline_size)
         replica, position = divmod(self.rank, pipeline_size)
         pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
@@ -324,10 +305,7 @@ class Topology:
         )
 
     def _make_links(self, placement: Placement) -> dict[tuple[int, str], Any]:
-        """This rank's links, made and rehearsed in one order on every rank.
-
-        No rank has two links of one round, so none waits for a rank that waits.
-        """
+        """Make this rank's links, at most one per round, so no rank waits for one that is itself waiting."""
         links: dict[tuple[int, str], Any] = {}
         firsts = range(0, self.world_size, placement.pipeline_size)
         for boundaries in placement.rounds():
@@ -347,7 +325,7 @@ class Topology:
         return links
 
     def _rehearse(self, group: Any, source: int, destination: int) -> None:
-        """One transfer over a link, from end to end: connecting two ranks may block both hosts, and does it here."""
+        """Transfer one token over a link, because the first transfer may block both hosts."""
         what = f"rehearsing the link from rank {source} to rank {destination}"
         self._warm_up(group, f"ranks {source} and {destination}")
         token = torch.zeros(1, device=self._device)
@@ -356,25 +334,20 @@ class Topology:
         _synchronize(self._device)
 
     def _warm_up(self, group: Any, members: str) -> None:
-        """A first, tiny collective: it makes the communicator of a group, which may block the host."""
+        """Create the group's communicator with a tiny all-reduce, which may block the host."""
         token = torch.zeros(1, device=self._device)
         guarded(lambda: dist.all_reduce(token, group=group), f"connecting {members}")
         _synchronize(self._device)
 
     @property
     def _device(self) -> torch.device:
-        """Where tensors of the training backend's groups live."""
         return torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
 
     def _uses_nccl(self) -> bool:
         return self.is_distributed and "nccl" in dist.get_backend()
 
     def _own_group(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Any:
-        """Make one group of each of some disjoint sets of ranks; a collective call of all ranks.
-
-        Returns:
-            The group of this rank, None if it is in no part.
-        """
+        """Make one group per set of ranks and return this rank's, or None. Collective: call on every rank."""
         if not parts or not self.is_distributed:
             return None
         timeout = timedelta(seconds=self.timeout)
@@ -382,7 +355,7 @@ class Topology:
         self._level()
         world: Any = dist.group.WORLD
         if backend is None and self._uses_nccl() and world.bound_device_id is not None:
-            # The launcher gave `device_id`: communicators are then split from the world's, which takes all ranks.
+            # With a bound `device_id`, torch splits the communicator off the world's: non-members must take part too.
             return dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
         if own is None:
             return None
@@ -392,10 +365,10 @@ class Topology:
         )
 
     def _level(self) -> None:
-        """Let every rank have made the same number of groups.
+        """Bring every rank to the same number of process groups.
 
-        Torch names a group that only its members make by them and by the number of groups that the caller has: ranks
-        with unequal numbers would wait for each other under different names.
+        With `use_local_synchronization`, torch derives a group's name from its members and the number of groups the
+        caller already has. Ranks with different counts would wait for each other under different names.
         """
         num_groups = len(dist.distributed_c10d._world.pg_names)
         most = torch.tensor(num_groups)
@@ -405,7 +378,7 @@ class Topology:
 
 
 def host_name() -> str:
-    """The name of this machine, and what tells it from another of the same name."""
+    """Return this machine's name plus its boot id, which separates machines of the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -415,21 +388,15 @@ def host_name() -> str:
 
 
 def ranks_in_a_row(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> int:
-    """The largest length of which every multiple begins and ends on one node: what a K must divide.
+    """Return the largest length whose multiples all start and end on one node; K must divide it.
 
-    Args:
-        hosts: name of each rank's machine.
-        local_sizes: ranks on each rank's node as the launcher said; None where it did not.
+    `local_sizes` are the ranks per node according to each rank's launcher; None where it gave no number.
     """
     return math.gcd(*map(len, nodes_of(hosts)), *(size for size in local_sizes if size))
 
 
 def nodes_of(hosts: Sequence[str]) -> list[range]:
-    """The ranks, cut where a machine ends.
-
-    Args:
-        hosts: name of each rank's machine.
-    """
+    """Split the ranks into ranges of neighbors on one machine, given each rank's machine name."""
     ends = list(accumulate(len(list(node)) for _, node in groupby(hosts)))
     return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
@@ -438,7 +405,7 @@ _TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}
 
 
 def get_topology(timeout: float, local_world_size: int | None) -> Topology:
-    """The topology of this process: groups cost threads and sockets, so several trainers share them."""
+    """Return this process's topology, shared between trainers because groups cost threads and sockets."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     key = (world, timeout, local_world_size)
     if key not in _TOPOLOGIES:
@@ -449,17 +416,16 @@ def get_topology(timeout: float, local_world_size: int | None) -> Topology:
 
 
 def let_group_threads_finish() -> None:
-    """Wait, without the interpreter's lock, before the groups or the interpreter end.
+    """Sleep briefly, with the GIL released, before groups or the interpreter are torn down.
 
-    The thread of a gloo group drops the tensors of its last collective a moment after the caller was told that it is
-    done, and needs the lock for that. If the interpreter ends in that moment, the process aborts after a good run; if
-    the group is destroyed in that moment, the two wait for each other for ever.
+    The thread of a gloo group drops the tensors of its last collective shortly after the caller has returned, and
+    needs the GIL to do so. If the interpreter exits at that moment, the process aborts after a successful run; if the
+    group is destroyed at that moment, the two deadlock.
     """
     time.sleep(_GROUP_THREADS_SECONDS)
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
-    """Seconds that a call takes until the device is done."""
     _synchronize(device)
     start = time.perf_counter()
     call()
@@ -468,13 +434,12 @@ def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
-    """`value` of global rank `source` on every rank of a gloo `group`; the source gets its own object back."""
+    """Return the `value` of global rank `source` on every rank of a gloo `group`; the source keeps its own object."""
     if group is None:
         return value
     what = f"receiving a message from rank {source}"
@@ -488,7 +453,7 @@ def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
 
 
 def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
-    """Everybody's `value` over a gloo `group`, by rank in the group."""
+    """Return every rank's `value`, by rank in a gloo `group`."""
     if group is None:
         return [value]
     message = pack(value)
@@ -504,10 +469,10 @@ def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
 
 
 def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> None:
-    """Compare `values` over all ranks before anything depends on them.
+    """Compare `values` across all ranks. Collective: call on every rank.
 
     Raises:
-        ValueError: on every rank, names the rank that differs from rank 0, and both values.
+        ValueError: on every rank; names the rank that differs from rank 0, and both values.
     """
     answers = topology.gather(values)
     for rank, answer in enumerate(answers):

@@ -1,12 +1,12 @@
 """Batched point-to-point transfers, JSON messages as tensors, and moves of many tensors in rounds.
 
-Every transfer of the package is posted here, in a batch, even a single one. On NCCL a transfer outside a batch makes a
-communicator for its two ranks, which blocks the host until the other rank joins it; a batch uses the communicator of
-its group, which a collective has made before. The first transfer of a pair in one direction still connects the two and
-may block both hosts, so a group whose ranks do not meet in one call anyway is rehearsed when it is made.
+All transfers are posted in a batch, even single ones. On NCCL, an unbatched transfer makes a communicator for its two
+ranks, which blocks the host until the other rank joins; a batch uses its group's communicator, which an earlier
+collective has made. The first transfer of a pair in one direction still connects them and may block both hosts, so a
+link is rehearsed when it is made.
 
-Moves go in rounds with bounded memory: all ranks pass the same rounds in one order and post at once what they have to
-do in a round. A rank waits only for ranks in the same or an earlier round, so waits cannot form a circle.
+Moves run in rounds with bounded memory. All ranks go through the same rounds in the same order and post all transfers
+of a round at once. A rank waits only for ranks in the same or an earlier round, so waits cannot form a cycle.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hf_pipetransformer.comm.errors import guarded, present_limit, wait_for
 
 
 def plain(value: Any, what: str) -> Any:
-    """`value` as it comes back from JSON.
+    """Return `value` in the form it has after a JSON round trip.
 
     Raises:
-        ValueError: it holds something that JSON does not; `what` names the value.
+        ValueError: it contains something JSON cannot store.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -48,9 +48,9 @@ _HEADER_BYTES = 8
 
 
 def pack(tree: Any) -> torch.Tensor:
-    """Serialise nested dicts, lists and tuples of tensors and plain JSON values into a `uint8` tensor.
+    """Serialize nested dicts, lists and tuples of tensors and JSON values into a `uint8` tensor.
 
-    A tensor whose elements all share one memory cell (an expanded placeholder) travels as that single element.
+    A tensor whose elements all share one memory cell (an expanded placeholder) is stored as that single element.
 
     Raises:
         TypeError: a leaf is neither a tensor nor a JSON value.
@@ -61,7 +61,9 @@ def pack(tree: Any) -> torch.Tensor:
     start = _aligned(_HEADER_BYTES + len(header))
     sizes = [chunk.numel() for chunk in chunks]
     message = torch.zeros(start + sum(_aligned(size) for size in sizes), dtype=torch.uint8)
+    # Layout: header length, JSON header, then the tensors' bytes, aligned because `view(dtype)` needs it.
     message[:_HEADER_BYTES].view(torch.int64)[0] = len(header)
+    # A bytearray, because `torch.frombuffer` warns about read-only memory.
     message[_HEADER_BYTES : _HEADER_BYTES + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for chunk, size in zip(chunks, sizes, strict=True):
         message[start : start + size] = chunk
@@ -70,7 +72,7 @@ def pack(tree: Any) -> torch.Tensor:
 
 
 def unpack(message: torch.Tensor) -> Any:
-    """The inverse of `pack`. The tensors are views into `message`."""
+    """Rebuild the tree that `pack` serialized. Its tensors are views into `message`."""
     header_size = int(message[:_HEADER_BYTES].view(torch.int64)[0])
     header = bytes(message[_HEADER_BYTES : _HEADER_BYTES + header_size].numpy())
     reader = _Reader(message, _aligned(_HEADER_BYTES + header_size))
@@ -103,8 +105,6 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
 
 
 class _Reader:
-    """Walks a description and cuts the tensors out of the message."""
-
     def __init__(self, message: torch.Tensor, start: int) -> None:
         self.message = message
         self.position = start
@@ -130,30 +130,27 @@ class _Reader:
 
 
 Transfer = dist.P2POp
-"""One tensor that leaves this rank or comes to it."""
+"""One tensor that this rank sends or receives."""
 
 
 def sending(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
-    """A contiguous `tensor` to global rank `peer`; it must stay unchanged until the transfer is done."""
+    """Return the send of a contiguous `tensor` to global rank `peer`. It must stay unchanged until sent."""
     return dist.P2POp(dist.isend, tensor, peer, group)
 
 
 def receiving(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
-    """Global rank `peer`'s next message into a contiguous `tensor`."""
+    """Return the receive of global rank `peer`'s next message into a contiguous `tensor`."""
     return dist.P2POp(dist.irecv, tensor, peer, group)
 
 
 def post(transfers: Sequence[Transfer]) -> list[Any]:
-    """Start transfers that belong together; two ranks' messages match by their order, there are no tags.
+    """Start a batch of transfers on one group. There are no tags: messages between two ranks match by order.
 
-    Within one call no transfer waits for another. Two calls on one group run one after the other, on both ranks, so
-    what waits for each other (an exchange) has to be in one call of each rank, or on two groups.
-
-    Args:
-        transfers: all on one group, whose ranks have met in a collective before; tensors on its device.
+    Transfers of one call do not wait for each other. Two calls on one group run one after the other on both ranks, so
+    an exchange must be in a single call on each rank, or use two groups. The group must have run a collective before.
 
     Returns:
-        What to wait for, all of it: NCCL gives one handle for the call, gloo one for each transfer.
+        Handles, all of which must be waited on: one per call on NCCL, one per transfer on gloo.
     """
     assert len({id(transfer.group) for transfer in transfers}) <= 1, "one batch is one group's"
     if not transfers:
@@ -167,12 +164,12 @@ def post(transfers: Sequence[Transfer]) -> list[Any]:
 
 
 def _goes_through_host(transfer: Transfer) -> bool:
-    """gloo transfers host memory only: two processes on one GPU, which NCCL refuses, go through a copy."""
+    """Return True if the transfer needs a host copy: gloo with GPU tensors, as NCCL refuses two ranks on one GPU."""
     return not transfer.tensor.is_cpu and dist.get_backend(transfer.group) == "gloo"
 
 
 class _Staged:
-    """A transfer of a copy in host memory; what comes is on the device after `wait`."""
+    """Transfer through a copy in host memory; a received tensor is on the device after `wait`."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._arrives = transfer.op.__name__ == "irecv"
@@ -182,7 +179,6 @@ class _Staged:
         self.work: Any = None
 
     def wait(self, *limit: Any) -> bool:
-        """Wait as a handle of `torch.distributed` does."""
         is_done: bool = self.work.wait(*limit)
         if self._arrives:
             self._tensor.copy_(self.on_host.tensor)
@@ -190,12 +186,12 @@ class _Staged:
 
 
 def complete(transfers: Sequence[Transfer], timeout: float, what: str) -> None:
-    """Post transfers and wait for them, at most `timeout` seconds each on CPU tensors.
+    """Post transfers and wait for them, with a timeout in seconds for each on CPU tensors.
 
-    On a GPU the wait orders the current stream behind the transfers and does not block the host.
+    On a GPU, the wait only orders the current stream after the transfers and does not block the host.
 
     Raises:
-        PeerLostError: the other rank died, or `timeout` passed; `what` says what was awaited.
+        PeerLostError: the other rank died, or the timeout passed; `what` names the transfer.
     """
     on_cpu = all(transfer.tensor.is_cpu for transfer in transfers)
     for work in guarded(lambda: post(transfers), what):
@@ -203,12 +199,7 @@ def complete(transfers: Sequence[Transfer], timeout: float, what: str) -> None:
 
 
 class Outbox:
-    """Messages on their way; they are kept until they have left.
-
-    Args:
-        timeout: seconds that a message may take.
-        what: names what is sent, for errors.
-    """
+    """Messages in transit. Keeps their tensors alive until they are sent; each may take `timeout` seconds."""
 
     def __init__(self, timeout: float, what: str) -> None:
         self.timeout = timeout
@@ -216,21 +207,21 @@ class Outbox:
         self._leaving: deque[list[tuple[Any, tuple[torch.Tensor, ...]]]] = deque()
 
     def send(self, tree: Any, peers: Iterable[int], group: Any) -> None:
-        """Start to send a tree to some ranks of a gloo `group`; `take` receives it there."""
+        """Start sending a tree to some ranks of a gloo `group`, which receive it with `take`."""
         message = pack(tree)
         tensors = (torch.tensor([message.numel()]), message)
         works = [work for peer in peers for work in post([sending(tensor, peer, group) for tensor in tensors])]
         self._leaving.append([(work, tensors) for work in works])
 
     def flush(self, num_kept: int = 0) -> None:
-        """Wait until everything has left but the last trees that were sent, `num_kept` at most."""
+        """Wait for all sends except those of the last `num_kept` trees."""
         while len(self._leaving) > num_kept:
             for work, _tensors in self._leaving.popleft():
                 wait_for(work, self.timeout, self.what)
 
 
 def take(source: int, group: Any, what: str) -> Any:
-    """The next tree that rank `source` sends to this one; `what` says what is awaited, for errors."""
+    """Receive the next tree that rank `source` sends to this one; `what` names it in errors."""
     size = torch.zeros(1, dtype=torch.int64)
     _receive(size, source, group, what)
     message = torch.empty(int(size), dtype=torch.uint8)
@@ -244,19 +235,12 @@ def _receive(tensor: torch.Tensor, source: int, group: Any, what: str) -> None:
 
 
 ROUND_BYTES = 2**28
-"""What a rank receives in a round at most, unless a single thing is larger: the memory that moving takes beside."""
+"""Limit of the bytes that a rank receives in one round, the extra memory of a move; a single item may exceed it."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """One tensor on its way.
-
-    Args:
-        tensor: contiguous; what leaves, or the memory of what comes.
-        peer: global rank at the other end.
-        is_leaving: whether it goes to the peer or comes from it.
-        what: for error texts, "units (3,) from rank 0 to rank 1".
-    """
+    """One contiguous tensor of a move, sent to or received from global rank `peer`. `what` is for error messages."""
 
     tensor: torch.Tensor
     peer: int
@@ -265,7 +249,7 @@ class Parcel:
 
 
 def in_rounds(sizes: Sequence[int]) -> list[range]:
-    """Cut things of `sizes` bytes, the same on all ranks, into rounds: indices of neighbours. Pure."""
+    """Split items of `sizes` bytes, the same on all ranks, into rounds of consecutive indices. Pure."""
     rounds: list[range] = []
     start = total = 0
     for index, size in enumerate(sizes):
@@ -277,24 +261,20 @@ def in_rounds(sizes: Sequence[int]) -> list[range]:
 
 
 def carry(parcels: Sequence[Parcel], control: Any, timeout: float) -> None:
-    """This rank's part of one round; the messages of two ranks match by their order.
+    """Run this rank's transfers of one round; messages between two ranks match by order.
 
-    Tensors on a device travel over the world group, whose backend is the device's own and whose ranks have met before;
-    those on the CPU over `control`.
-
-    Args:
-        control: a gloo group of all ranks that take part.
-        timeout: seconds that any rank may wait for another.
+    Device tensors go over the world group, which uses the device's backend and has run a collective; CPU tensors go
+    over `control`, a gloo group of all participating ranks.
 
     Raises:
-        PeerLostError: a rank died, or `timeout` passed.
+        PeerLostError: a rank died, or `timeout` seconds passed.
     """
     works: list[tuple[Any, Parcel]] = []
     for group, is_cpu in ((control, True), (None, False)):
         part = [parcel for parcel in parcels if parcel.tensor.is_cpu == is_cpu and parcel.tensor.numel()]
         if part:
             started = guarded(partial(_start, part, group), f"moving {part[0].what}")
-            # NCCL has one handle for all.
+            # NCCL returns one handle for the whole batch.
             works += zip(started, part, strict=len(started) == len(part))
     for work, parcel in works:
         wait_for(work, timeout if parcel.tensor.is_cpu else None, f"moving {parcel.what}")
@@ -304,6 +284,6 @@ def _start(parcels: Sequence[Parcel], group: Any) -> list[Any]:
     transfers = []
     for parcel in parcels:
         make = sending if parcel.is_leaving else receiving
-        # Backends know few dtypes, but all know bytes.
+        # Backends support different dtypes; all of them support bytes.
         transfers.append(make(parcel.tensor.reshape(-1).view(torch.uint8), parcel.peer, group))
     return post(transfers)

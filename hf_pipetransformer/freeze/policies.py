@@ -1,4 +1,4 @@
-"""The freeze policies that options name, and the outlook of a run."""
+"""Built-in freeze policies, and the forecast of a run's freezes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from hf_pipetransformer.options.reading import parse_freeze_at
 
 
 class Schedule(FreezePolicy):
-    """The upper bound of Eq. 1 alone: each decision freezes the share alpha of what is left.
-
-    Args:
-        alpha: in (0, 1).
-    """
+    """Upper bound of Eq. 1 alone: each decision freezes the share alpha, in (0, 1), of the remaining layers."""
 
     name = "schedule"
     needs = frozenset()
@@ -46,12 +42,10 @@ class Schedule(FreezePolicy):
 
 
 class GradientNorm(Schedule):
-    """Eq. 1: the bound of `Schedule`, or the layer of the smallest gradient norm if that comes first.
+    """Eq. 1: the bound of `Schedule`, or the layer with the smallest gradient norm if that comes first.
 
-    Args:
-        alpha: in (0, 1).
-        rule: "exclusive" freezes the layers before the one with the smallest norm (Appendix B, Figure 18),
-            "inclusive" that one too.
+    Rule "exclusive" freezes the layers before the one with the smallest norm (Appendix B, Figure 18), "inclusive" that
+    one too.
     """
 
     name = "gradient_norm"
@@ -71,7 +65,7 @@ class GradientNorm(Schedule):
 
     @staticmethod
     def smallest(signal: FreezeSignal) -> int:
-        """The active layer with the smallest gradient norm; L is the head. What is not trained has none."""
+        """Return the active layer with the smallest nonzero gradient norm, or L (the head); L if all norms are 0."""
         norms = signal.gradient_norms
         candidates = [index for index in range(signal.num_frozen, signal.num_layers + 1) if norms[index]]
         return min(candidates or [signal.num_layers], key=lambda index: norms[index])
@@ -88,11 +82,7 @@ class GradientNorm(Schedule):
 
 
 class Fixed(FreezePolicy):
-    """Freezes and thaws what the user wrote down.
-
-    Args:
-        table: optimizer step to number of layers frozen before that step.
-    """
+    """Freezing and unfreezing by a table from optimizer step to the number of layers frozen before that step."""
 
     name = "fixed"
     needs = frozenset()
@@ -141,7 +131,7 @@ class Fixed(FreezePolicy):
 
 
 class NoFreezing(FreezePolicy):
-    """Everything that the user left trainable is trained to the end."""
+    """No freezing: everything that the user left trainable is trained to the end."""
 
     name = "none"
     needs = frozenset()
@@ -160,10 +150,10 @@ def make_policy(
     rule: str,
     freeze_at: str | None,
 ) -> FreezePolicy:
-    """The policy that the options name.
+    """Return the policy that the options select.
 
     Raises:
-        ValueError: unknown name, `freeze_at` missing or of the wrong form.
+        ValueError: unknown name, or `freeze_at` missing or malformed.
     """
     if name == "gradient_norm":
         return GradientNorm(alpha, rule)
@@ -187,15 +177,9 @@ def outlook(
     min_active_layers: int,
     num_frozen_by_user: int = 0,
 ) -> list[tuple[int, int]]:
-    """When a run may freeze, and how far at most: optimizer step and layers frozen from then on, for each decision.
+    """Return, for each decision of a run, its optimizer step and the most layers that can be frozen from then on.
 
-    Args:
-        policy: decides.
-        clock: of the run.
-        num_layers: L.
-        num_frozen: layers that are frozen at the start.
-        min_active_layers: see the option.
-        num_frozen_by_user: layers that the script froze.
+    `num_frozen` counts the layers frozen at the start, `num_frozen_by_user` those that the script froze.
     """
     found: list[tuple[int, int]] = []
     wanted = float(num_frozen)
@@ -220,16 +204,12 @@ def in_words(
     num_watched: int = 0,
     may_thaw: bool = False,
 ) -> str:
-    """An outlook in a sentence, and one more where stored activations can never be read.
+    """Describe a forecast in a sentence, and add one if stored activations can never be read.
 
     Args:
         coming: from `outlook`.
-        num_layers: L.
-        num_frozen: layers that are frozen at the start.
-        max_steps: optimizer steps of the run.
-        steps_per_epoch: optimizer steps of an epoch.
-        num_watched: decisions at which the policy only looks.
-        may_thaw: whether the policy may thaw what it froze, at steps that are not known.
+        num_watched: decisions at which the policy only observes.
+        may_thaw: True if the policy may unfreeze layers, at steps that are not known.
     """
     if all(frozen <= num_frozen for _, frozen in coming):
         why = f"no decision falls into its {max_steps} steps" if not coming else "all others must stay active"
@@ -246,7 +226,7 @@ def in_words(
     text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
     if may_thaw and not thawing:
         text += " They may be unfrozen again."
-    # From a decision on rows are stored, and read until some of what gave them is thawed.
+    # Activations stored at a decision are read until some of the layers that computed them are unfrozen.
     spans = [
         next((end for end, fewer in coming[index:] if fewer < frozen), max_steps) - step
         for index, (step, frozen) in enumerate(coming)

@@ -1,4 +1,4 @@
-"""The options: Trainer's, and those of the pipeline."""
+"""`PipeTransformerArguments`: Trainer's options and those of the pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 LONGEST_WAIT = 1e9
-"""Seconds; a longer limit would overflow in the transports."""
+"""Longest timeout in seconds; a longer one would overflow in the transports."""
 
 _is_wait = number(f"a number of seconds from 0.001 to {LONGEST_WAIT:.0f}", lambda x: 1e-3 <= x <= LONGEST_WAIT)
 
@@ -72,7 +72,7 @@ READERS: dict[str, Reader] = {
     "activation_cache_keep": truth,
     "activation_cache_views": whole_number("a number of views, 0 or more", least=0),
 }
-"""How each option of the pipeline is read, whatever a script, a YAML file or a sweep gave."""
+"""Parser and range check of each pipeline option, for values from scripts, YAML files and sweeps."""
 
 _at_least_one = whole_number("a positive whole number", least=1)
 _whole = whole_number("a whole number", least=-(10**18))
@@ -87,7 +87,7 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
     "eval_accumulation_steps": optional(_at_least_one),
     "max_steps": _whole,
     "num_train_epochs": number("a number of epochs, 0 or more", lambda x: x >= 0),
-    "learning_rate": optional(_not_negative),  # Adafactor may go without.
+    "learning_rate": optional(_not_negative),  # Adafactor takes None.
     "warmup_steps": _not_negative,
     "weight_decay": _any_number,
     "adam_beta1": _decay,
@@ -105,7 +105,7 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
     "data_seed": optional(_whole),
     "dataloader_num_workers": whole_number("a whole number, 0 or more", least=0),
 }
-"""What numbers of Trainer's own may be. Of others it trains nothing without a word, trains to NaN, or fails late."""
+"""Ranges of Trainer's own numeric options. Outside them Trainer silently trains nothing, gets NaN, or fails late."""
 
 
 _NO_PIPELINE = (
@@ -118,48 +118,26 @@ _NO_PIPELINE = (
 class PipeTransformerArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the options of the pipeline.
 
-    `per_device_train_batch_size * world size * gradient_accumulation_steps` samples make one optimizer step, whatever
-    the pipeline length is. In evaluation a pipeline takes `per_device_eval_batch_size * pipeline_parallel_size`.
-    With `split_batches` of `accelerator_config` both batch sizes are those of all processes, as with Trainer.
+    One optimizer step takes `per_device_train_batch_size * world size * gradient_accumulation_steps` samples,
+    independent of the pipeline length. An evaluation batch of a pipeline has
+    `per_device_eval_batch_size * pipeline_parallel_size` samples. With `split_batches` in `accelerator_config` both
+    batch sizes count all processes together, as in Trainer.
 
-    Parameters that control the pipeline:
-        pipeline_parallel_size (`str` or `int`, *optional*, defaults to `"auto"`): K.
-        pipeline_parallel_num_microbatches (`str` or `int`, *optional*, defaults to `"auto"`): M.
-        pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`): order of the micro-batches.
-        pipeline_chunks (`int`, *optional*): V; by default the schedule's.
-        pipeline_token_slices (`str` or `int`, *optional*, defaults to `"auto"`): S, with the schedule `"token"`.
-        pipeline_weights (`str`, *optional*, defaults to `"pipeoptim"`): with the schedule `"async_1f1b"`, the weights
-            that forwards and backwards see (PipeOptim, Table II).
-        pipeline_clip (`str`, *optional*, defaults to `"stage"`): with that schedule, the norm to clip gradients by.
-        pipeline_drain_interval (`int`, *optional*): with that schedule, optimizer steps between two drains.
-        pipeline_checkpoint (`str`, *optional*, defaults to `"never"`): activation recomputation.
-        pipeline_timeout (`float`, *optional*, defaults to 300): seconds that ranks wait for each other in a
-            step; between steps `ddp_timeout`.
+    The `help` of each field describes the option, its values and units. Sections are those of the PipeTransformer
+    paper; `pipeline_weights`, `pipeline_clip` and `pipeline_drain_interval` apply to the schedule `"async_1f1b"` only.
 
-    Parameters that control freezing (PipeTransformer section 3.1):
-        freeze_policy (`str`, *optional*, defaults to `"none"`): who decides how many layers are frozen.
-        freeze_alpha (`float`, *optional*, defaults to 1/3): alpha of Eq. 1.
-        freeze_rule (`str`, *optional*, defaults to `"inclusive"`): reading of the argmin in Eq. 1.
-        freeze_interval (`str`, *optional*, defaults to `"epoch"`): time between two decisions.
-        freeze_warmup (`float`, *optional*, defaults to 0.5): share of the run without freezing.
-        freeze_min_active_layers (`int`, *optional*, defaults to 2): layers that are never frozen, but by `"fixed"`.
-        freeze_at (`str`, *optional*): the table of the policy `"fixed"`.
-
-    Parameters that control the elastic pipeline (sections 3.2 and 3.3):
-        elastic (`bool`, *optional*, defaults to `True`): let the pipeline shrink and multiply as layers freeze.
-        pipeline_compression (`str`, *optional*, defaults to `"throughput"`): how the new length is chosen.
-        layout_plan (`str`, *optional*): events file of an earlier run whose decisions are replayed.
-
-    Parameters that control the activation cache (section 3.4):
-        activation_cache (`str`, *optional*, defaults to `"auto"`): store what frozen layers give, and read it back.
-        activation_cache_dir (`str`, *optional*): where; by default the temporary folder of this machine.
-        activation_cache_max_gb (`float`, *optional*): bound on its size; by default half of the free space.
-        activation_cache_dtype (`str`, *optional*, defaults to `"auto"`): precision of what is stored.
-        activation_cache_keep (`bool`, *optional*, defaults to `False`): leave it for a later run.
-        activation_cache_views (`int`, *optional*, defaults to 0): views that it stores of each random sample.
+    Pipeline: `pipeline_parallel_size` (ranks of a pipeline K), `pipeline_parallel_num_microbatches` (micro-batches per
+        mini-batch M), `pipeline_schedule`, `pipeline_chunks` (stages on each rank V), `pipeline_token_slices` (slices
+        of a sequence S), `pipeline_weights` (PipeOptim, Table II), `pipeline_clip`, `pipeline_drain_interval`,
+        `pipeline_checkpoint`, `pipeline_timeout` (seconds)
+    Freezing (section 3.1): `freeze_policy`, `freeze_alpha` (alpha of Eq. 1), `freeze_rule` (reading of the argmin in
+        Eq. 1), `freeze_interval`, `freeze_warmup`, `freeze_min_active_layers`, `freeze_at`
+    Elastic pipeline (sections 3.2 and 3.3): `elastic`, `pipeline_compression`, `layout_plan`
+    Activation cache (section 3.4): `activation_cache`, `activation_cache_dir`, `activation_cache_max_gb`,
+        `activation_cache_dtype`, `activation_cache_keep`, `activation_cache_views`
 
     Raises:
-        ValueError: an option that cannot be read or is outside its range, found and expected values in the text.
+        ValueError: an option cannot be parsed or is out of range; names the value found and those expected.
     """
 
     pipeline_parallel_size: str = field(
@@ -347,7 +325,8 @@ class PipeTransformerArguments(TrainingArguments):
         },
     )
 
-    # No options: whether a trainer of this library reads them, and whether it puts the model on its devices itself.
+    # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
+    # uses the arguments, that it recomputes in place of activation_checkpointing, and that it places the model.
     is_taken = False
     recomputes_for_trainer = False
     places_model = False
@@ -364,21 +343,17 @@ class PipeTransformerArguments(TrainingArguments):
         self._read_trainers_numbers()
         check_combinations(self)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
-            # There is nothing else; without the word accelerate would make each process a world of its own.
+            # Without use_cpu accelerate would make each process a world of size 1 on a machine without GPUs.
             self.use_cpu = True
         super().__post_init__()
         self._recompute_in_pipeline()
 
     def _read_trainers_numbers(self) -> None:
-        """Refuse numbers that no run can use; those in text become numbers.
-
-        Raises:
-            ValueError: names the option, what was found and what is expected.
-        """
+        """Check Trainer's numeric options and convert those given as text."""
         for name, read in TRAINERS_NUMBERS.items():
             value = getattr(self, name)
             if name == "num_train_epochs" and isinstance(self.max_steps, int) and self.max_steps > 0:
-                continue  # It is not read then.
+                continue  # max_steps overrides it.
             found = read(name, value)
             if isinstance(found, float) and isinstance(value, str) and found.is_integer():
                 found = int(found)
@@ -399,16 +374,16 @@ class PipeTransformerArguments(TrainingArguments):
                 self.recomputes_for_trainer = True
 
     def leave_recomputing_to_trainer(self) -> None:
-        """Of a run without a pipeline: `activation_checkpointing` as it was asked for."""
+        """Set `activation_checkpointing` back to the user's value, for a run without a pipeline."""
         if self.recomputes_for_trainer:
             self.pipeline_checkpoint, self.activation_checkpointing = "never", True
             self.recomputes_for_trainer = False
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False where a rank's stage, not the whole model, goes to its device.
+        """False if the pipeline moves stages to their devices, None for Trainer's default.
 
-        Trainer asks when it is made, one without a pipeline too: it ignores the options of this class.
+        Every Trainer reads it in its constructor: the place to warn that a plain one ignores the pipeline's options.
         """
         if not self.is_taken:
             logger.warning(_NO_PIPELINE)
@@ -416,41 +391,41 @@ class PipeTransformerArguments(TrainingArguments):
 
     @property
     def pipeline_size(self) -> int | None:
-        """The asked pipeline length K; None for "auto"."""
+        """Requested number of ranks of a pipeline K; None for "auto"."""
         return None if self.pipeline_parallel_size == "auto" else int(self.pipeline_parallel_size)
 
     @property
     def splits_batches(self) -> bool:
-        """Whether batch sizes are those of all processes together, as accelerate's `split_batches` has it."""
+        """True if batch sizes count all processes together (accelerate's `split_batches`)."""
         return bool(self.accelerator_config.split_batches)
 
     @property
     def train_samples_per_device(self) -> int:
-        """Training samples of a batch that fall to one process, the same for every layout."""
+        """Number of training samples of a batch per process, independent of the layout."""
         return int(self.per_device_train_batch_size) // (self.world_size if self.splits_batches else 1)
 
     def global_batch_size(self, batch_size: int) -> int:
-        """Samples of a batch over all processes, of a loader that Trainer is asked for with `batch_size`."""
+        """Return the samples of a batch over all processes for a data loader with `batch_size`."""
         return batch_size * (1 if self.splits_batches else self.world_size)
 
     @property
     def num_chunks(self) -> int:
-        """Stages of each rank, V, where a pipeline has several ranks."""
+        """Number of stages on each rank V, if the pipeline has several ranks."""
         return self.pipeline_chunks or find_schedule(self.pipeline_schedule).default_chunks
 
     @property
     def cuts_tokens(self) -> bool:
-        """Whether sequences are cut into slices of their tokens."""
+        """True if the schedule cuts sequences into token slices."""
         return find_schedule(self.pipeline_schedule).in_token_slices is not None
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether stages update themselves without waiting for the others."""
+        """True if each stage takes optimizer steps without waiting for the others."""
         return find_schedule(self.pipeline_schedule).is_asynchronous
 
     @property
     def token_slices(self) -> Plans | None:
-        """How sequences are cut, as the user wants it; None for "auto"."""
+        """Requested token slices of a sequence, as relative lengths; None for "auto"."""
         if self.pipeline_token_slices == "auto":
             return None
         lengths = tuple(int(length) for length in self.pipeline_token_slices.split(","))
@@ -458,23 +433,23 @@ class PipeTransformerArguments(TrainingArguments):
 
     @property
     def num_microbatches(self) -> int | None:
-        """The asked number of micro-batches M; None for "auto" and "measured"."""
+        """Requested number of micro-batches M; None for "auto" and "measured"."""
         count = self.pipeline_parallel_num_microbatches
         return int(count) if count.isdecimal() else None
 
 
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
-    """Arguments as a pipeline reads them: plain ones get the default of each of its options."""
+    """Return arguments with all pipeline options: other `TrainingArguments` are copied and get the defaults."""
     if isinstance(args, PipeTransformerArguments):
         args._read_trainers_numbers()
         args.is_taken = True
         return args
     kind = type(args)
-    # Their own options stay: those of `Seq2SeqTrainingArguments`, say.
+    # A combined class keeps the options of a subclass such as Seq2SeqTrainingArguments.
     both = PipeTransformerArguments
     if kind is not TrainingArguments:
         both = dataclass(type(f"Pipeline{kind.__name__}", (PipeTransformerArguments, kind), {}))
-    # Not made anew: what Trainer's arguments work out from each other is done.
+    # Copied, not constructed: Trainer's __post_init__ has derived values already and must not run twice.
     taken = copy.copy(args)
     taken.__class__ = both
     for option in fields(PipeTransformerArguments):

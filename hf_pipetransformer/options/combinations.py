@@ -1,4 +1,4 @@
-"""Options that do not go together, refused before a run begins."""
+"""Checks for options that exclude or require each other, run before training starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_pipetransformer.schedules import find_schedule
 
 
 Options = Any
-"""`PipeTransformerArguments`, each option read already."""
+"""`PipeTransformerArguments`, with every option already parsed."""
 
 _DECIDING = ("gradient_norm", "schedule")
 POLICIES_READING = {
@@ -20,14 +20,14 @@ POLICIES_READING = {
     "freeze_warmup": _DECIDING,
     "freeze_min_active_layers": _DECIDING,
 }
-"""The policies that read each of these options; a policy of the user's own reads all but the first two."""
+"""Built-in policies that read each of these options; a custom policy reads all but the first two."""
 
 
 def check_combinations(args: Options) -> None:
-    """Look at all of them.
+    """Check all combinations of options.
 
     Raises:
-        ValueError: two of them exclude each other, or one needs another.
+        ValueError: two options exclude each other, or one requires another.
     """
     _check_freezing(args)
     _check_chunks(args)
@@ -120,7 +120,7 @@ def _check_freezing(args: Options) -> None:
 
 
 def unused_freeze_options(args: Options, policy: str) -> list[str]:
-    """What the user should hear of options that do nothing with a policy, named as in `freeze_policy`."""
+    """Return warnings about options that have no effect with a policy, named as in `freeze_policy`."""
     defaults = {field.name: field.default for field in fields(args)}
     return [
         f"{name}={getattr(args, name)!r} does nothing with freeze_policy={policy!r}: "

@@ -1,7 +1,7 @@
-"""Values of options as people and files write them, turned into the one form that the code reads, or refused.
+"""Parsers that turn option values, as people and files write them, into the type the code uses.
 
-YAML and sweeps give text for numbers, True and False for `on` and `off`, None for `null`. Each function here takes the
-name of an option and a value, and gives the value in its type or raises a ValueError of one sentence.
+YAML and sweeps give strings for numbers, True and False for `on` and `off`, and None for `null`. Each parser takes an
+option's name and value, and returns the value in its type or raises a one-sentence ValueError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 Reader = Callable[[str, Any], Any]
-"""Gives an option's value in its own type. Raises ValueError, which names the option, what was found and expected."""
+"""Parser of an option's value."""
 
 _TRUE = ("true", "yes", "on", "y", "t", "1")
 _FALSE = ("false", "no", "off", "n", "f", "0")
@@ -25,13 +25,9 @@ _DIGITS = re.compile("[0-9]{1,18}")
 
 
 def choice(choices: tuple[str, ...], on: str | None = None, off: str | None = None, null: str | None = None) -> Reader:
-    """One of `choices`, in any case of letters.
+    """Return a parser for one of `choices`, case-insensitive.
 
-    Args:
-        choices: the words allowed.
-        on: the choice that True stands for (what YAML makes of `on`); None if there is none.
-        off: the same for False.
-        null: the same for None.
+    `on`, `off` and `null` are the choices for True, False and None: YAML turns `on` into True.
     """
 
     def read(name: str, value: Any) -> str:
@@ -47,7 +43,6 @@ def choice(choices: tuple[str, ...], on: str | None = None, off: str | None = No
 
 
 def truth(name: str, value: Any) -> bool:
-    """True or False."""
     word = str(value).strip().lower()
     if not isinstance(value, float) and word in _TRUE + _FALSE:
         return word in _TRUE
@@ -57,13 +52,7 @@ def truth(name: str, value: Any) -> bool:
 def number(
     expected: str, is_allowed: Callable[[float], bool] = lambda _: True, may_be_infinite: bool = False
 ) -> Reader:
-    """A number; NaN is none.
-
-    Args:
-        expected: what is allowed, in words.
-        is_allowed: whether a number is.
-        may_be_infinite: else it is finite.
-    """
+    """Return a parser for numbers that `is_allowed` accepts, except NaN; `expected` describes them in errors."""
 
     def read(name: str, value: Any) -> float:
         found = _real(value) if may_be_infinite else _finite(value)
@@ -75,7 +64,7 @@ def number(
 
 
 def whole_number(expected: str, least: int, most: int = 10**18) -> Reader:
-    """A whole number from `least` to `most`; `expected` says so in words."""
+    """Return a parser for an integer from `least` to `most`; `expected` describes the range in errors."""
 
     def read(name: str, value: Any) -> int:
         found = _whole(value)
@@ -87,7 +76,7 @@ def whole_number(expected: str, least: int, most: int = 10**18) -> Reader:
 
 
 def count_or(*words: str) -> Reader:
-    """A positive whole number, as text, or one of `words`."""
+    """Return a parser for a positive integer, kept as text, or one of `words`."""
     allowed = " or ".join([*map(repr, words), "a positive whole number"])
 
     def read(name: str, value: Any) -> str:
@@ -103,7 +92,7 @@ def count_or(*words: str) -> Reader:
 
 
 def lengths_or(*words: str) -> Reader:
-    """One of `words`, a positive whole number, or several with commas between them; as text."""
+    """Return a parser for one of `words`, or one or more positive integers separated by commas, kept as text."""
     allowed = " or ".join([*map(repr, words), "a number of slices", "their lengths, as in '512,512,1024'"])
 
     def read(name: str, value: Any) -> str:
@@ -119,14 +108,14 @@ def lengths_or(*words: str) -> Reader:
 
 
 def interval(name: str, value: Any) -> str:
-    """ "epoch", a number of steps, or a share of the run, as text."""
+    """Parse "epoch", a number of steps, or a share of the run between 0 and 1, and return it as text."""
     if isinstance(value, str) and value.strip().lower() == "epoch":
         return "epoch"
     found = _finite(value)
     if found is not None and 0 < found < 1:
         return repr(found)
     steps = _whole(value)
-    # 1.0 might mean one step or the whole run.
+    # Reject 1.0, which could mean one step or the whole run.
     is_share = not isinstance(value, Integral) and not _DIGITS.fullmatch(str(value).strip())
     if steps is None or steps < 1 or is_share:
         raise _refusal(name, "'epoch', a positive number of steps, or a share of the run between 0 and 1", value)
@@ -134,7 +123,7 @@ def interval(name: str, value: Any) -> str:
 
 
 def optional(read: Reader) -> Reader:
-    """What `read` takes, or nothing."""
+    """Return a parser that accepts what `read` does, or None, "none", "null" and the empty string as None."""
 
     def read_or_none(name: str, value: Any) -> Any:
         is_nothing = value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
@@ -144,7 +133,6 @@ def optional(read: Reader) -> Reader:
 
 
 def path(name: str, value: Any) -> str:
-    """The path of a file or folder."""
     found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(found, str) or "\0" in found:
         raise _refusal(name, "a path", value)
@@ -152,17 +140,17 @@ def path(name: str, value: Any) -> str:
 
 
 def freeze_table(name: str, value: Any) -> str:
-    """`"step:layers,..."`, in order of steps."""
+    """Parse `"step:layers,..."` and return it sorted by step."""
     if not isinstance(value, str):
         raise _refusal(name, "'step:layers,...' (in quotes: YAML takes 100:2 for the number 6002)", value)
     return ",".join(f"{step}:{layers}" for step, layers in parse_freeze_at(value).items())
 
 
 def parse_freeze_at(text: str) -> dict[int, int]:
-    """`"step:layers,..."` as a table.
+    """Parse `"step:layers,..."` into a table from step to number of frozen layers, sorted by step.
 
     Raises:
-        ValueError: not of that form, or a step named twice.
+        ValueError: malformed text, or a step that occurs twice.
     """
     table: dict[int, int] = {}
     for part in text.split(","):
@@ -179,7 +167,7 @@ def parse_freeze_at(text: str) -> dict[int, int]:
 
 
 def _real(value: Any) -> float | None:
-    """A number, also one in text; None for anything else, and for NaN."""
+    """Convert a number or numeric string to float; None for anything else, and for NaN."""
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         return None
     try:
@@ -190,13 +178,12 @@ def _real(value: Any) -> float | None:
 
 
 def _finite(value: Any) -> float | None:
-    """As `_real`; None for infinity too."""
     found = _real(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number of at most 18 digits, also one in text or a float without fraction."""
+    """Convert an integer of at most 18 digits, a string of one, or an integral float; None for anything else."""
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, (Integral, Real, str)):

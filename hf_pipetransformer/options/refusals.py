@@ -1,4 +1,4 @@
-"""Options and models that cannot work with a pipeline, refused before training, each with its reason."""
+"""Checks before training for options, models and data sets that cannot work with a pipeline."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ LAUNCH_HINT = (
 )
 
 FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
-"""Environment variable that lets fp16 through, for the check on GPUs."""
+"""Environment variable that allows fp16, for the check on GPUs."""
 
 VERIFIED_ON_NCCL: frozenset[str] = frozenset()
-"""Precisions ("fp32", "bf16", "fp16") in which `make gpu-check` has passed on two GPUs or more.
-
-What counts is benchmarks/gpu_check.json: a test compares.
-"""
+"""Precisions in which `make gpu-check` passed on two or more GPUs; a test compares benchmarks/gpu_check.json."""
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -36,7 +33,7 @@ _LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
 
 
 def check_arguments(args: PipeTransformerArguments) -> None:
-    """Refuse arguments that a pipeline cannot honour.
+    """Raise if an option cannot work with a pipeline.
 
     Raises:
         ValueError: names the option, the reason and the remedy.
@@ -98,7 +95,7 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
 
 
 def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
-    """Options that would be wrong or without effect with several stages or processes."""
+    """List further options: most would be wrong or have no effect with several stages or processes."""
     accelerator, several = args.accelerator_config, args.world_size > 1
     may_have_stages = several and args.pipeline_size != 1
     return [
@@ -163,7 +160,7 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
 
 
 def warn_about_options(args: PipeTransformerArguments) -> list[str]:
-    """Texts about options that are taken differently than in Trainer."""
+    """Return warnings about options that work differently than in Trainer."""
     warnings = []
     if not args.average_tokens_across_devices:
         warnings.append(
@@ -189,15 +186,15 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
 
 
 def precision_of(args: TrainingArguments) -> str:
-    """The precision of training: "fp32", "bf16" or "fp16"."""
+    """Return the training precision: "fp32", "bf16" or "fp16"."""
     return "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
 
 
 def check_launch(args: TrainingArguments) -> None:
-    """Refuse processes that do not know of each other.
+    """Raise if the launched processes would run as independent trainings.
 
     Raises:
-        ValueError: names how many there are, and how to start them.
+        ValueError: names the number of processes and the right launch command.
     """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != args.world_size:
@@ -215,7 +212,7 @@ def check_launch(args: TrainingArguments) -> None:
 
 
 def _processes_asked_of_accelerate() -> int:
-    """`--num_processes` of the `accelerate launch` that is this process's parent; 1 if there is none."""
+    """Return `--num_processes` of the `accelerate launch` that is the parent process; 1 if there is none."""
     try:
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent is not None else []
@@ -233,17 +230,16 @@ def _processes_asked_of_accelerate() -> int:
 
 
 def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:
-    """Refuse models and optimizers that cannot be put on stages.
+    """Raise if a model or optimizer cannot be split into stages.
 
     Args:
-        model: the user's model.
-        pipeline_size: K as far as it is known; None for "auto".
-        is_undivided: one process and one micro-batch.
-        optimizers: the user's optimizer and scheduler.
+        pipeline_size: number of ranks of a pipeline K; None for "auto".
+        is_undivided: True with one process and one micro-batch, where batch norms are allowed.
+        optimizers: the user's (optimizer, scheduler).
 
     Raises:
-        ModelSettingError: skipped layers, batch normalisation or outputs of all layers; Trainer has them all.
-        ValueError: names what was found and what to do.
+        ModelSettingError: LayerDrop, batch norms, or outputs of all layers, which work in Trainer.
+        ValueError: device_map, a quantized model, or an optimizer that cannot be split.
     """
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
@@ -271,7 +267,7 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
 
 
 def _check_divisible(optimizer: Any) -> None:
-    """Refuse a user's optimizer that cannot train on several stages, each of which gets its parameters of it."""
+    """Raise if the user's optimizer cannot be split by parameters over several stages."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -287,10 +283,10 @@ def _check_divisible(optimizer: Any) -> None:
 
 
 def check_dataset(dataset: Any, what: str) -> None:
-    """Refuse what is no data set.
+    """Check a data set; None passes.
 
     Raises:
-        ValueError: it has neither a length and indices nor can it be iterated as those of torch and datasets.
+        ValueError: it has no length and indices, and is no `IterableDataset` of torch or datasets.
     """
     if dataset is None or isinstance(dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset)):
         return
@@ -302,9 +298,9 @@ def check_dataset(dataset: Any, what: str) -> None:
 
 
 def comparable(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as values that can be written, sent and compared: what JSON does not know, and NaN, as text."""
+    """Convert arguments to JSON values that can be compared: other types and NaN become text."""
     plain = (bool, int, float, str, type(None))
-    # NaN is not equal to itself.
+    # `value == value` is false for NaN.
     return {
         name: value if isinstance(value, plain) and value == value else str(value) for name, value in arguments.items()
     }

@@ -1,6 +1,6 @@
-"""`Pipe`: an `nn.Sequential` as a pipeline over the devices of one process (GPipe).
+"""`Pipe`: pipeline parallelism for an `nn.Sequential` over the devices of one process (GPipe).
 
-In the place of `torch.distributed.pipeline.sync`, which PyTorch had until 2.3, and of torchgpipe.
+Replaces `torch.distributed.pipeline.sync`, which PyTorch had until 2.3, and torchgpipe.
 """
 
 from hf_pipetransformer.pipe.balance import balance_by_size, balance_by_time, partition_model

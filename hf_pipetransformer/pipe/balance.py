@@ -1,4 +1,4 @@
-"""Balancing the children of a Sequential over devices by measured time or size."""
+"""Balance the children of a Sequential over stages by measured time or memory."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from hf_pipetransformer.planning.partition import partition
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a child gets: its arguments, and the skip tensors that it pops."""
+    """Arguments of a child and the skip tensors that it pops."""
 
     arguments: tuple[Any, ...]
     skips: dict[Key, Tensor | None]
 
     def renewed(self) -> Inputs:
-        """Copies for one run, which may change them in place."""
+        """Return copies: a run may change its inputs in place."""
         return Inputs(_map(self.arguments, torch.clone), _map(self.skips, torch.clone))
 
 
 @dataclass(frozen=True)
 class Child:
-    """A copy of a child in training mode on the device it is measured on."""
+    """Copy of a child, on the device where it is measured."""
 
     module: nn.Module
     inputs: Inputs
 
     def run(self, inputs: Inputs) -> tuple[Any, dict[Key, Tensor | None]]:
-        """What its forward returns, and what it stashes for others."""
+        """Run the forward; return its output and the skip tensors stashed for later children."""
         with exchanging(SkipExchange(inputs.skips)) as exchange:
             return self.module(*inputs.arguments), exchange.left
 
     def forget_gradients(self) -> None:
-        """Of an earlier run: adding to them would be measured too."""
+        """Drop the gradients of the previous run: accumulating into them would be timed too."""
         for tensor in (*self.module.parameters(), *_tensors((self.inputs.arguments, self.inputs.skips))):
             tensor.grad = None
 
@@ -55,7 +55,7 @@ class Child:
 def seconds_of_children(
     module: nn.Sequential, sample: Any, timeout: float, device: torch.device, unpack: bool | None
 ) -> list[float]:
-    """Seconds of a forward and backward of each child, about `timeout` for all of them together."""
+    """Measure the seconds of a forward and backward of each child, in about `timeout` seconds for all of them."""
     share = timeout / len(module)
     with _random_state_kept(device):
         return [_seconds(child, share, device) for child in _children(module, sample, device, unpack)]
@@ -64,15 +64,16 @@ def seconds_of_children(
 def bytes_of_children(
     module: nn.Sequential, sample: Any, param_scale: float, device: torch.device, unpack: bool | None
 ) -> list[float]:
-    """Bytes that each child keeps: its output, what its backward needs, and `param_scale` times its parameters."""
+    """Measure the bytes of each child: output, tensors saved for backward, `param_scale` times its parameters."""
     with _random_state_kept(device):
         children = _children(module, sample, device, unpack)
         return [_activation_bytes(child) + param_scale * _parameter_bytes(child.module) for child in children]
 
 
 def _children(module: nn.Sequential, sample: Any, device: torch.device, unpack: bool | None) -> Iterator[Child]:
-    """Each child with the values that reach it when the model is given `sample`."""
+    """Yield a copy of each child, in training mode, with the inputs that reach it when the model runs on `sample`."""
 
+    # Every child starts a new graph: its backward must not run into the children before it.
     def cut_off(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
@@ -90,7 +91,7 @@ def _children(module: nn.Sequential, sample: Any, device: torch.device, unpack: 
 
 
 def _seconds(child: Child, share: float, device: torch.device) -> float:
-    """The median of the runs in `share` seconds, two at least; the first is left out."""
+    """Return the median time of the runs in `share` seconds, at least two; the first one is a warm-up."""
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < share:
         child.forget_gradients()
@@ -105,12 +106,12 @@ def _seconds(child: Child, share: float, device: torch.device) -> float:
 
 
 def _activation_bytes(child: Child) -> int:
-    """Bytes of what a forward leaves, each storage once: neither parameters, buffers nor inputs, which others made."""
+    """Count each storage that a forward leaves behind once, without parameters, buffers and inputs."""
     inputs = child.inputs.renewed()
     given = [(each.arguments, each.skips) for each in (child.inputs, inputs)]
     others = (*child.module.parameters(), *child.module.buffers(), *_tensors(given))
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
-    # The storages themselves: the address of one that is given back may be another's.
+    # Keep the storages alive: the address of a freed one may be reused, and the two would count as one.
     kept: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def _parameter_bytes(module: nn.Module) -> int:
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Tensors whose gradient the backward of `tensor` computes; its graph keeps them."""
+    """Yield the leaves whose gradient the backward of `tensor` computes; the graph keeps them alive."""
     to_visit, seen = [tensor.grad_fn], set()
     while to_visit:
         node = to_visit.pop()
@@ -147,7 +148,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _takes(module: nn.Module, values: Sequence[Any]) -> bool:
-    """Whether the forward can be called with so many arguments."""
+    """Return True if the module's forward accepts `values` as positional arguments."""
     try:
         inspect.signature(module.forward).bind(*values)
     except TypeError:
@@ -156,7 +157,6 @@ def _takes(module: nn.Module, values: Sequence[Any]) -> bool:
 
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with the tensors inside replaced."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -180,7 +180,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Gradients are computed inside, and random numbers drawn there leave no trace."""
+    """Enable gradients inside and restore the RNG state on exit."""
     devices: Iterable[torch.device] = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.enable_grad():
         yield
@@ -204,28 +204,24 @@ def balance_by_time(
     device: Device | None = None,
     unpack: bool | None = None,
 ) -> list[int]:
-    """Cut a model so that the slowest stage is as fast as possible.
+    """Split a model into stages such that the slowest stage is as fast as possible.
 
-    Each child's forward and backward is timed in training mode, on a copy: the model, its gradients and the random
-    state stay as they are.
+    Times the forward and backward of each child in training mode. Runs on copies: the model and the RNG state do not
+    change.
 
     Args:
-        partitions: number of stages.
-        module: its children are what is counted.
-        sample: what the model is called with, of the size of a micro-batch.
-        timeout: seconds to measure for, all children together; each runs at least twice.
-        device: where to measure; the first GPU, or the CPU where there is none.
-        unpack: whether a tuple, the sample as well as a child's result, is given to the next child as several
-            arguments, as `Pipe` does, or as one, as `GPipe` does. None: as several to a child whose forward can be
-            called with so many.
+        sample: input of the model, one micro-batch in size.
+        timeout: seconds of measurement for all children together; each child runs at least twice.
+        device: where to measure; by default the first GPU, or the CPU without GPUs.
+        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
+            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
 
     Returns:
-        Numbers of children, one for each stage.
+        Number of children of each stage.
 
     Raises:
-        TypeError: `module` is no Sequential.
-        ValueError: fewer children than stages, no stage, a `timeout` that is no such number, or a parameter that has a
-            gradient.
+        TypeError: `module` is not an `nn.Sequential`.
+        ValueError: invalid `partitions` or `timeout`, or a parameter already has a gradient.
     """
     _check(partitions, module)
     if not 0 <= timeout < math.inf:
@@ -250,27 +246,24 @@ def balance_by_size(
     device: Device | None = None,
     unpack: bool | None = None,
 ) -> list[int]:
-    """Cut a model so that the stage that needs most memory needs as little as possible.
+    """Split a model into stages such that the largest stage needs as little memory as possible.
 
-    A child counts for what its forward keeps for its backward of one micro-batch, for its output, and for its
-    parameters. Tensors are counted as autograd saves them, on any device alike; what an allocator adds is not seen.
+    The memory of a child is its output for one micro-batch, the tensors that autograd saves for its backward, and its
+    parameters times `param_scale`. Tensor sizes are added up, on CPU and GPU alike; allocator overhead is not seen.
 
     Args:
-        partitions: number of stages.
-        module: its children are what is counted.
-        input: what the model is called with, a whole mini-batch.
-        chunks: micro-batches of it; the first is measured.
-        param_scale: how many times the memory of its parameters a child needs, with gradients and the state of the
-            optimizer: 2 to 3 for SGD, 4 to 5 for Adam.
-        device: where to measure; the first GPU, or the CPU where there is none.
-        unpack: as of `balance_by_time`.
+        input: input of the model, a whole mini-batch.
+        chunks: micro-batches of a mini-batch; the first one is measured.
+        param_scale: memory of parameters, gradients and optimizer state in multiples of the parameters: 2 to 3 for
+            SGD, 4 to 5 for Adam.
+        device, unpack: as in `balance_by_time`.
 
     Returns:
-        Numbers of children, one for each stage.
+        Number of children of each stage.
 
     Raises:
-        TypeError: `module` is no Sequential.
-        ValueError: fewer children than stages, no stage, no micro-batch, or a `param_scale` that is no such number.
+        TypeError: `module` is not an `nn.Sequential`.
+        ValueError: invalid `partitions`, `chunks` or `param_scale`.
     """
     _check(partitions, module)
     if chunks < 1:
@@ -294,7 +287,7 @@ def _check(partitions: int, module: nn.Sequential) -> None:
 
 
 def _first_micro_batch(value: Any, chunks: int) -> Any:
-    """What the first stage gets first, of a mini-batch in `chunks` micro-batches."""
+    """Return the first of the `chunks` micro-batches of the model's input."""
     if isinstance(value, tuple):
         return tuple(_first_micro_batch(each, chunks) for each in value)
     if isinstance(value, NoChunk):
@@ -315,21 +308,19 @@ def _place(device: Device | None) -> torch.device:
 def partition_model(
     module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device | str | int] | None = None
 ) -> nn.Sequential:
-    """Put the children on devices, those of a stage into one Sequential.
+    """Move the children of a Sequential to the devices of their stages and group them by stage.
 
     Args:
-        module: its children are moved.
-        balance: how many of them each stage takes; `balance_by_time` and `balance_by_size` find it.
-        devices: of the stages; the GPUs, or the CPU for all where there are fewer GPUs than stages.
+        balance: number of children of each stage, from `balance_by_time` or `balance_by_size`.
+        devices: one per stage; by default the GPUs, or the CPU for all stages if there are fewer GPUs than stages.
 
     Returns:
-        A Sequential of Sequentials, whose names are `stage.child`, both counted from 0. A tuple that a child returns
-        is handed on as several arguments, as in `Pipe`.
+        A Sequential of Sequentials with names `stage.child`, both counted from 0. It passes a tuple to the next child
+        as several arguments, as `Pipe` does.
 
     Raises:
-        TypeError: `module` is no Sequential.
-        ValueError: numbers that are below 1 or do not sum up to the number of children, a child that appears twice,
-            or a parameter that belongs to stages on several devices.
+        TypeError: `module` is not an `nn.Sequential`.
+        ValueError: `balance` does not fit, a child appears twice, or stages on different devices share a parameter.
         IndexError: fewer devices than stages.
     """
     check_module(module)

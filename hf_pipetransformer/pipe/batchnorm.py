@@ -1,4 +1,4 @@
-"""Batch normalisation whose running statistics are those of whole mini-batches, though it sees micro-batches."""
+"""Batch normalization on micro-batches with the running statistics of whole mini-batches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalises each micro-batch by itself, and updates the running statistics once a mini-batch.
+    """Batch norm that normalizes each micro-batch separately and updates running statistics once per mini-batch.
 
-    In evaluation mode, and in its state dict, it is `nn.BatchNorm1d`, 2d or 3d. In training mode its running
-    statistics become what those of one forward with the whole mini-batch would be; its output is not that one's, for
-    a micro-batch is normalised with its own mean and variance. A forward run again for its backward is not counted.
+    In evaluation mode and in its state dict it equals `nn.BatchNorm1d`, 2d or 3d. In training mode the running
+    statistics equal those after one forward with the whole mini-batch. The output does not: each micro-batch is
+    normalized with its own mean and variance. Recomputed forwards are not counted.
 
     Args:
-        num_features: channels, the second dimension of the input, `(batch, channels, ...)`.
-        eps: added to the variance.
+        num_features: channels, the second dimension of the input `(batch, channels, ...)`.
         momentum: weight of a mini-batch in the running statistics; None for the mean over all mini-batches.
-        affine: whether there are a weight and a bias.
-        chunks: micro-batches of a mini-batch. After so many forwards the running statistics are updated, unless
-            `begin` has given another number for the mini-batch under way.
+        chunks: forwards per mini-batch, after which the running statistics are updated, unless `begin` sets another
+            number for the current mini-batch.
 
     Raises:
         ValueError: `chunks` is below 1.
@@ -54,27 +52,27 @@ class DeferredBatchNorm(_BatchNorm):
         self.begin(chunks)
 
     def begin(self, num_micro_batches: int) -> None:
-        """A mini-batch of so many micro-batches comes next; what is left of one that failed is dropped."""
+        """Start a mini-batch of `num_micro_batches`, and drop the partial sums of one that failed."""
         self._to_come = num_micro_batches
-        # Of all values of a channel so far: number, mean, and sum of squared differences from it.
+        # Per channel, over the values so far: count, mean, and sum of squared differences from the mean.
         self._count = 0
         self._mean: Tensor | None = None
         self._scatter: Tensor | None = None
 
     @property
     def sum(self) -> Tensor:
-        """Sum of the values of the mini-batch under way, `(channels,)`."""
+        """Sum of the values of the current mini-batch, `(channels,)`."""
         return torch.zeros_like(self.running_mean) if self._mean is None else self._mean * self._count
 
     @property
     def sum_squares(self) -> Tensor:
-        """Sum of the squares of the values of the mini-batch under way, `(channels,)`."""
+        """Sum of the squares of the values of the current mini-batch, `(channels,)`."""
         if self._mean is None or self._scatter is None:
             return torch.zeros_like(self.running_mean)
         return self._scatter + self._mean**2 * self._count
 
     def forward(self, input: Tensor) -> Tensor:
-        """`(batch, channels, ...)` to the same shape."""
+        """Normalize `(batch, channels, ...)`, and in training add it to the statistics of the mini-batch."""
         if not self.training:
             mean, var = self.running_mean, self.running_var
             return F.batch_norm(input, mean, var, self.weight, self.bias, training=False, eps=self.eps)
@@ -87,7 +85,7 @@ class DeferredBatchNorm(_BatchNorm):
         return output
 
     def _track(self, values: Tensor) -> None:
-        """Merge a micro-batch into what is known of the mini-batch (Chan et al., 1979: nothing large cancels)."""
+        """Merge a micro-batch into the mini-batch's mean and variance (Chan et al., 1979, to avoid cancellation)."""
         count = values.numel() // values.size(1)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         others = [dimension for dimension in range(values.dim()) if dimension != 1]
@@ -103,12 +101,12 @@ class DeferredBatchNorm(_BatchNorm):
         self._to_come -= 1
 
     def _commit(self) -> None:
-        """Move the running statistics to the mini-batch, as one forward with all of it would."""
         assert self._mean is not None and self._scatter is not None, "a mini-batch has a micro-batch"
         self.num_batches_tracked.add_(1)
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         for running, new in (
             (self.running_mean, self._mean),
+            # Unbiased, as in nn.BatchNorm.
             (self.running_var, self._scatter / (self._count - 1)),
         ):
             running.lerp_(new.to(running.dtype), factor)
@@ -116,21 +114,19 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module | DeferredBatchNorm:
-        """Put deferred batch normalisation in the place of `nn.BatchNorm1d`, 2d and 3d.
+        """Replace `nn.BatchNorm1d`, 2d and 3d modules by deferred ones.
 
-        Others stay as they are: those without running statistics have nothing to defer, `nn.SyncBatchNorm` gathers its
-        statistics over processes, and a subclass with a forward of its own would lose it. Hooks of a replaced module
-        are left with it.
+        Left unchanged: batch norms without running statistics, which have nothing to defer; `nn.SyncBatchNorm`, which
+        gathers its statistics over processes; subclasses that override `forward`. Hooks of replaced modules are lost.
 
         Args:
-            module: it is changed in place, at any depth, unless it is a batch normalisation itself.
-            chunks: micro-batches of a mini-batch.
+            module: changed in place at any depth, unless it is a batch norm itself.
 
         Returns:
-            `module`, or what replaces it. Parameters and buffers are the same objects as before.
+            `module`, or its replacement. Parameters and buffers remain the same objects.
 
         Raises:
-            ValueError: a module is lazy and has no shape yet.
+            ValueError: a lazy module has no shape yet.
         """
         replaced: dict[_BatchNorm, DeferredBatchNorm] = {}
         for name, child in list(module.named_modules(remove_duplicate=False)):
@@ -151,7 +147,7 @@ class DeferredBatchNorm(_BatchNorm):
                 f"{name or 'The module'} is a {type(module).__name__} that has not seen an input: run one forward "
                 "before it is converted, or give its num_features."
             )
-        with torch.device("meta"):  # Its tensors are replaced at once.
+        with torch.device("meta"):  # Tensors are replaced below.
             new = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
         new.weight, new.bias = module.weight, module.bias
         for buffer in ("running_mean", "running_var", "num_batches_tracked"):
@@ -160,14 +156,13 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def _is_plain(module: _BatchNorm, chunks: int) -> bool:
-    """Whether it is to be replaced."""
     if isinstance(module, DeferredBatchNorm):
         return module.chunks != chunks
-    # nn.SyncBatchNorm has a forward of its own.
+    # nn.SyncBatchNorm overrides forward.
     return module.track_running_stats and type(module).forward is _BatchNorm.forward
 
 
 def _drop_sums(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """State dicts of torchgpipe and `torch.distributed.pipeline` have the sums of an unfinished mini-batch."""
+    """Drop the sums of an unfinished mini-batch, which torchgpipe and `torch.distributed.pipeline` save."""
     for name in ("sum", "sum_squares"):
         state.pop(prefix + name, None)

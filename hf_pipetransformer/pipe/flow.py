@@ -1,8 +1,8 @@
-"""Clock cycles of a batch: who computes what and when, and the order of the backwards.
+"""Forward of a mini-batch through the stages, by clock cycles, and the order of its backward.
 
-Edges in autograd's graph order backwards that have nothing else to do with each other: a stage takes the backwards of
-its micro-batches in the order of the schedule's table. That bounds what recomputation keeps at a time, keeps devices
-in step, and makes the sums of gradients the same in every run.
+Extra edges in the autograd graph order backwards that are otherwise independent: each stage runs the backwards of its
+micro-batches in the order of the schedule table. This bounds the activations that recomputation keeps at a time, keeps
+the devices in step, and sums gradients in the same order in every run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hf_pipetransformer.schedules import Op, find_schedule, source_of
 
 
 Clock = tuple[tuple[int, int], ...]
-"""The (micro-batch, stage) pairs that are computed at one time."""
+"""(micro-batch, stage) pairs that are computed in one clock cycle."""
 
 
 @lru_cache(maxsize=64)
 def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
-    """The forwards of GPipe's table, those together that can run at one time, in the order of the stages.
+    """Group the forwards of GPipe's table into clock cycles, ordered by stage within a cycle.
 
     Three micro-batches, two stages (micro-batch, stage):
 
@@ -53,14 +53,14 @@ def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
 
 @lru_cache(maxsize=64)
 def next_backwards(num_micro_batches: int, num_stages: int, stage: int) -> dict[int, int]:
-    """By micro-batch, the one whose backward comes right after its own on this stage; the last one has none."""
+    """Map each micro-batch to the one whose backward comes next on the stage; the last one is left out."""
     row = find_schedule("gpipe").table(num_stages, num_micro_batches)[stage]
     order = [micro_batch for op, micro_batch, _ in row if op is Op.BACKWARD]
     return dict(pairwise(order))
 
 
 class _Held(torch.autograd.Function):
-    """Tensors whose backward waits for the gradient of a token."""
+    """Identity on tensors that also returns a token, and whose backward waits for the token's gradient."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,7 +73,7 @@ class _Held(torch.autograd.Function):
 
 
 class _Releasing(torch.autograd.Function):
-    """Tensors whose backward, when it is through, releases what waits for the tokens."""
+    """Identity on tensors that takes tokens, and whose backward releases what waits for them."""
 
     @staticmethod
     def forward(ctx: Any, num_tokens: int, *tokens_and_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -83,11 +83,12 @@ class _Releasing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # None is enough for a token: autograd counts the edge as done, and no gradient is allocated for it.
         return None, *([None] * ctx.num_tokens), *gradients
 
 
 def _needing_gradients(values: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Each of them once: what is one tensor before must be one after, for whoever changes it in place."""
+    # By id: a tensor that occurs twice must stay one object, because a module may change it in place.
     return {id(value): value for value in values if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
@@ -99,10 +100,7 @@ def _replaced(
 
 
 def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
-    """`values`, and a token: the backward of these values comes after that of what the token is released by.
-
-    No token if nothing of them needs a gradient.
-    """
+    """Return `values`, whose backward waits until their token is released, and the token if any needs a gradient."""
     found = _needing_gradients(values)
     if not found:
         return tuple(values), ()
@@ -111,9 +109,9 @@ def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ..
 
 
 def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
-    """`values`, whose backward goes before that of what the tokens hold, and the tokens that are still to be released.
+    """Return `values`, whose backward precedes that of the values held by `tokens`, and the tokens not yet released.
 
-    Those are all of them where no value needs a gradient: it would be computed for the order's sake alone.
+    No token is released if no value needs a gradient: one would be computed only to keep the order.
     """
     found = _needing_gradients(values) if tokens else {}
     if not found:
@@ -123,16 +121,12 @@ def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tupl
 
 
 def may_be_separated(values: Sequence[Any], others: Sequence[Any]) -> set[int]:
-    """Which of the values share memory with another tensor of the micro-batch.
+    """Return the positions of values that share memory with other values or with skip tensors (`others`).
 
-    Between two stages each is given a place in autograd's graph, or a copy, of its own: a change in place of the one
-    would no longer be one of the other.
-
-    Args:
-        values: what goes to the next stage.
-        others: skip tensors on their way.
+    Between two stages each tensor gets a separate autograd node or copy: an in-place change of one would no longer
+    reach the other.
     """
-    # A tensor that is given twice stays one.
+    # An object that occurs twice stays one object, so it is not counted as shared.
     once = {id(value): value for value in values}.values()
     users = Counter(place for place in map(_memory, (*once, *others)) if place is not None)
     shared = {place for place, count in users.items() if count > 1}
@@ -140,18 +134,15 @@ def may_be_separated(values: Sequence[Any], others: Sequence[Any]) -> set[int]:
 
 
 def _memory(value: Any) -> int | None:
-    """What tensors of the same memory have in common; None where there is none."""
+    """Return the storage address of a tensor; None if it has no strided storage."""
     has_memory = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
     return value.untyped_storage().data_ptr() if has_memory and value.numel() else None
 
 
 class InPlaceCheck:
-    """Compares the versions of a stage's inputs before and after its forward.
+    """Detect in-place changes of a stage's inputs during its forward, by tensor versions.
 
-    Args:
-        values: the stage's inputs.
-        is_checkpointed: whether its forward will run again.
-        shared: positions of those that others share.
+    Checks all inputs of a checkpointed forward, which will run again, else those that share memory (`shared`).
     """
 
     def __init__(self, values: Sequence[Any], is_checkpointed: bool, shared: set[int]) -> None:
@@ -164,11 +155,7 @@ class InPlaceCheck:
         self._before = [(tensor, tensor._version) for tensor in watched]
 
     def end(self) -> None:
-        """The forward is over.
-
-        Raises:
-            RuntimeError: it changed one of them.
-        """
+        """Raise a RuntimeError if the forward changed an input in place."""
         if all(tensor._version == version for tensor, version in self._before):
             return
         remedy = "Write the stage's first operation out of place (nn.ReLU() for nn.ReLU(inplace=True))"
@@ -187,13 +174,7 @@ Tokens = tuple[torch.Tensor, ...]
 
 
 class Called(NamedTuple):
-    """What the forward of a stage gave.
-
-    Args:
-        result: what it returned.
-        left: what it stashed for later stages.
-        tokens: to have it computed again.
-    """
+    """Output of a stage's forward, skip tensors stashed for later stages, and tokens that trigger recomputation."""
 
     result: Any
     left: dict[Key, Any]
@@ -201,13 +182,12 @@ class Called(NamedTuple):
 
 
 class Flow:
-    """The forward of a mini-batch.
+    """Forward of one mini-batch through all stages.
 
     Args:
-        stages: in order.
-        routes: the stage that stashes and the one that pops, by skip tensor.
-        num_checkpointed: how many of the first micro-batches keep their stages' inputs only.
-        expands: whether the values of a tuple are several arguments of the next stage.
+        routes: (stage that stashes, stage that pops) of each skip tensor.
+        num_checkpointed: number of leading micro-batches that keep only the stages' inputs and are recomputed.
+        expands: True to pass a tuple to the next stage as several arguments, False as one.
     """
 
     def __init__(
@@ -227,18 +207,14 @@ class Flow:
         self._shared: dict[int, set[int]] = {}
         self._tokens: dict[tuple[int | None, int], Tokens] = {}
         devices = [stage.device for stage in stages]
-        # The caller works for the CPU; with a single device nobody else is needed.
+        # The calling thread serves the CPU if a stage runs there; a single device needs no further thread.
         self._own = torch.device("cpu") if any(device.type == "cpu" for device in devices) else devices[0]
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """What the last stage gives for each.
-
-        Raises:
-            BaseException: the first that a stage raised, when every device has stopped.
-        """
+        """Return the last stage's output of each micro-batch. An error is raised after all worker threads stopped."""
         self._batches = list(micro_batches)
         self._nexts = [next_backwards(len(micro_batches), len(self.stages), k) for k in range(len(self.stages))]
-        # Workers have their device; what the caller does is on its own, which may be another GPU than the current.
+        # Worker threads set their device; the calling thread's current GPU may not be the one that it serves.
         own = torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext()
         with own, Workers([stage.device for stage in self.stages], self._own) as workers:
             for clock in clock_cycles(len(micro_batches), len(self.stages)):
@@ -246,12 +222,11 @@ class Flow:
         return self._batches
 
     def _compute(self, i: int, k: int) -> None:
-        """Micro-batch `i` on stage `k`, from its arrival to its departure."""
         device = self.stages[k].device
         values = arrive(self._sent.pop(i), device) if k else self._batches[i].values
         keys = [key for key, (stashes, pops) in self.routes.items() if stashes < pops == k]
         popped = [arrive(self._skips.pop((i, key)), device)[0] for key in keys]
-        # The backwards of this stage in the order of the table: the one after that of `i` waits for it.
+        # Keep this stage's backwards in the order of the table: the micro-batch after `i` waits for this one.
         waiting = self._tokens.pop((self._nexts[k].get(i), k), ())
         tied, waiting = release((*values, *popped), waiting)
         values, popped = tied[: len(values)], list(tied[len(values) :])
@@ -277,7 +252,7 @@ class Flow:
         batch = MicroBatch.of(called.result)
         check_values(batch.values, f"What stage {k} returns", not self.expands)
         values = (*batch.values, *called.left.values())
-        # Where the stage's inputs need no gradient its outputs are tied: their gradients come before the backward.
+        # Inputs without gradients cannot release tokens: the outputs do it instead, before the stage's own backward.
         values, _ = release(values, waiting)
         if i in self._nexts[k].values():
             values, tokens = hold(values)
@@ -288,7 +263,6 @@ class Flow:
         )
 
     def _leaves(self, k: int) -> bool:
-        """Whether the next stage is on another device."""
         return k + 1 < len(self.stages) and self.stages[k].device != self.stages[k + 1].device
 
     def _send(self, i: int, k: int, batch: MicroBatch, left: Mapping[Key, Any]) -> None:
@@ -307,7 +281,7 @@ class Flow:
 
 
 def run_undivided(stages: Sequence[Stage], batch: MicroBatch, expands: bool) -> MicroBatch:
-    """The forward of a single micro-batch on a single device: nothing to order, to copy or to compute again."""
+    """Run a single micro-batch on a single device, with nothing to order, copy or recompute."""
     with exchanging(SkipExchange({})):
         for k, stage in enumerate(stages):
             batch = MicroBatch.of(stage.module(*batch.values) if expands else stage.module(batch.value))
@@ -318,11 +292,7 @@ def run_undivided(stages: Sequence[Stage], batch: MicroBatch, expands: bool) -> 
 def _forward(
     module: Callable[..., Any], popped: Mapping[Key, Any], expands: bool, is_single: bool, wakes: bool
 ) -> Callable[..., Called]:
-    """A stage's forward as a function of its values.
-
-    It must not know the flow: a graph keeps it, and the flow keeps what the graph gives.
-    """
-
+    # A plain function, without the Flow: the graph keeps it and the flow keeps outputs of the graph, a cycle.
     def call(*values: Any) -> Called:
         with exchanging(SkipExchange(popped)) as exchange:
             result = module(*values) if expands else module(MicroBatch(values, is_single).value)

@@ -1,4 +1,4 @@
-"""A mini-batch in micro-batches and back."""
+"""Split a mini-batch into micro-batches and join their outputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class NoChunk:
-    """A tensor that every micro-batch gets whole.
+    """Tensor that every micro-batch gets whole.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not a tensor.
     """
 
     tensor: torch.Tensor
@@ -27,11 +27,10 @@ class NoChunk:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What passes between two stages.
+    """Values of one micro-batch that pass between two stages.
 
     Args:
-        values: tensors and others.
-        is_single: whether it is one value, not a tuple of one.
+        is_single: True for a single value, False for a tuple, even a tuple of one.
     """
 
     values: tuple[Any, ...]
@@ -39,25 +38,21 @@ class MicroBatch:
 
     @classmethod
     def of(cls, value: Any) -> MicroBatch:
-        """What a module returned."""
+        """Wrap the output of a module."""
         is_tuple = isinstance(value, (tuple, list))
         return cls(tuple(value) if is_tuple else (value,), not is_tuple)
 
     @property
     def value(self) -> Any:
-        """As a module returned it, a list as a tuple."""
+        """Output as the module returned it, with a list turned into a tuple."""
         return self.values[0] if self.is_single else self.values
 
 
 def check_values(values: Sequence[Any], where: str, only_tensors: bool = False) -> None:
-    """Refuse what cannot pass between stages.
-
-    Args:
-        where: for the message.
-        only_tensors: whether every value must be a tensor.
+    """Check the values that pass between stages; `where` is the subject of the error message.
 
     Raises:
-        TypeError: no value is a tensor, or not all of them.
+        TypeError: no value is a tensor, or with `only_tensors`, not every value is one.
     """
     found = [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
     if len(found) == len(values):
@@ -67,13 +62,13 @@ def check_values(values: Sequence[Any], where: str, only_tensors: bool = False) 
 
 
 def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
-    """Cut tensors along their first dimension as `torch.chunk` does; every micro-batch gets the others as they are.
+    """Cut tensors along their first dimension like `torch.chunk`; other values go to every micro-batch unchanged.
 
-    A batch smaller than `chunks` gives as many micro-batches as it has samples.
+    A batch with fewer samples than `chunks` gives one micro-batch per sample.
 
     Raises:
-        ValueError: a tensor has no dimension to cut.
-        RuntimeError: the tensors do not fall into equally many micro-batches.
+        ValueError: a tensor has no dimensions.
+        RuntimeError: the tensors give different numbers of micro-batches, or different shares of the batch.
     """
     columns: list[tuple[torch.Tensor, ...] | Any] = []
     counts: dict[int, int] = {}
@@ -105,6 +100,7 @@ def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
 def _check_shares(columns: Sequence[tuple[torch.Tensor, ...]]) -> None:
     if len(columns[0]) == 1:
         return
+    # Compare shares, not row counts: a tensor may have several rows per sample.
     shares = [tuple(Fraction(len(piece), max(1, sum(map(len, column)))) for piece in column) for column in columns]
     if len(set(shares)) > 1:
         sizes = ", ".join("+".join(str(len(piece)) for piece in column) for column in columns)
@@ -115,10 +111,10 @@ def _check_shares(columns: Sequence[tuple[torch.Tensor, ...]]) -> None:
 
 
 def gather(micro_batches: Sequence[MicroBatch]) -> Any:
-    """What the last stage returned for the whole mini-batch: tensors joined, others in a list.
+    """Join the outputs of the last stage: concatenate tensors, list other values by micro-batch.
 
     Raises:
-        ValueError: micro-batches gave different numbers of values, or tensors without a batch dimension.
+        ValueError: micro-batches return different numbers of values, or several return a tensor without dimensions.
     """
     lengths = sorted({len(each.values) for each in micro_batches})
     if len(lengths) > 1:

@@ -1,4 +1,4 @@
-"""What `Pipe` and `GPipe` share as modules."""
+"""`Pipelined`, the base class of `Pipe` and `GPipe`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ _FOLDER = "partitions."
 
 
 def rename(state: dict[str, Any], prefix: str, names: Sequence[Sequence[str]], errors: list[str]) -> None:
-    """Change `partitions.<stage>.<child>.weight` to `<child>.weight`, in place.
+    """Rename `partitions.<stage>.<child>.weight` in a state dict to `<child>.weight`, in place.
 
-    torchgpipe has the child's name there, PyTorch its position in the stage.
+    torchgpipe writes the child's name there, PyTorch its position in the stage.
 
     Args:
-        state: of a module and others.
-        prefix: the module's.
-        names: of the children of each stage.
-        errors: gets a sentence if the names can be read in two ways.
+        names: names of the children of each stage.
+        errors: receives a message if the names can be read both ways.
     """
     start = prefix + _FOLDER
     old = {key: key[len(start) :].split(".", 2) for key in state if key.startswith(start)}
@@ -53,24 +51,19 @@ def rename(state: dict[str, Any], prefix: str, names: Sequence[Sequence[str]], e
 
 
 class Pipelined(nn.Module):
-    """A Sequential in stages. Children, parameters and their names are the Sequential's.
+    """Sequential split into stages, with the Sequential's children, parameters and their names.
+
+    Does not check its arguments: `prepared` does, before anything is moved.
 
     Args:
-        stages: with all children.
-        chunks: micro-batches, at least 1.
-        checkpoint: which micro-batches are computed again in the backward: `always`, `except_last`, `never`.
-        expands: whether a tuple is several arguments of the next module.
-
-    Raises:
-        TypeError: skip tensors without exactly one stash and one pop.
-        ValueError: another number of micro-batches or way of checkpointing.
+        expands: True to pass a tuple to the next module as several arguments, False as one.
     """
 
     def __init__(self, stages: Sequence[Stage], chunks: int, checkpoint: str, expands: bool) -> None:
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
         self.devices = [stage.device for stage in stages]
-        # In a tuple: torch would register modules, and name their parameters.
+        # No ModuleList: torch would register every parameter under a second name.
         self._stages = tuple(stages)
         self._expands = expands
         for stage in stages:
@@ -82,7 +75,7 @@ class Pipelined(nn.Module):
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The stages' modules. Their children are this module's own."""
+        """Modules of the stages. Their children are also this module's children."""
         return nn.ModuleList(stage.module for stage in self._stages)
 
     def __len__(self) -> int:
@@ -100,7 +93,7 @@ class Pipelined(nn.Module):
         return super().train(mode)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Casts. Devices are refused: each stage has its own."""
+        """Cast dtypes. Raise a TypeError for a device: each stage has a fixed one."""
         named = {name for name in ("device", "tensor", "other") if kwargs.get(name) is not None}
         places = (torch.device, str, int, torch.Tensor)
         if named or any(isinstance(each, places) and not isinstance(each, bool) for each in args):
@@ -108,15 +101,15 @@ class Pipelined(nn.Module):
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Refused."""
+        """Raise a TypeError: each stage has a fixed device."""
         _refuse_moving()
 
     def cpu(self) -> NoReturn:
-        """Refused."""
+        """Raise a TypeError: each stage has a fixed device."""
         _refuse_moving()
 
     def to_empty(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
+        """Raise a TypeError: each stage has a fixed device."""
         _refuse_moving()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -137,7 +130,7 @@ class Pipelined(nn.Module):
         return gather(flow.run(pieces))
 
     def _follow_replacements(self) -> None:
-        """Run what has been put in the place of a child, here or in a partition."""
+        """Pick up children that were replaced after construction, here or in a partition."""
         replaced = {name: child for name, child in self.named_children() if self._known[name] is not child}
         for stage in self._stages:
             for name, child in list(stage.module.named_children()):
@@ -170,11 +163,11 @@ class Pipelined(nn.Module):
 
 
 def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch_norm: bool) -> nn.Sequential:
-    """`module` with the batch norms that are asked for; refuses what no pipeline can work with before it is moved.
+    """Check the arguments of a pipeline before a module is moved, and convert batch norms if requested.
 
     Raises:
-        TypeError: as `check_module` and `verify_skippables`.
-        ValueError: as `check_module`, less than one micro-batch, or an unknown way of checkpointing.
+        TypeError: as in `check_module` and `verify_skippables`.
+        ValueError: as in `check_module`; invalid `chunks` or `checkpoint`; nested pipelines with deferred batch norms.
     """
     check_module(module)
     if not _is_positive(chunks):
@@ -183,7 +176,7 @@ def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', found {str(checkpoint)!r}.")
     verify_skippables(module)
     if not len(module):
-        # Legal in torch and torchgpipe, whose suites ask for it.
+        # Allowed by PyTorch and torchgpipe, whose test suites require it.
         warnings.warn("The nn.Sequential has no modules: what goes in comes out.", stacklevel=3)
     if any(isinstance(each, Pipelined) for each in module.modules()) and (
         deferred_batch_norm or any(isinstance(each, DeferredBatchNorm) for each in module.modules())

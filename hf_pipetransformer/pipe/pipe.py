@@ -1,4 +1,4 @@
-"""`Pipe` and `GPipe`, the modules of the public interface."""
+"""`Pipe` and `GPipe`, which replace `torch.distributed.pipeline.sync.Pipe` and `torchgpipe.GPipe`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_pipetransformer.pipe.stages import normalised, split_by_balance, split_b
 
 
 class LocalTensor(torch.Tensor):
-    """A tensor with `local_value()`. Operations on it give plain tensors."""
+    """Tensor with the `local_value()` of an RRef. Operations on it return plain tensors."""
 
     _value: torch.Tensor
 
@@ -25,11 +25,11 @@ class LocalTensor(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
     def local_value(self) -> torch.Tensor:
-        """The result as a plain tensor, the same object each time."""
+        """Return the plain tensor, the same object on each call."""
         return self._value
 
     def to_here(self) -> torch.Tensor:
-        """As `local_value`: everything is in this process."""
+        """Return `local_value()`: everything is in this process."""
         return self._value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -40,23 +40,23 @@ class LocalTensor(torch.Tensor):
 
 
 class LocalTuple(tuple[Any, ...]):
-    """A tuple with `local_value()`."""
+    """Tuple with the `local_value()` of an RRef."""
 
     def local_value(self) -> tuple[Any, ...]:
-        """The values as a plain tuple."""
+        """Return a plain tuple."""
         return tuple(self)
 
     def to_here(self) -> tuple[Any, ...]:
-        """As `local_value`: everything is in this process."""
+        """Return `local_value()`: everything is in this process."""
         return tuple(self)
 
 
-# Wrappers such as DistributedDataParallel look for tensors in what a module returns.
+# DistributedDataParallel and other wrappers look for tensors in a module's output through pytree.
 register_pytree_node(LocalTuple, lambda values: (list(values), None), lambda values, _: LocalTuple(values))
 
 
 def as_output(value: Any) -> Any:
-    """The result of a pipeline with `local_value()`."""
+    """Give a pipeline's output, a tensor or a tuple, the method `local_value()`."""
     if isinstance(value, (LocalTensor, LocalTuple)):
         return value
     if isinstance(value, tuple):
@@ -67,26 +67,26 @@ def as_output(value: Any) -> Any:
 
 
 class Pipe(Pipelined):
-    """Runs an `nn.Sequential` as a pipeline over the devices that its modules lie on, in one process (GPipe).
+    """Pipeline of an `nn.Sequential` over the devices that its modules are on, in one process (GPipe).
 
-    Each mini-batch is cut into micro-batches; while one stage computes a micro-batch, the stage before computes the
-    next one. The result and the gradients are those of the Sequential.
+    Each mini-batch is cut into micro-batches. While a stage computes one micro-batch, the stage before it computes
+    the next one. Output and gradients are those of the Sequential, except that batch norms see micro-batches.
 
-    Neighbours on one GPU are a stage; on the CPU every child is one. A module without parameters and buffers runs on
-    the CPU, unless `WithDevice` says otherwise. The calling thread works for the CPU, every GPU has a thread.
+    Consecutive modules on one GPU form a stage; on the CPU each child is a stage. A module without parameters and
+    buffers runs on the CPU unless it is wrapped in `WithDevice`. The calling thread serves the CPU, and each GPU has
+    a thread.
 
     Args:
-        module: each child with its parameters on one device.
-        chunks: micro-batches of a mini-batch.
-        checkpoint: `always`, `except_last` (all micro-batches but the last) or `never`: which keep only the inputs of
-            their stages, and are computed again in the backward. In training alone.
-        deferred_batch_norm: whether running statistics of batch norms are updated once a mini-batch, with its mean
-            and variance.
+        module: all parameters of a child must be on one device.
+        chunks: number of micro-batches of a mini-batch.
+        checkpoint: micro-batches that keep only their stages' inputs and are recomputed in the backward: `always`,
+            `except_last` (all but the last) or `never`. In training mode with gradients only.
+        deferred_batch_norm: True to update the running statistics of batch norms once per mini-batch, with the mean
+            and variance of the whole mini-batch.
 
     Raises:
-        TypeError: no Sequential, or skip tensors without exactly one stash and one pop.
-        ValueError: less than one chunk, an unknown `checkpoint`, a child that appears twice or lies on several
-            devices.
+        TypeError: `module` is not an `nn.Sequential`, or a skip tensor has not exactly one stash and one pop.
+        ValueError: `chunks` is below 1, `checkpoint` is unknown, or a child appears twice or is on several devices.
     """
 
     def __init__(
@@ -100,44 +100,41 @@ class Pipe(Pipelined):
         super().__init__(split_by_device(module), chunks, checkpoint, expands=True)
 
     def forward(self, *inputs: Any) -> Any:
-        """The result of a mini-batch.
+        """Run a mini-batch.
 
         Args:
-            inputs: the first module's arguments. Tensors are cut along their first dimension; every micro-batch gets
-                other values, and tensors in `NoChunk`, as they are.
+            inputs: arguments of the first module, on its device. Tensors are cut along their first dimension; all
+                other values, and tensors in `NoChunk`, go to every micro-batch unchanged.
 
         Returns:
-            The tensor or tuple that the Sequential gives, which also has `local_value()`. Values that are no tensors
-            come as a list, one for each micro-batch.
+            The tensor or tuple that the Sequential returns, also with `local_value()`. A value that is not a tensor
+            becomes a list with one entry per micro-batch.
 
         Raises:
-            TypeError: no tensor is given, or passes between two stages.
-            ValueError: a tensor is not on the first stage's device.
-            RuntimeError: the tensors do not fall into equally many micro-batches.
+            TypeError: no tensor among the inputs, or among the values between two stages.
+            ValueError: an input is not on the first stage's device.
+            RuntimeError: the inputs give different numbers of micro-batches.
         """
         return self._run(MicroBatch(inputs, is_single=len(inputs) == 1))
 
     def __call__(self, *inputs: Any) -> Any:
-        """As `forward`, with the hooks of the module."""
+        """Run `forward` and the module's hooks, and give the output `local_value()`."""
         return as_output(super().__call__(*inputs))
 
 
 class GPipe(Pipelined):
-    """Runs an `nn.Sequential` as a pipeline over devices that it is moved to; see `Pipe`.
+    """Pipeline of an `nn.Sequential` that is moved to the given devices, with the interface of torchgpipe.
 
-    Unlike with `Pipe` a tuple is one argument of the next module, all values are tensors, and the result is plain.
+    Differs from `Pipe`: a tuple is one argument of the next module, all values must be tensors, and the output has no
+    `local_value()`. `chunks`, `checkpoint` and `deferred_batch_norm` are as in `Pipe`.
 
     Args:
-        module: what is cut into stages.
-        balance: how many of its children each stage takes; `balance_by_time` and `balance_by_size` find it.
-        devices: of the stages; the GPUs unless given.
-        chunks: micro-batches of a mini-batch.
-        checkpoint: as of `Pipe`.
-        deferred_batch_norm: as of `Pipe`.
+        balance: number of children of each stage, from `balance_by_time` or `balance_by_size`. Required.
+        devices: one per stage; by default all GPUs.
 
     Raises:
-        TypeError: as of `Pipe`.
-        ValueError: as of `Pipe`, or a balance that does not fit the module.
+        TypeError: as in `Pipe`.
+        ValueError: as in `Pipe`, or `balance` is missing or does not fit the module.
         IndexError: fewer devices than stages.
     """
 
@@ -163,10 +160,10 @@ class GPipe(Pipelined):
         self.balance = list(balance)
 
     def forward(self, input: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """The result of a mini-batch, a tensor or a tuple as the Sequential gives it.
+        """Run a mini-batch and return the tensor or tuple that the Sequential returns.
 
         Raises:
-            TypeError: something else than tensors is given, or passes between two stages.
-            ValueError: a tensor is not on the first stage's device.
+            TypeError: a value among the inputs or between two stages is not a tensor.
+            ValueError: an input is not on the first stage's device.
         """
         return self._run(MicroBatch.of(input))

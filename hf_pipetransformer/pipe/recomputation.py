@@ -1,7 +1,7 @@
-"""Checkpointed forwards, run again in the backward from the same RNG state.
+"""Checkpointed forwards, recomputed in the backward from the same RNG state.
 
-Each GPU has its generator and is served by one thread at a time. The CPU has one generator for all: a forward that
-draws from it, and the recomputation that resets it, must not be interrupted by another.
+Each GPU has a generator and is served by one thread at a time. The CPU generator is shared by all threads: a lock
+keeps forwards that draw from it, and recomputations that reset it, from interleaving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class Setting(Generic[Value]):
-    """The variable has the value inside; entered again any number of times, as a kept graph computes again."""
+    """Context manager that sets a context variable. Reusable: a retained graph recomputes, and enters it, again."""
 
     def __init__(self, variable: ContextVar[Value], value: Value) -> None:
         self._variable = variable
@@ -35,7 +35,8 @@ class Setting(Generic[Value]):
         self._variable.reset(self._tokens.pop())
 
 
-# Inside, another lock takes its place: for the threads of a pipeline within a stage.
+# Lock of the CPU generator. Its owner puts another lock in its place inside: with the same one, the threads of a
+# pipeline nested in a stage would deadlock.
 _CPU_GENERATOR: ContextVar[Lock] = ContextVar("cpu_generator", default=Lock())  # noqa: B039
 
 
@@ -46,20 +47,16 @@ def _alone() -> Iterator[None]:
 
 
 class Drawing:
-    """Of one stage: which generators its forwards draw from.
-
-    Args:
-        device: of the stage.
-    """
+    """Record of the generators that the forwards of one stage draw from."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of a stage on a GPU it shows at its first forward.
+        # None for a stage on a GPU until its first forward shows it.
         self.is_on_cpu: bool | None = True if device.type == "cpu" else None
 
     @contextmanager
     def noted(self) -> Iterator[States]:
-        """The states before what runs inside."""
+        """Yield the RNG states before the forward that runs inside, alone on the CPU generator if it may use it."""
         with ExitStack() as stack:
             if self.is_on_cpu is not False:
                 stack.enter_context(_alone())
@@ -70,11 +67,7 @@ class Drawing:
 
 
 class States:
-    """Of the generators of a device, now.
-
-    Args:
-        has_cpu: whether the CPU's is one of them.
-    """
+    """Current RNG states of a device, and of the CPU too if `has_cpu`."""
 
     def __init__(self, device: torch.device, has_cpu: bool) -> None:
         self.device = device
@@ -83,7 +76,7 @@ class States:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, numbers are drawn from these states on; outside nothing has been drawn."""
+        """Set these RNG states inside, and restore the present ones on exit."""
         with ExitStack() as stack:
             if self.of_cpu is not None:
                 stack.enter_context(_alone())
@@ -102,12 +95,12 @@ _IS_RECOMPUTING: ContextVar[bool] = ContextVar("is_recomputing", default=False)
 
 
 def is_checkpointing() -> bool:
-    """Whether a forward is under way whose activations are dropped; it will run once more."""
+    """Return True in a checkpointed forward, whose activations are dropped and which will run again."""
     return _IS_CHECKPOINTING.get()
 
 
 def is_recomputing() -> bool:
-    """Whether a forward is under way that has run before, for its backward."""
+    """Return True in a forward that runs again for its backward."""
     return _IS_RECOMPUTING.get()
 
 
@@ -116,12 +109,10 @@ def _contexts() -> tuple[Setting[bool], Setting[bool]]:
 
 
 def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | None = None) -> Any:
-    """What `function(*values)` returns; nothing but `values` is kept for its backward.
-
-    Random numbers are those of the first time when it runs again.
+    """Call `function(*values)` and keep only `values` for its backward, which calls it again with the same RNG state.
 
     Args:
-        drawing: of the stage that it is the forward of; on the CPU unless given.
+        drawing: generators of the stage; by default the CPU's.
     """
     states: list[States] = []
     drawing = drawing or Drawing(torch.device("cpu"))
@@ -134,12 +125,12 @@ def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | 
             states.append(found)
             return function(*values)
 
-    # Its own way of keeping random states knows of no other thread that draws meanwhile.
+    # torch's preserve_rng_state is not safe here: other threads draw from the CPU generator meanwhile.
     return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
 class _Waking(torch.autograd.Function):
-    """A node inside a checkpointed forward whose backward has that forward run again, and nothing else."""
+    """Node in a checkpointed forward whose backward triggers the recomputation and nothing else."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,15 +139,15 @@ class _Waking(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> None:
-        # What is saved inside is computed again, all of it, when the first of it is asked for.
+        # The first access to any saved tensor of a checkpointed forward recomputes all of them.
         ctx.saved_tensors  # noqa: B018
 
 
 def waking(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
-    """A token to release: the forward that gave `values` runs again then, and need not wait for its gradient.
+    """Return a token whose release recomputes the forward of `values` before their gradient arrives.
 
-    Called in the checkpointed function. A device that has nothing else to do computes again while the gradient is
-    on its way (early recomputation, as in torchgpipe). No token if nothing of them needs a gradient.
+    Call in the checkpointed function. An idle device recomputes while the gradient is in transit (early recomputation,
+    as in torchgpipe). There is no token if no value needs a gradient.
     """
     needing = (value for value in values if isinstance(value, torch.Tensor) and value.requires_grad)
     first = next(needing, None)
@@ -164,5 +155,5 @@ def waking(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
 
 
 def num_checkpointed(mode: str, num_micro_batches: int) -> int:
-    """How many of the first micro-batches are checkpointed."""
+    """Return the number of leading micro-batches that are checkpointed."""
     return {"always": num_micro_batches, "except_last": num_micro_batches - 1, "never": 0}[mode]

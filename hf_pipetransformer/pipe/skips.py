@@ -1,4 +1,7 @@
-"""Skip connections: a module stashes a tensor under a name, and a later one pops it, past the modules between them."""
+"""Skip connections: a module stashes a tensor under a name, a later module pops it, the ones between never see it.
+
+The interface follows `torch.distributed.pipeline.sync.skip`.
+"""
 
 from __future__ import annotations
 
@@ -21,41 +24,32 @@ from hf_pipetransformer.pipe.stages import Expanding
 
 @dataclass(frozen=True)
 class Namespace:
-    """Tells equal names of skip tensors apart: `module.isolate(namespace)`.
-
-    A value: copies are equal, two made separately never are.
-    """
+    """Scope of skip tensor names: `module.isolate(namespace)`. Copies compare equal, separate instances never do."""
 
     identity: UUID = field(default_factory=uuid4)
 
 
-# A skip tensor: its namespace, None unless the module was isolated, and its name.
+# Identifies a skip tensor in the whole model: its namespace (None unless its module was isolated) and its name.
 Key = tuple[Namespace | None, str]
 
 
 class SkipExchange:
-    """The skip tensors that a piece of the model gets, makes and leaves.
-
-    Args:
-        popped: what earlier pieces stashed for this one. It is not changed, so that the piece can run again with it.
-
-    Attributes:
-        left: what was stashed here and not popped here.
-    """
+    """Skip tensors that one piece of the model receives (`popped`), stashes, and leaves for later pieces (`left`)."""
 
     def __init__(self, popped: Mapping[Key, Tensor | None] | None = None) -> None:
+        # A copy: recomputation starts from `popped` again.
         self._received = dict(popped or {})
         self.left: dict[Key, Tensor | None] = {}
 
     def stash(self, key: Key, value: Tensor | None) -> None:
-        """Keep `value` for its pop. What still waits under `key` is of a forward that failed, and is dropped."""
+        """Store `value` until its pop. It overwrites a value that a failed forward left under `key`."""
         self.left[key] = value
 
     def pop(self, key: Key) -> Tensor | None:
-        """Take what was stashed under `key`; it is kept no longer.
+        """Remove and return the value stashed under `key`.
 
         Raises:
-            RuntimeError: nothing is there.
+            RuntimeError: nothing is stashed under `key`.
         """
         for kept in (self.left, self._received):
             if key in kept:
@@ -70,7 +64,7 @@ class SkipExchange:
 
 
 class _PlainExchange(threading.local):
-    """What modules outside of a pipeline use, one a thread: the model may run on several at once."""
+    """Exchange of modules that run outside a pipeline; one per thread, as a model may run on several at once."""
 
     def __init__(self) -> None:
         self.exchange = SkipExchange()
@@ -81,12 +75,12 @@ _PLAIN = _PlainExchange()
 
 
 def current_exchange() -> SkipExchange:
-    """The one that modules which run now use."""
+    """Return the exchange that modules of this thread use now."""
     return _CURRENT.get() or _PLAIN.exchange
 
 
 def exchanging(exchange: SkipExchange) -> AbstractContextManager[SkipExchange]:
-    """Modules that run inside stash to `exchange` and pop from it."""
+    """Make modules that run inside stash to `exchange` and pop from it."""
     return Setting[SkipExchange | None](_CURRENT, exchange)  # type: ignore[return-value]
 
 
@@ -96,7 +90,7 @@ Self = TypeVar("Self", bound="Skippable")
 
 @dataclass(frozen=True, eq=False)
 class stash:
-    """The command `yield stash(name, tensor)`: keep a tensor, or None, for the module that pops it."""
+    """Command `yield stash(name, tensor)`: keep a tensor, or None, for the module that pops it."""
 
     name: str
     tensor: Tensor | None
@@ -104,21 +98,19 @@ class stash:
 
 @dataclass(frozen=True, eq=False)
 class pop:
-    """The command `tensor = yield pop(name)`: what an earlier module has stashed."""
+    """Command `tensor = yield pop(name)`: receive what an earlier module stashed."""
 
     name: str
 
 
 @dataclass
 class _Forward:
-    """A forward under way: whose, and which names it has used so far."""
-
     module: Skippable
     stashed: set[str] = field(default_factory=set)
     popped: set[str] = field(default_factory=set)
 
     def answer(self, command: object) -> Tensor | None:
-        """What `yield command` gives in the module's forward."""
+        """Execute a command and return the value of its `yield` expression."""
         kind, exchange = _name_of(self.module), current_exchange()
         if isinstance(command, stash):
             if command.name not in self.module.stashable_names:
@@ -143,7 +135,7 @@ class _Forward:
         )
 
     def check_all_used(self) -> None:
-        """Refuse a forward that has left out what its module declares: others wait for it."""
+        """Raise if the forward left out a declared name, which other modules rely on."""
         kind = _name_of(self.module)
         for verb, declared, used in (
             ("stash", self.module.stashable_names, self.stashed),
@@ -161,13 +153,7 @@ _UNDER_WAY: ContextVar[_Forward | None] = ContextVar("skippable_forward", defaul
 
 
 class Skippable(nn.Module):
-    """What `@skippable` adds to a class of modules.
-
-    Attributes:
-        stashable_names: names that a forward stashes, of the class.
-        poppable_names: names that a forward pops, of the class.
-        namespaces: name to namespace, for the names that are isolated.
-    """
+    """Base class that `@skippable` adds to a module class. Only isolated names have an entry in `namespaces`."""
 
     stashable_names: frozenset[str] = frozenset()
     poppable_names: frozenset[str] = frozenset()
@@ -186,17 +172,12 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def isolate(self: Self, namespace: Namespace, only: str | Iterable[str] | None = None) -> Self:
-        """Put skip tensors of this module into a namespace; other modules meet them there only.
+        """Put skip tensors into a namespace, by default all that the module declares, and return the module.
 
-        Args:
-            namespace: of the modules that stash and pop the same tensors.
-            only: a name or names; all of this module's if None.
-
-        Returns:
-            The module itself.
+        Modules that stash and pop the same tensor must be isolated with the same namespace.
 
         Raises:
-            ValueError: the module does not declare one of `only`.
+            ValueError: `only` has a name that the module does not declare.
         """
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else _names(only)
@@ -209,34 +190,30 @@ class Skippable(nn.Module):
         return self
 
     def skip_key(self, name: str) -> Key:
-        """What the tensor that this module knows as `name` is called in the whole model."""
+        """Return the model-wide key of the tensor that this module calls `name`."""
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterator[Key]:
-        """The skip tensors that a forward stashes."""
+        """Iterate over the keys of the tensors that a forward stashes."""
         return map(self.skip_key, sorted(self.stashable_names))
 
     def poppable(self) -> Iterator[Key]:
-        """The skip tensors that a forward pops."""
+        """Iterate over the keys of the tensors that a forward pops."""
         return map(self.skip_key, sorted(self.poppable_names))
 
 
 def skippable(
     stash: str | Iterable[str] = (), pop: str | Iterable[str] = ()
 ) -> Callable[[type[Module]], type[Module]]:
-    """A decorator for classes of modules whose forward yields `stash` and `pop` commands.
+    """Decorate a module class whose forward yields `stash` and `pop` commands, given the names of each.
 
-    It gives a subclass of the same name: parameters, attributes and hooks are those of the class itself. A forward
-    answers for every name declared; names that a base class declares do not count for a subclass decorated again.
-
-    Args:
-        stash: names of the tensors that a forward stashes.
-        pop: names of the tensors that a forward pops.
+    The result is a subclass of the same name, not a wrapper as in torchgpipe: parameters, attributes and hooks are
+    those of the class. Each forward must use every declared name. A decorated subclass does not inherit the names
+    that a decorated base class declares.
 
     Raises:
-        RuntimeError: by a forward that stashes or pops a name that is not declared, leaves out a declared one, or pops
-            what was not stashed.
-        TypeError: by a forward that yields something else, or stashes what is neither a tensor nor None.
+        RuntimeError: in a forward that uses an undeclared name, leaves out a declared one, or pops before a stash.
+        TypeError: in a forward that yields another object, or stashes one that is neither a tensor nor None.
     """
     stashed, popped = _names(stash), _names(pop)
 
@@ -250,13 +227,13 @@ def skippable(
 
 
 def _answered(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as a function that returns what it computes, its commands answered."""
+    """Wrap a forward that may be a generator into a function that executes its commands and returns its result."""
 
     @wraps(forward)
     def run(self: Skippable, *args: Any, **kwargs: Any) -> Any:
         outer = _UNDER_WAY.get()
         if outer is not None and outer.module is self:
-            # The forward of a base class, called by super(): part of that of the subclass.
+            # A base class's forward, called through super(), is part of the subclass's: names are checked once.
             return _result_of(forward(self, *args, **kwargs), outer)
         here = _Forward(self)
         with Setting(_UNDER_WAY, here):
@@ -268,7 +245,7 @@ def _answered(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _result_of(output: Any, forward: _Forward) -> Any:
-    """What a forward returns in the end; errors are raised where it yields, so that a traceback shows its line."""
+    """Run a forward to its end. Errors are thrown into the generator: the traceback shows the line that yields."""
     if not isinstance(output, Generator):
         return output
     try:
@@ -285,11 +262,11 @@ def _result_of(output: Any, forward: _Forward) -> Any:
 
 
 def _rename_wrapped(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take state dicts of torchgpipe and `torch.distributed.pipeline`, which have `module.` before the own names."""
+    """Accept state dicts of torchgpipe and `torch.distributed.pipeline`, whose wrapper adds `module.` to names."""
     wrapped = f"{prefix}module."
     here = [name for name in state if name.startswith(prefix)]
     if "module" in dict(module.named_children()):
-        # Such names may be its own: only what has the word twice is surely of a wrapped one.
+        # A child called `module` has this prefix without a wrapper; only `module.module.` proves that there was one.
         twice = any(name.startswith(f"{wrapped}module.") for name in here)
         if not twice or not all(name.startswith(wrapped) for name in here):
             return
@@ -317,19 +294,12 @@ def _name_of(module: nn.Module) -> str:
     return type(module).__name__
 
 
-# Indices of a module in the Sequentials around it; modules inside another kind share its place.
+# Child indices along the enclosing Sequentials. All modules inside any other container share its place.
 Place = tuple[int, ...]
 
 
 def find_routes(partitions: Sequence[nn.Module]) -> dict[Key, tuple[int, int]]:
-    """From which stage to which one each skip tensor goes.
-
-    Args:
-        partitions: the stages, of a model that `verify_skippables` has passed.
-
-    Returns:
-        Skip tensor to (index of the stage that stashes it, index of the one that pops it).
-    """
+    """Map each skip tensor to the indices of the stages that stash and pop it. Expects `verify_skippables` to pass."""
     modules = [(stage, module) for stage, part in enumerate(partitions) for _, _, module in _skippables(part)]
     stashed = {key: stage for stage, module in modules for key in module.stashable()}
     popped = {key: stage for stage, module in modules for key in module.poppable()}
@@ -337,13 +307,13 @@ def find_routes(partitions: Sequence[nn.Module]) -> dict[Key, tuple[int, int]]:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that each skip tensor is stashed by one module and popped by one that runs later.
+    """Check that exactly one module stashes each skip tensor and one that runs later pops it.
 
-    Modules inside modules count as well; the order in which a module that is no `nn.Sequential` runs those inside it
-    is taken to be right. A module that stands at two places runs twice.
+    Nested modules count. Only an `nn.Sequential` shows the order of its modules; any other container is assumed to
+    run them in the right order. A module that appears at two places counts twice.
 
     Raises:
-        TypeError: it is not so; the message lists all that is wrong.
+        TypeError: lists every mismatch.
     """
     modules = list(_skippables(module))
     stashed = _first_places(((place, module.stashable()) for _, place, module in modules))
@@ -375,7 +345,6 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _first_places(found: Iterator[tuple[Place, Iterator[Key]]]) -> dict[Key, Place]:
-    """Where each skip tensor appears first."""
     places: dict[Key, Place] = {}
     for key, place in chain.from_iterable(((key, place) for key in keys) for place, keys in found):
         places.setdefault(key, place)
@@ -383,13 +352,13 @@ def _first_places(found: Iterator[tuple[Place, Iterator[Key]]]) -> dict[Key, Pla
 
 
 def _skippables(module: nn.Module, prefix: str = "", place: Place = ()) -> Iterator[tuple[str, Place, Skippable]]:
-    """Name, place and module of all skippable modules, in the order in which Sequentials run them."""
+    """Yield name, place and module in the order in which Sequentials run them."""
     if type(module).forward not in (nn.Sequential.forward, Expanding.forward):
         for name, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
             if isinstance(inner, Skippable):
                 yield name, place, inner
         return
-    # named_children() would leave out the second place of a module.
+    # Not named_children(): it leaves out the second place of a module.
     children = [item for item in module.named_modules(remove_duplicate=False) if item[0] and "." not in item[0]]
     for index, (name, child) in enumerate(children):
         yield from _skippables(child, f"{prefix}.{name}" if prefix else name, (*place, index))

@@ -1,4 +1,4 @@
-"""How the children of a Sequential fall into stages, and what cannot be one."""
+"""Stages: consecutive children of a Sequential on one device, and the checks that a module can be split."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from hf_pipetransformer.pipe.recomputation import Drawing
 
 
 class Expanding(nn.Sequential):
-    """A Sequential that hands a tuple on as several arguments, and takes several."""
+    """Sequential that takes several arguments and passes a tuple to the next module as several."""
 
     def forward(self, *values: Any) -> Any:
-        """What the last module returns for positional arguments of the first."""
         value: Any = values
         for module in self:
             value = module(*value) if isinstance(value, (tuple, list)) else module(value)
@@ -26,12 +25,7 @@ class Expanding(nn.Sequential):
 
 
 class WithDevice(nn.Module):
-    """Says where a module runs; needed where it has no parameters or buffers that show it.
-
-    Args:
-        module: moved to the device when a `Pipe` is made of it.
-        device: such as `torch.device("cuda:1")`.
-    """
+    """Module with an explicit device, for modules without parameters; building a `Pipe` moves it there."""
 
     def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
         super().__init__()
@@ -44,11 +38,7 @@ class WithDevice(nn.Module):
 
 @dataclass(eq=False)
 class Stage:
-    """Some children of the Sequential, and where they run.
-
-    Args:
-        drawing: where its random numbers come from.
-    """
+    """Consecutive children of the Sequential, their device, and the generators that they draw from."""
 
     module: nn.Sequential
     device: torch.device
@@ -59,10 +49,10 @@ class Stage:
 
 
 def check_module(module: Any) -> None:
-    """Refuse what no pipeline can be made of.
+    """Check the type and the children of a pipeline's module.
 
     Raises:
-        TypeError: it is no Sequential.
+        TypeError: `module` is not an `nn.Sequential`.
         ValueError: a child appears twice.
     """
     if not isinstance(module, nn.Sequential):
@@ -77,18 +67,14 @@ def check_module(module: Any) -> None:
 
 
 def normalised(device: torch.device) -> torch.device:
-    """With the index of the GPU that it means."""
+    """Return the device with its index: `cuda` means the current GPU."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def device_of(name: str, module: nn.Module) -> torch.device:
-    """Where the parameters and buffers of a child lie; the CPU if it has none.
-
-    Raises:
-        ValueError: they lie on several devices.
-    """
+    """Return the device of a child's parameters and buffers (CPU if none); raise a ValueError if there are several."""
     devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
     if len(devices) > 1:
         raise ValueError(
@@ -99,10 +85,12 @@ def device_of(name: str, module: nn.Module) -> torch.device:
 
 
 def split_by_device(module: nn.Sequential) -> list[Stage]:
-    """Neighbours on one GPU are a stage; on the CPU each child is one, as all of a pipeline can be tried there.
+    """Split a Sequential by the devices of its children.
+
+    Consecutive children on one GPU form a stage. On the CPU each child is a stage, to try a pipeline without GPUs.
 
     Raises:
-        ValueError: a child lies on several devices, or shares a parameter with one on another.
+        ValueError: a child is on several devices, or shares a parameter with a child on another device.
     """
     groups: list[tuple[OrderedDict[str, nn.Module], torch.device]] = []
     for name, child in module.named_children():
@@ -110,6 +98,7 @@ def split_by_device(module: nn.Sequential) -> list[Stage]:
         if not groups or groups[-1][1] != device or device.type == "cpu":
             groups.append((OrderedDict(), device))
         groups[-1][0][name] = child.module if isinstance(child, WithDevice) else child
+    # Move modules only after all checks: a refused model stays where it is.
     check_shared(groups)
     for child in module.children():
         if isinstance(child, WithDevice):
@@ -118,11 +107,7 @@ def split_by_device(module: nn.Sequential) -> list[Stage]:
 
 
 def check_shared(groups: Sequence[tuple[Mapping[str, nn.Module], torch.device]]) -> None:
-    """Refuse parameters of children on several devices.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Raise a ValueError if children on different devices share a parameter."""
     places: dict[nn.Parameter, tuple[str, torch.device]] = {}
     for children, device in groups:
         for name, child in children.items():
@@ -136,10 +121,10 @@ def check_shared(groups: Sequence[tuple[Mapping[str, nn.Module], torch.device]])
 
 
 def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
-    """As many children a stage as `balance` says, moved to the stage's device; a tuple is one argument.
+    """Split a Sequential into stages of `balance[k]` children, moved to `devices[k]`; a tuple stays one argument.
 
     Raises:
-        ValueError: `balance` does not fit the module, or a parameter belongs to children on several devices.
+        ValueError: `balance` does not fit the module, or children on different devices share a parameter.
         IndexError: fewer devices than stages.
     """
     children = list(module.named_children())

@@ -1,4 +1,8 @@
-"""Workers, one a device, and the streams that they copy on."""
+"""Worker threads, one per device, and transfers between devices on separate CUDA streams.
+
+Copies overlap with computation; CUDA events order them. The transfers are autograd functions: gradients return on the
+same streams.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,7 @@ Task = Callable[[], None]
 
 
 class Workers:
-    """Threads that live from the first to the last line of a `with`. The calling thread works for `own` itself.
-
-    Args:
-        devices: which get a thread.
-        own: the device whose tasks run in the calling thread.
-    """
+    """Pool of one thread per device for the duration of a `with` block; the calling thread runs the tasks of `own`."""
 
     def __init__(self, devices: Sequence[torch.device], own: torch.device) -> None:
         self.own = own
@@ -36,7 +35,7 @@ class Workers:
 
     def __enter__(self) -> Workers:
         for device, queue in self._queues.items():
-            # A context can be entered by one thread at a time.
+            # A copy for each thread: a context can be entered by one thread at a time.
             context, state = copy_context(), _ThreadState(device, self._devices)
             thread = Thread(target=context.run, args=(_work, queue, state), name=f"pipe-{device}", daemon=True)
             self._threads.append(thread)
@@ -52,10 +51,10 @@ class Workers:
             thread.join()
 
     def run(self, tasks: Sequence[tuple[torch.device, Task]]) -> None:
-        """Have each device do its tasks, those of one device in this order; return when all are done.
+        """Run the tasks, devices in parallel and each device's tasks in order, and return when all are done.
 
         Raises:
-            BaseException: the first that a task raised. Tasks that have not begun are dropped then.
+            BaseException: an error of a task. Tasks that have not started are dropped.
         """
         if not self._queues:
             for _, task in tasks:
@@ -74,7 +73,7 @@ class Workers:
             wait(futures, return_when=FIRST_EXCEPTION)
             _raise_first([each for each in futures if each.done()])
         finally:
-            # An error's frames are kept with it: what they name would live as long.
+            # The error's traceback keeps this frame: empty the lists, or the frame keeps every future and task error.
             cancel = futures.copy()
             futures.clear()
             while cancel:
@@ -93,7 +92,7 @@ def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadSt
         try:
             stack.enter_context(state.entered())
         except BaseException as error:
-            # Whoever waits for a task has to hear of it.
+            # Fail all tasks with this error: if the thread just ended, the caller would wait forever.
             while (entry := queue.get()) is not None:
                 if entry[0].set_running_or_notify_cancel():
                     entry[0].set_exception(error)
@@ -105,20 +104,19 @@ def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadSt
             try:
                 task()
             except BaseException as error:
-                # A reference from the thread's frame would keep the error's own frames, and the tensors in them.
+                # A reference left in this frame would keep the error's frames, and the tensors in them.
                 future.set_exception(error)
                 del error
             else:
                 future.set_result(None)
+            # queue.get() blocks next; do not keep the last task's tensors meanwhile.
             del entry, future, task
 
 
 class _ThreadState:
-    """What torch keeps for each thread, as it is in the calling one.
+    """Thread-local torch state of the calling thread, for another one: grad mode, autocast, default device, streams.
 
-    Args:
-        device: that the thread is for.
-        devices: those of the pipeline. Others stay as they are: a GPU takes memory at the first look.
+    Only streams of the pipeline's `devices` are read: the first use of a GPU allocates memory on it.
     """
 
     def __init__(self, device: torch.device, devices: Iterable[torch.device]) -> None:
@@ -132,7 +130,6 @@ class _ThreadState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the thread is in this state."""
         with ExitStack() as stack:
             contexts: list[Any] = [torch.inference_mode(self._is_inference)]
             contexts += [torch.set_grad_enabled(self._is_grad_enabled)]
@@ -150,7 +147,7 @@ class _ThreadState:
 
 
 class Stream(Protocol):
-    """What of `torch.cuda.Stream` is used."""
+    """Methods of `torch.cuda.Stream` that transfers use."""
 
     def record_event(self) -> Any: ...
 
@@ -158,7 +155,7 @@ class Stream(Protocol):
 
 
 class Lanes(NamedTuple):
-    """The streams of a device that others' activations and gradients come and go by."""
+    """Copy streams of a GPU, named by the direction of activations; gradients return on the same streams."""
 
     incoming: torch.cuda.Stream
     outgoing: torch.cuda.Stream
@@ -169,7 +166,7 @@ _LANES_LOCK = Lock()
 
 
 def lanes(device: torch.device) -> Lanes | None:
-    """Of a GPU, the same each time; the CPU has none."""
+    """Return the copy streams of a GPU, created once; None for the CPU."""
     if device.type != "cuda":
         return None
     with _LANES_LOCK:
@@ -179,24 +176,25 @@ def lanes(device: torch.device) -> Lanes | None:
 
 
 def computing(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that this thread computes on."""
+    """Return the stream that this thread computes on; None for the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def is_same_place(one: torch.device, other: torch.device) -> bool:
-    """Whether a tensor of one device is one of the other. All of a CPU's tensors lie together."""
+    """Return True if both devices are the same. The index of a CPU device does not matter."""
     return one.type == other.type and (one.type == "cpu" or one.index == other.index)
 
 
 def _used_on(stream: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Keep the memory of `tensors` until the stream is through with them."""
+    """Keep the caching allocator from reusing the memory of `tensors` before the stream is done with them."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(stream)
 
 
 def _marked(ctx: Any, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Results of tensors that need no gradient need none either."""
+    """Mark outputs as non-differentiable where the input needs no gradient."""
+    # forward takes two arguments before the tensors.
     needed = ctx.needs_input_grad[2:]
     ctx.mark_non_differentiable(*(output for output, is_needed in zip(outputs, needed, strict=True) if not is_needed))
     return tuple(outputs)
@@ -204,12 +202,9 @@ def _marked(ctx: Any, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 @dataclass(eq=False)
 class Journey:
-    """Some tensors of a micro-batch on their way between two devices.
+    """Transfer of tensors between two devices, ordered by CUDA events. `target` is known on arrival only.
 
-    Args:
-        source: where they come from.
-        target: where they go to; known when they arrive.
-        events: what has happened, for others to wait for.
+    Events: `ready` and `arrived` for activations, `gradient is ready` and `returned` for gradients.
     """
 
     source: torch.device
@@ -217,26 +212,26 @@ class Journey:
     events: dict[str, Any] = field(default_factory=dict)
 
     def note(self, what: str, stream: Stream | None) -> None:
-        """The stream has come so far."""
+        """Record the event `what` on the stream."""
         if stream is not None:
             self.events[what] = stream.record_event()
 
     def wait(self, what: str, stream: Stream | None, tensors: Sequence[torch.Tensor | None]) -> None:
-        """What the stream is given from now on comes after it, and may use the tensors."""
+        """Make later work of the stream wait for the event `what`, and let it use the tensors."""
         if stream is not None:
             if what in self.events:
                 stream.wait_event(self.events[what])
             _used_on(stream, tensors)
 
     def lanes(self) -> tuple[Stream | None, Stream | None]:
-        """The outgoing stream of the source and the incoming one of the target."""
+        """Return the outgoing stream of the source and the incoming one of the target."""
         assert self.target is not None
         leaving, coming = lanes(self.source), lanes(self.target)
         return leaving and leaving.outgoing, coming and coming.incoming
 
 
 class Departing(torch.autograd.Function):
-    """Tensors are ready for a copy; their gradients are waited for."""
+    """Source end: forward records that the tensors are ready, backward waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, journey: Journey, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -252,7 +247,7 @@ class Departing(torch.autograd.Function):
 
 
 class Copying(torch.autograd.Function):
-    """Copies there, and back."""
+    """Middle: forward copies tensors to the target, backward copies gradients to the source."""
 
     @staticmethod
     def forward(ctx: Any, journey: Journey, target: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -278,7 +273,7 @@ class Copying(torch.autograd.Function):
 
 
 class Arriving(torch.autograd.Function):
-    """Copies are waited for; their gradients are ready for a copy."""
+    """Target end: forward waits for the copies, backward records that their gradients are ready."""
 
     @staticmethod
     def forward(ctx: Any, journey: Journey, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -295,13 +290,13 @@ class Arriving(torch.autograd.Function):
 
 def _copied(tensor: torch.Tensor, target: torch.device, streams: tuple[Any, Any]) -> torch.Tensor:
     with on_streams([stream for stream in streams if stream is not None]):
-        # The host reads what comes to it at once: that copy has to be done.
+        # The host reads a CPU tensor without waiting for a stream: that copy must block.
         return tensor.to(target, non_blocking=target.type != "cpu")
 
 
 @contextmanager
 def on_streams(streams: Sequence[Any]) -> Iterator[None]:
-    """Their devices' work of this thread goes to these streams inside. The current device stays."""
+    """Run this thread's work on each stream's device on that stream. The current device is restored on exit."""
     if not streams:
         yield
         return
@@ -310,14 +305,14 @@ def on_streams(streams: Sequence[Any]) -> Iterator[None]:
 
 
 class Departed(NamedTuple):
-    """Values that a stage has sent off."""
+    """Values that a stage has sent."""
 
     values: tuple[Any, ...]
     journey: Journey
 
 
 def depart(values: Sequence[Any], source: torch.device) -> Departed:
-    """`values` of a stage on their way to another device. Called where the stage has just computed them."""
+    """Mark a stage's `values` as ready for a transfer. Call in the thread that has just computed them."""
     journey, here = Journey(source), computing(source)
     if here is None:
         return Departed(tuple(values), journey)
@@ -325,10 +320,7 @@ def depart(values: Sequence[Any], source: torch.device) -> Departed:
 
 
 def arrive(departed: Departed, target: torch.device) -> tuple[Any, ...]:
-    """What has departed, on `target`. Called where the next stage is about to compute.
-
-    Tensors that were on neither device are moved as well.
-    """
+    """Return the values on `target`, wherever they are. Call in the thread that is about to run the next stage."""
     (values, journey), here = departed, computing(target)
     if not is_same_place(journey.source, target):
         values = _through(values, journey.source, lambda tensors: Copying.apply(journey, target, *tensors))  # type: ignore[no-untyped-call]
@@ -340,7 +332,7 @@ def arrive(departed: Departed, target: torch.device) -> tuple[Any, ...]:
 
 
 def _through(values: Sequence[Any], device: torch.device, step: Any) -> tuple[Any, ...]:
-    """`values` with those tensors that lie on `device` taken through a step, all at once, each of them once."""
+    """Apply `step` to all distinct tensors of `values` on `device` in one call, and put the results in their place."""
     found = {id(v): v for v in values if isinstance(v, torch.Tensor) and is_same_place(v.device, device)}
     if not found:
         return tuple(values)

@@ -1,4 +1,4 @@
-"""Lines for the person who started the run."""
+"""Log lines for the user who started the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("hf_pipetransformer")
 
 
 class _AboveProgressBar(logging.Handler):
-    """Writes a line without tearing the progress bar that may stand below it."""
+    """Log handler that writes above a tqdm progress bar instead of breaking it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -22,7 +22,7 @@ class _AboveProgressBar(logging.Handler):
 
 
 def announce(text: str) -> None:
-    """One readable line for the person who started the run, unless a level above INFO was set for this logger."""
+    """Log one line for the user, unless this logger's level was set above INFO."""
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():

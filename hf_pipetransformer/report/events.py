@@ -1,4 +1,4 @@
-"""The events file: one JSON line for everything that was decided or happened to the run."""
+"""Events file: one JSON line for each decision and event of a run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ KINDS = ("run", "freeze", "transition", "profile", "cache", "checkpoint", "fault
 
 
 class EventLog:
-    """Appends events to `<output_dir>/pipetransformer_events.jsonl`, each line flushed as it is written.
-
-    Args:
-        output_dir: the run's folder; None on ranks that do not write.
-    """
+    """Writer of `<output_dir>/pipetransformer_events.jsonl`; writes nothing if `output_dir` is None."""
 
     def __init__(self, output_dir: str | None) -> None:
         self.path = None if output_dir is None else os.path.join(output_dir, EVENTS_FILE)
         self._start = time.time()
 
     def write(self, event: str, step: int, epoch: float | None, **fields: Any) -> None:
-        """Append one event with its inputs."""
+        """Append one event. `fields` are its inputs and must be JSON values."""
         assert event in KINDS, event
         if self.path is None:
             return
@@ -43,7 +39,7 @@ class EventLog:
 
 
 def _finish_last_line(path: str) -> None:
-    """What a run that was killed while it wrote has left: ended if it is a whole event, else cut off."""
+    """Repair a line that a kill cut short: end it if it is a whole event, else remove it."""
     if not os.path.exists(path):
         return
     with open(path, "r+b") as file:
@@ -60,7 +56,6 @@ def _finish_last_line(path: str) -> None:
 
 
 def _event_of(line: bytes) -> dict[str, Any] | None:
-    """The event that a line holds; None if it holds none."""
     try:
         event = json.loads(line)
         text(entry(entries(event, "event"), "event"), "event")
@@ -71,16 +66,15 @@ def _event_of(line: bytes) -> dict[str, Any] | None:
 
 
 def read_events(path: str) -> list[dict[str, Any]]:
-    """The events of a file, in order; a last line that a kill cut off is left out, with a warning.
+    """Return the events of a file, in order; skip a truncated last line with a warning.
 
     Raises:
-        ValueError: another line is no event.
+        ValueError: another line is not an event.
     """
     return [event for _at, event in _numbered_events(path)]
 
 
 def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
-    """The events of a file, each with the number of its line."""
     try:
         with open(path, "rb") as file:
             lines = file.read().split(b"\n")
@@ -102,10 +96,10 @@ def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_layouts(path: str) -> dict[int, Layout]:
-    """The layout plan of an earlier run: optimizer step to the layout from that step on, from its events.
+    """Return the layout plan of an earlier run from its events: optimizer step to the layout from that step on.
 
     Raises:
-        ValueError: not an events file, one without a run, or one of what no run does; the text names the line.
+        ValueError: not an events file, no run in it, or impossible events; the message names the line.
     """
     layouts: dict[int, Layout] = {}
     for line, event in _numbered_events(path):
@@ -114,7 +108,7 @@ def read_layouts(path: str) -> dict[int, Layout]:
             if kind not in KINDS:
                 raise ValueError(f"found an event {kind[:60]!r}, expected one of {KINDS}")
             if kind == "run":
-                # A resumed run takes over from where it resumed.
+                # A resumed run replaces the layouts from the step it resumed at.
                 layouts = {earlier: layout for earlier, layout in layouts.items() if earlier < step}
                 layouts[step] = Layout.from_event(entry(event, "layout"))
             elif kind == "transition" or (kind == "profile" and text(entry(event, "what"), "what") == "trial"):
@@ -133,7 +127,7 @@ def read_layouts(path: str) -> dict[int, Layout]:
 
 @contextmanager
 def _at_line(path: str, number: int) -> Iterator[None]:
-    """Name the line of what is refused inside."""
+    """Add the line number to a ValueError raised inside."""
     try:
         yield
     except ValueError as error:
@@ -144,7 +138,7 @@ def _at_line(path: str, number: int) -> Iterator[None]:
 
 
 def read_known_microbatches(path: str | None, layout: Layout, samples_per_device: int) -> dict[tuple[int, int], int]:
-    """The M that earlier trials in this folder found best for the same schedule and batch, by K and V; said."""
+    """Return and log the best M of earlier trials in this folder with the same schedule and batch, by (K, V)."""
     if path is None or not os.path.isfile(path):
         return {}
     known = {}
@@ -175,7 +169,7 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
 
 
 def read_unfit(path: str | None, conditions: dict[str, Any]) -> int:
-    """The longest pipeline that ran out of memory in this folder under `conditions`, said in a line; 0 if none did."""
+    """Return and log the longest pipeline that ran out of memory in this folder under `conditions`, or 0."""
     unfit = 0
     try:
         for event in read_events(path) if path is not None and os.path.isfile(path) else ():

@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables: what every rank does, in which order. Pure; nothing here touches a device."""
+"""Pipeline schedules as tables of what each rank does, in order. Pure; nothing here touches a device."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _SCHEDULES = {
 }
 
 SCHEDULE_NAMES = tuple(_SCHEDULES)
-"""What `pipeline_schedule` may be."""
+"""Values of the option `pipeline_schedule`."""
 
 
 def find_schedule(name: str) -> Schedule:
-    """The training schedule of that name.
+    """Return the training schedule with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     if name not in _SCHEDULES:
         raise ValueError(f"Unknown schedule {name!r}: expected one of {sorted(_SCHEDULES)}.")

@@ -1,6 +1,6 @@
-"""Entries of a schedule's action lists, and what follows from them: transfers and updates. Pure.
+"""Actions of a schedule, and functions that add transfers and updates to the computations. Pure.
 
-For micro-batch `i` of `M` on a stage; `F3.1` is that of the second stage (chunk 1) on the rank:
+Notation for micro-batch `i` of `M` on a stage; `F3.1` belongs to the second stage (chunk 1) of the rank:
 
     F i   forward                                B i   backward: gradients of input and weights
     I i   backward, gradient of the input only   W i   backward, gradients of the weights only
@@ -8,8 +8,8 @@ For micro-batch `i` of `M` on a stage; `F3.1` is that of the second stage (chunk
     RB i  post the receive of i's gradient       SB i  send i's gradient to the stage before
     U t   update of the stage's weights: optimizer step t; only where steps follow each other without a flush
 
-`RF` and `RB` only *post* a receive; the `F`, `B` or `I` that needs the data waits for it. That lets a transfer run
-while the rank computes. `SF` and `SB` may wait until the neighbor has posted the receive.
+`RF` and `RB` only post a receive; the `F`, `B` or `I` that needs the data waits for it. A transfer can therefore run
+while the rank computes. `SF` and `SB` may block until the neighbor has posted the receive.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_pipetransformer.schedules.placement import Placement
 
 
 class ScheduleError(ValueError):
-    """A table that would deadlock, mismatch messages, or leave work undone."""
+    """Error for a table that would deadlock, mismatch messages, or leave work undone."""
 
 
 class Op(Enum):
-    """The kinds of action of the legend above."""
+    """Kinds of action; see the notation above."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -41,7 +41,7 @@ class Op(Enum):
 
 
 class Action(NamedTuple):
-    """One entry of a rank's row; `micro_batch` of an update is the number of its step."""
+    """One entry of an action list. For an update, `micro_batch` is the index of its optimizer step."""
 
     op: Op
     micro_batch: int
@@ -52,18 +52,18 @@ class Action(NamedTuple):
 
 
 Row = tuple[Action, ...]
-"""What one rank does, in this order."""
+"""Action list of one rank."""
 
 Table = tuple[Row, ...]
-"""One row a rank of the pipeline."""
+"""Action lists of a pipeline, one per rank."""
 
 COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
-"""The computations that others wait for on the way back."""
+"""Computations whose result the previous stage's backward waits for."""
 
 GRADIENTS_ARE_WHOLE = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-"""The computations after which a stage has all that a micro-batch gives to its gradients."""
+"""Computations after which a stage has the complete gradient of a micro-batch."""
 
 SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
@@ -72,20 +72,20 @@ NEEDS = {
     Op.BACKWARD: Op.RECEIVE_BACKWARD,
     Op.BACKWARD_INPUT: Op.RECEIVE_BACKWARD,
 }
-"""Of each computation that follows one of another stage: the receive of its input."""
+"""Receive that provides the input of each computation that can depend on another stage."""
 
 GIVES = {
     Op.FORWARD: Op.SEND_FORWARD,
     Op.BACKWARD: Op.SEND_BACKWARD,
     Op.BACKWARD_INPUT: Op.SEND_BACKWARD,
 }
-"""Of each computation whose result another stage takes: its send."""
+"""Send of each computation whose result another stage can need."""
 
 
 def source_of(op: Op, stage: int, num_stages: int) -> int | None:
-    """The stage that gives `stage` the input of the computation `op`: the one before, or the next for a gradient.
+    """Return the stage that computes the input of `op` on `stage`: the previous one, or the next for a gradient.
 
-    None at the ends of the pipeline, and for the gradients of weights: they follow from what the stage holds.
+    None at the ends of the pipeline, and for weight gradients, which need only local data.
     """
     if op not in NEEDS:
         return None
@@ -94,16 +94,15 @@ def source_of(op: Op, stage: int, num_stages: int) -> int | None:
 
 
 def add_updates(table: Table, step_sizes: Sequence[int], first_active_stage: int = 0) -> Table:
-    """Add to each rank's row the update of every step: once its last gradient is there, before the next computation.
+    """Add the update of each optimizer step to the action lists, after the step's last backward.
 
-    What lies between that backward and the next computation comes first: the gradient goes out, and the receives that
-    are posted ahead can be filled while the rank updates its weights. A rank without backwards has its update where a
-    trained rank in its place would have it, or at the end of its row.
+    The transfers up to the next computation come first: the gradient is sent, and receives posted ahead can complete
+    while the rank updates its weights. A rank without backwards has its update where a trained rank in that position
+    would have it, or at the end of its list.
 
     Args:
-        table: one stage a rank, backwards in the order of the micro-batches.
-        step_sizes: micro-batches of each step, 0 or more; a step without any updates right after the one before.
-        first_active_stage: stages below it run forwards only.
+        table: one stage per rank, backwards in the order of the micro-batches.
+        step_sizes: micro-batches of each step, 0 or more. The update of an empty step follows the previous step's.
     """
     ends = list(accumulate(step_sizes))
     return tuple(
@@ -113,10 +112,10 @@ def add_updates(table: Table, step_sizes: Sequence[int], first_active_stage: int
 
 
 def _updated(row: Row, ends: Sequence[int], runs_ahead: int) -> Row:
-    """`row` with its updates; `runs_ahead`: forwards of a rank without backwards beyond those of its step."""
+    """Insert the updates; `runs_ahead` is how many forwards a rank without backwards runs past those of a step."""
     computed = [position for position, action in enumerate(row) if action.op in COMPUTATIONS]
     last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in row) else (Op.FORWARD,)
-    # Of each micro-batch, which computation of the row is its last one.
+    # For each micro-batch, the index of its last computation in the row.
     last_of = [number for number, position in enumerate(computed) if row[position].op in last_op]
     before: dict[int, list[Action]] = {}
     for step, end in enumerate(ends):
@@ -132,24 +131,24 @@ def _updated(row: Row, ends: Sequence[int], runs_ahead: int) -> Row:
 
 
 def add_transfers(rows: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int = 0) -> Table:
-    """Add to each rank's computations what it receives and sends.
+    """Add sends and receives to the computations of each rank.
 
-    The receive for a computation is posted one computation ahead, before the send that follows the current one, so
-    that two neighbours that send to each other have both posted their receives. Where a rank would wait at a send and
-    nobody could go on, the receive is posted as much earlier as it takes: no table deadlocks even if a send blocks
-    until its receive is posted. The order of messages of each pair of stages and direction is the order of the
-    computations on both sides. Between stages on one rank, and into frozen stages, nothing is sent.
+    The receive for a computation is posted one computation ahead and before the send that follows the current one, so
+    two neighbors that send to each other have both posted their receives. Where all ranks would otherwise block, a
+    receive is posted as early as necessary: no table deadlocks, even if a send blocks until its receive is posted.
+    Messages of two stages have the order of the computations on both sides. Nothing is sent within a rank or into
+    frozen stages.
 
     Raises:
-        ValueError: the computations themselves wait for each other.
+        ValueError: the computations themselves form a dependency cycle.
     """
     return _Laying(rows, placement, first_active_stage).table()
 
 
 class _Laying:
-    """Runs the computations by rendezvous and writes down the transfers that take place.
+    """Simulation of the computations with blocking sends, which records the transfers that take place.
 
-    A result is named by the stage that gives it, the send that would carry it, and the micro-batch.
+    A result is identified by the stage that produces it, the send that would carry it, and the micro-batch.
     """
 
     def __init__(self, rows: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int) -> None:
@@ -165,7 +164,6 @@ class _Laying:
         self.given: set[tuple[int, Op, int]] = set()
 
     def table(self) -> Table:
-        """Lay all rows to their ends."""
         ranks = range(len(self.rows))
         while any(self.position[rank] < len(self.rows[rank]) or self.leaving[rank] for rank in ranks):
             moved = [self._advance(rank) for rank in ranks]
@@ -174,7 +172,7 @@ class _Laying:
         return tuple(map(tuple, self.laid))
 
     def _advance(self, rank: int) -> bool:
-        """Lay the send that is due, or else the next computation; False if the rank has to wait."""
+        """Add the pending send, or else the next computation; return False if the rank has to wait."""
         if leaving := self.leaving[rank]:
             if self._result(rank, leaving) not in self.awaited:
                 return False
@@ -192,6 +190,7 @@ class _Laying:
             return False
         self.laid[rank].append(action)
         self.position[rank] += 1
+        # Before the send: two neighbors that send to each other must both have posted their receives.
         self._post(rank, position + 3)
         if action.op in GIVES:
             given = action._replace(op=GIVES[action.op])
@@ -221,7 +220,7 @@ class _Laying:
         self.num_posted[rank] = max(self.num_posted[rank], until)
 
     def _post_for(self, rank: int | None) -> None:
-        """Post the receive that `rank` waits for with its send; None: everybody waits for a computation."""
+        """Post the receive for the blocked send of `rank`, to resolve a deadlock; fail if `rank` is None."""
         if rank is None or (leaving := self.leaving[rank]) is None:
             waiting = [str(row[at]) for row, at in zip(self.rows, self.position, strict=True) if at < len(row)]
             raise ValueError(f"Computations that wait for each other: {waiting}.")

@@ -1,7 +1,7 @@
-"""Values that were read from a JSON file, checked for type and range. Pure.
+"""Type and range checks for values read from a JSON file. Pure.
 
-A hash says that a file is as it was written, not that what was written can be. Each function returns its value and
-raises ValueError for one that cannot be, in words that follow the name of the file: what it is, what was expected.
+A hash proves that a file is unchanged, not that its content is valid. Each function returns its value or raises
+ValueError, with a message that continues after the file name: what was found, what was expected.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 
 MOST_STEPS = 10**9
-"""Optimizer steps of a run, samples of a batch, processes: more of them there never are."""
+"""Upper bound on optimizer steps of a run, samples of a batch, and processes."""
 MOST_SAMPLES = 10**15
-"""Samples that a run may read."""
+"""Upper bound on the samples that a run reads."""
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = MOST_STEPS) -> int:
-    """A whole number from `least` to `most`; 3.0 and True are none."""
+    """Return `value` if it is an integer from `least` to `most`; 3.0 and True are not."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise _refusal(value, name, f"a whole number from {least} to {most}")
     return value
 
 
 def number(value: Any, name: str, least: float = -math.inf, most: float = math.inf) -> float:
-    """A number from `least` to `most`; NaN only where neither bounds it."""
+    """Return `value` as a float if it is a number from `least` to `most`; NaN passes without bounds, as infinity."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_unbounded = (least, most) == (-math.inf, math.inf)
     if not is_number or not (is_unbounded or least <= value <= most):
@@ -38,35 +38,31 @@ def number(value: Any, name: str, least: float = -math.inf, most: float = math.i
 
 
 def text(value: Any, name: str) -> str:
-    """A text."""
     if not isinstance(value, str):
         raise _refusal(value, name, "a text")
     return value
 
 
 def flag(value: Any, name: str) -> bool:
-    """True or False."""
     if not isinstance(value, bool):
         raise _refusal(value, name, "true or false")
     return value
 
 
 def items(value: Any, name: str, count: int | None = None) -> list[Any]:
-    """A list, of `count` items if that is given."""
+    """Return `value` as a list, checking its length if `count` is given."""
     if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
         raise _refusal(value, name, "a list" if count is None else f"a list of {count}")
     return list(value)
 
 
 def entries(value: Any, name: str) -> Mapping[str, Any]:
-    """An object with named entries."""
     if not isinstance(value, dict):
         raise _refusal(value, name, "an object")
     return value
 
 
 def entry(holder: Mapping[str, Any], key: str) -> Any:
-    """An entry that must be there."""
     if key not in holder:
         raise ValueError(f"found no {key!r}")
     return holder[key]

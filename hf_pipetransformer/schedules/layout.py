@@ -1,4 +1,4 @@
-"""The layout of a run: the immutable value that all ranks must agree on."""
+"""Layout of a run: the immutable value that all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement, Plans
 
 
 MOST_MICROBATCHES = 2**20
-"""More micro-batches, layers, stages or replicas no layout of a file has."""
+"""Upper bound on micro-batches, layers, stages and replicas in a layout read from a file."""
 
 _COUNTS = frozenset(
     {"num_layers", "num_frozen_layers", "num_stages", "num_replicas", "num_microbatches", "num_chunks", "cache_level"}
@@ -22,35 +22,31 @@ _COUNTS = frozenset(
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return a number with its noun, such as "1 stage" or "2 stages"."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the model lies on the ranks between two transitions.
+    """Placement of the model on the ranks between two transitions.
 
     The model is a chain of units: the embeddings (unit 0), two sublayers for every encoder layer (attention, MLP) and
-    the head (the last unit). A stage owns a contiguous run of units, a rank of the pipeline holds `num_chunks` stages.
+    the head (the last unit). A stage owns a contiguous range of units; a rank of the pipeline owns `num_chunks`
+    stages.
 
     Args:
-        num_layers: encoder layers of the model, L.
-        num_frozen_layers: F, the embeddings and `layers[0:F]` are frozen.
-        num_stages: stages of a pipeline, K * V.
+        num_frozen_layers: number of frozen layers F; if F > 0, the embeddings and `layers[0:F]` are frozen.
+        num_stages: number of stages of a pipeline, K * V.
         num_replicas: data-parallel width R; `pipeline_size * num_replicas` is the world size.
         boundaries: `num_stages + 1` increasing unit indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
-        num_microbatches: M, micro-batches per mini-batch of one pipeline.
-        schedule: name of the schedule, one of `pipeline.schedules.SCHEDULE_NAMES`.
+        num_microbatches: micro-batches M per mini-batch of one pipeline.
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
-        num_chunks: V, stages of a rank; 1 if the pipeline is one rank.
-        placement: which rank holds which stage, one of `placement.PLACEMENTS`.
-        token_slices: how sequences are cut, see `token_slices.Plans`; nothing where they stay whole.
-        fresh_share: share of the samples that each pass draws anew in place of stored views of them, see
-            `autodp.views`; 0 where samples are not random.
+        num_chunks: stages per rank V; 1 if the pipeline is one rank.
+        token_slices: lengths of token slices, see `placement.Plans`; empty if sequences stay whole.
+        fresh_share: share of samples that each pass computes from a new random view instead of a stored one, 0 to 1.
 
     Raises:
-        ValueError: the boundaries do not cover every unit exactly once, a stage would own nothing, the ranks would not
-            hold V stages each, more layers are frozen than there are, or more are cached than frozen.
+        ValueError: units not covered exactly once, an empty stage, K * V stages that do not fit, or a value out of
+            range.
     """
 
     num_layers: int
@@ -100,80 +96,72 @@ class Layout:
 
     @property
     def pipeline_size(self) -> int:
-        """K, the ranks of a pipeline."""
+        """Number of ranks of a pipeline K."""
         return self.num_stages // self.num_chunks
 
     @property
     def shape(self) -> tuple[int, int]:
-        """K and V."""
+        """Ranks of a pipeline K and stages per rank V."""
         return self.pipeline_size, self.num_chunks
 
     @property
     def places(self) -> Placement:
-        """How the stages lie on the ranks of a pipeline."""
         return Placement(self.pipeline_size, self.num_chunks, self.placement)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether stages update themselves without waiting for the others; one stage has nobody to wait for."""
+        """True if stages update their weights without waiting for each other; False for a pipeline of one rank."""
         return self.pipeline_size > 1 and find_schedule(self.schedule).is_asynchronous
 
     @property
     def num_units(self) -> int:
-        """Embeddings, two sublayers a layer, head."""
         return units.num_units(self.num_layers)
 
     @property
     def first_active_unit(self) -> int:
-        """The first unit that is trained: units below it are frozen."""
+        """First unit that is trained; units below it are frozen."""
         return units.first_above(self.num_frozen_layers)
 
     @property
     def entry_unit(self) -> int:
-        """The unit that a stored activation enters: those below it do not run for a stored sample. 0: no cache."""
+        """Unit that takes a stored activation as input; the units below are skipped then. 0 without a cache."""
         return units.first_above(self.cache_level)
 
     @property
     def first_active_stage(self) -> int:
-        """The first stage with something to train: stages below it hold frozen units only."""
         return self.stage_of(self.first_active_unit)
 
     def units_of(self, stage: int) -> range:
-        """The units that `stage` owns."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def stage_of(self, unit: int) -> int:
-        """The stage that owns `unit`."""
         return next(stage for stage in range(self.num_stages) if unit in self.units_of(stage))
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`, as its position in the pipeline, 0 to K - 1."""
+        """Return the rank that owns `stage`, as a position in the pipeline, 0 to K - 1."""
         return self.places.rank_of(stage)
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's stages `stage` is, 0 to V - 1."""
         return self.places.chunk_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of the rank at a position in the pipeline, by chunk."""
         return self.places.stages_of(rank)
 
     def units_of_rank(self, rank: int) -> tuple[range, ...]:
-        """The units of the rank at a position in the pipeline, by chunk."""
         return tuple(self.units_of(stage) for stage in self.stages_of(rank))
 
     def ranks_of(self, used_by: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that hold any of some units, as positions in the pipeline, first user first."""
+        """Return the ranks that own any of these units, as positions in the pipeline, in the order of the units."""
         return tuple(dict.fromkeys(self.rank_of(self.stage_of(unit)) for unit in used_by))
 
     def as_event(self) -> dict[str, Any]:
-        """The layout as plain JSON values, for the events file and for the agreement check."""
+        """Return the layout as plain JSON values, for the events file and for the agreement check."""
         plans = [list(plan) for plan in self.token_slices]
         return {**asdict(self), "boundaries": list(self.boundaries), "token_slices": plans}
 
     @classmethod
     def from_event(cls, fields: dict[str, Any]) -> Layout:
-        """The inverse of `as_event`, also after the way through JSON.
+        """Build a layout from the values of `as_event`, also after a JSON round trip.
 
         Raises:
             ValueError: these are not the values of a layout.
@@ -202,7 +190,7 @@ class Layout:
         return cls(**found)
 
     def as_scalars(self) -> dict[str, float]:
-        """What trackers show of the layout; nothing while it is one that Trainer has too."""
+        """Return the metrics for trackers; empty for a layout that plain Trainer has too (K = 1, nothing frozen)."""
         if self.pipeline_size == 1 and not self.num_frozen_layers:
             return {}
         return {
@@ -224,7 +212,6 @@ class Layout:
 
     @property
     def shape_in_words(self) -> str:
-        """Stages and replicas, as log lines name them."""
         stages = counted(self.pipeline_size, "stage")
         if self.num_chunks > 1:
             stages = f"{counted(self.pipeline_size, 'rank')} of {counted(self.num_chunks, 'stage')}"
@@ -235,5 +222,5 @@ class Layout:
             return ""
         longest = self.token_slices[-1]
         if set(longest) == {1}:
-            return f" of S={len(longest)} equal token slices"  # Their number is given, which no length follows from.
+            return f" of S={len(longest)} equal token slices"  # Only the number of slices is known, not their lengths.
         return f" of S={len(longest)} token slices ({', '.join(map(str, longest))})"

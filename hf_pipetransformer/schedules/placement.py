@@ -1,7 +1,7 @@
-"""Numbering of a model's blocks, placement of stages on ranks, and plans of token slices. Pure.
+"""Numbering of a model's units, placement of stages on ranks, and plans of token slices. Pure.
 
-Token slices cut sequences into parts that run one after the other (TeraPipe, Li et al., ICML 2021, section 3.2): in a
-causal model a token attends to no later one.
+Token slices cut sequences into parts that run one after the other (TeraPipe, Li et al., ICML 2021, section 3.2). This
+works for causal models, where a token attends only to earlier ones and itself.
 """
 
 from __future__ import annotations
@@ -14,52 +14,45 @@ EMBEDDINGS = 0
 
 
 def num_units(num_layers: int) -> int:
-    """Embeddings, two sublayers a layer, head."""
     return 2 * num_layers + 2
 
 
 def attention_of(layer: int) -> int:
-    """The attention sublayer of a layer: the unit that follows the first `layer` layers."""
+    """Return the unit of a layer's attention sublayer, which follows the first `layer` layers."""
     return 2 * layer + 1
 
 
 def mlp_of(layer: int) -> int:
-    """The MLP sublayer of a layer."""
     return 2 * layer + 2
 
 
 def head_of(num_layers: int) -> int:
-    """The last unit: it follows all layers."""
+    """Return the last unit, which follows all layers."""
     return attention_of(num_layers)
 
 
 def first_above(num_layers: int) -> int:
-    """The first unit above the embeddings and `num_layers` layers; the embeddings themselves above no layer."""
+    """Return the first unit above the embeddings and the first `num_layers` layers; for 0 layers, the embeddings."""
     return attention_of(num_layers) if num_layers else EMBEDDINGS
 
 
 def block_of(unit: int) -> int:
-    """0 for the embeddings, `layer + 1` for both sublayers of a layer, `num_layers + 1` for the head."""
+    """Return 0 for the embeddings, `layer + 1` for both sublayers of a layer, `num_layers + 1` for the head."""
     return (unit + 1) // 2
 
 
 PLACEMENTS = ("loop", "v")
-"""`loop`: every chunk runs up the ranks. `v`: odd chunks run down them, so that two stages in a row share a rank."""
+"""`loop`: every chunk runs up the ranks. `v`: odd chunks run down, so two consecutive stages share a rank."""
 
 
 class Placement(NamedTuple):
-    """A pipeline of K ranks with V stages each, numbered from 0 to K*V - 1 in the order of the model.
+    """Placement of a pipeline's stages, numbered 0 to K*V - 1 in model order, on K ranks with V stages each.
 
     Chunk `c` of a rank is its stage among `c * K` to `c * K + K - 1`. Ranks are positions in the pipeline, 0 to K - 1.
     K=3, V=2:
 
-        loop: rank 0 holds stages 0 and 3, rank 1 holds 1 and 4, rank 2 holds 2 and 5
-        v:    rank 0 holds stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3
-
-    Args:
-        pipeline_size: K.
-        num_chunks: V.
-        kind: one of `PLACEMENTS`.
+        loop: rank 0 owns stages 0 and 3, rank 1 owns 1 and 4, rank 2 owns 2 and 5
+        v:    rank 0 owns stages 0 and 5, rank 1 owns 1 and 4, rank 2 owns 2 and 3
     """
 
     pipeline_size: int
@@ -68,29 +61,26 @@ class Placement(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, K*V."""
         return self.pipeline_size * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`."""
         chunk, position = divmod(stage, self.pipeline_size)
         return self.pipeline_size - 1 - position if self.kind == "v" and chunk % 2 else position
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's stages `stage` is."""
         return stage // self.pipeline_size
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, by chunk."""
+        """Return the stages of `rank`, by chunk."""
         starts = range(0, self.num_stages, self.pipeline_size)
         return tuple(start + self.rank_of(start + rank) for start in starts)
 
     def is_crossed(self, lower: int) -> bool:
-        """Whether stages `lower` and `lower + 1` exist and lie on two ranks: what passes between them is sent."""
+        """Return True if stages `lower` and `lower + 1` exist and are on different ranks."""
         return 0 <= lower < self.num_stages - 1 and self.rank_of(lower) != self.rank_of(lower + 1)
 
     def rounds(self) -> list[list[int]]:
-        """The crossed boundaries, each by its lower stage, in rounds of which no rank is in two."""
+        """Return the boundaries between ranks, as their lower stages, in rounds with each rank at most once."""
         rounds: list[tuple[set[int], list[int]]] = []
         for lower in filter(self.is_crossed, range(self.num_stages)):
             ends = {self.rank_of(lower), self.rank_of(lower + 1)}
@@ -104,13 +94,13 @@ class Placement(NamedTuple):
 
 
 Plans = tuple[tuple[int, ...], ...]
-"""Lengths of slices, one entry for each length of sequences that was planned for, short to long."""
+"""Slice lengths in tokens, one entry per planned sequence length, from short to long."""
 
 
 def slice_bounds(plans: Plans, length: int) -> tuple[int, ...]:
-    """Where the slices of sequences of `length` tokens begin, and the end of the last.
+    """Return the start of each slice of sequences of `length` tokens, and the end of the last.
 
-    The lengths are those of the plan for the next longer sequences, or else of the last, in proportion.
+    Uses the plan for the shortest planned sequences of at least this length, else the last plan, scaled to the length.
     """
     if not plans or length < 1:
         return (0, length)

@@ -1,4 +1,4 @@
-"""Schedules as objects, and those that flush after every batch: GPipe, 1F1B, interleaved 1F1B, token slices."""
+"""Base class of schedules, and those that flush after every batch: GPipe, 1F1B, interleaved 1F1B, token slices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_pipetransformer.schedules.placement import Placement
 
 
 Computations = list[list[Action]]
-"""What each rank computes, in this order; the transfers follow from it."""
+"""Computations of each rank, in order; `add_transfers` derives the sends and receives."""
 
 
 def drop_frozen(rows: Computations, placement: Placement, first_active_stage: int) -> Computations:
-    """`rows` without the backwards of the stages below `first_active_stage`."""
+    """Remove the backwards of stages below `first_active_stage`."""
     return [
         [each for each in row if each.op is Op.FORWARD or placement.stages_of(rank)[each.chunk] >= first_active_stage]
         for rank, row in enumerate(rows)
@@ -26,21 +26,17 @@ def drop_frozen(rows: Computations, placement: Placement, first_active_stage: in
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order of the micro-batches' forwards and backwards.
+    """Order of the forwards and backwards of micro-batches.
 
     Args:
-        name: as `pipeline_schedule` takes it.
-        lay: from where the stages lie, the number of micro-batches and the first stage that trains to what each rank
-            computes.
-        splits_backward: whether gradients of inputs and of weights are computed apart.
-        placement: how stages lie on ranks, a kind of `Placement`.
-        default_chunks: stages on each rank, V, unless the user says otherwise.
-        min_chunks: the smallest V of two ranks or more; a pipeline of one rank has one stage.
-        max_chunks: the largest V.
-        in_token_slices: makes of what `lay` gives, and S, what is computed for S slices of the tokens of each
-            micro-batch; None for a schedule that cuts batches alone.
-        is_asynchronous: whether optimizer steps follow each other without a flush. A table is then that of M steps of
-            a micro-batch each, with the updates of every rank, and what is in flight that of a window of any length.
+        lay: maps the placement, the number of micro-batches M and the first active stage to each rank's computations.
+        splits_backward: True if gradients of inputs and of weights are computed separately.
+        default_chunks: default number of stages per rank V, between `min_chunks` and `max_chunks`. A pipeline of one
+            rank always has one stage.
+        in_token_slices: maps computations and the number of slices S to those for S token slices per micro-batch; None
+            if the schedule cannot slice tokens.
+        is_asynchronous: True if optimizer steps follow each other without a flush. `table` then covers M optimizer
+            steps of one micro-batch each, including updates; `peaks` and `in_flight` cover any number of steps.
     """
 
     name: str
@@ -62,21 +58,19 @@ class Schedule:
         first_active_stage: int = 0,
         num_token_slices: int = 1,
     ) -> Table:
-        """One row of actions a rank.
+        """Return the action list of each rank.
 
-        Stages below `first_active_stage` hold frozen units only and run forwards only; no gradient is sent to them.
+        Stages below `first_active_stage` contain only frozen units. They run forwards only and get no gradient.
 
         Args:
-            pipeline_size: ranks of the pipeline, K.
-            num_microbatches: M.
-            num_chunks: stages on each rank, V.
-            first_active_stage: the first stage with something to train, 0 to K V - 1.
-            num_token_slices: S, parts that the tokens of each micro-batch are cut into. The table's micro-batches are
-                these M S slices, those of a micro-batch one after the other.
+            pipeline_size: number of ranks K.
+            num_microbatches: number of micro-batches M.
+            num_chunks: stages per rank V.
+            first_active_stage: 0 to K V - 1.
+            num_token_slices: slices S per micro-batch. The table's micro-batches are then these M S slices in order.
 
         Raises:
-            ValueError: fewer than one rank or micro-batch, stages that this schedule does not know how to lay, or an
-                active stage that does not exist.
+            ValueError: unsupported number of ranks, micro-batches, stages or slices, or no such active stage.
         """
         if pipeline_size < 1 or num_microbatches < 1:
             raise ValueError(
@@ -111,15 +105,13 @@ class Schedule:
         num_chunks: int = 1,
         first_active_stage: int = 0,
     ) -> tuple[float, ...]:
-        """The most that each rank holds at a time between forwards and the ends of their backwards.
+        """Return the peak size of activations held on each rank, from forward to the end of the matching backward.
 
-        Args:
-            sizes: of what a micro-batch's forward keeps, by stage; frozen stages keep nothing.
-            pipeline_size: as of `table`, like the others.
+        `sizes` gives the activation size of one micro-batch for each stage; frozen stages count as 0.
         """
         placement, found = Placement(pipeline_size, num_chunks, self.placement), []
         if self.is_asynchronous:
-            # Those of the steps that follow come in before these are out.
+            # Without a flush, forwards of later steps start before the backwards of these have ended.
             num_microbatches = max(num_microbatches, pipeline_size)
         for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
             stages = placement.stages_of(rank)
@@ -136,7 +128,7 @@ class Schedule:
     def in_flight(
         self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
     ) -> tuple[int, ...]:
-        """Of how many micro-batches each stage holds the activations at most, for the arguments of `table`."""
+        """Return the peak number of micro-batches whose activations each stage holds; arguments as of `table`."""
         stages = range(pipeline_size * num_chunks)
         counted = ([float(stage == other) for other in stages] for stage in stages)
         where = pipeline_size, num_microbatches, num_chunks, first_active_stage
@@ -144,9 +136,10 @@ class Schedule:
 
 
 def in_phases(num_microbatches: int, *phases: tuple[str, int]) -> list[Action]:
-    """One rank's computations: `("F I1", 3)` is a forward of chunk 0 and an input gradient of chunk 1, three times.
+    """Build one rank's computations from phases of a pattern and a repeat count.
 
-    Each computation of a chunk takes the micro-batches in order; those from `num_microbatches` on are left out.
+    `("F I1", 3)` repeats a forward of chunk 0 and an input gradient of chunk 1 three times. Each kind of computation
+    of a chunk takes the micro-batches in order, up to `num_microbatches`.
     """
     row, taken = [], Counter[str]()
     for pattern, times in phases:
@@ -157,7 +150,7 @@ def in_phases(num_microbatches: int, *phases: tuple[str, int]) -> list[Action]:
 
 
 def _lay_gpipe(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
-    """All forwards, then all backwards in reverse order (GPipe; PipeTransformer, Figure 6).
+    """Run all forwards, then all backwards in reverse order (GPipe; PipeTransformer, Figure 6).
 
     K=2, M=3, computation only, time from left to right:
 
@@ -173,9 +166,9 @@ GPIPE = Schedule("gpipe", _lay_gpipe)
 
 
 def _lay_one_f_one_b(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
-    """Synchronous 1F1B: after a warm-up of `K - 1 - k` forwards, rank `k` alternates forward and backward.
+    """Run synchronous 1F1B: after a warm-up of `K - 1 - k` forwards, rank `k` alternates forward and backward.
 
-    It computes what `gpipe` computes and holds the activations of at most `K - k` micro-batches instead of `M`.
+    Computes the same as `gpipe`, but rank `k` holds the activations of at most `K - k` micro-batches instead of M.
     K=2, M=3, computation only; and K=3, M=3 with stage 0 frozen:
 
         rank 0   F0 F1 .  B0 F2 B1 .  B2         rank 0   F0 F1 F2 .  .  .  .  .  .
@@ -196,11 +189,11 @@ MAX_CHUNKS = 8
 
 
 def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
-    """Interleaved 1F1B: groups of micro-batches go through a rank's chunks one after the other.
+    """Run interleaved 1F1B: groups of micro-batches pass through the chunks of a rank one after the other.
 
-    The bubble is that of 1F1B over V, activations are held for about K - 1 forwards of a chunk more (Narayanan et al.,
-    Efficient Large-Scale Language Model Training, SC 2021, section 2.2). Groups have K micro-batches; what K does not
-    divide makes some larger, so that a group always goes round without a wait. K=2, V=2, M=2, computation only:
+    The bubble is that of 1F1B divided by V; activations of about K - 1 more chunk forwards are held (Narayanan et al.,
+    Efficient Large-Scale Language Model Training, SC 2021, section 2.2). Groups have K micro-batches; if K does not
+    divide M, some are larger, so a group always returns to rank 0 without a wait. K=2, V=2, M=2, computation only:
 
         rank 0   F0   F1   F0.1 F1.1 .    B0.1 .    B1.1 B0   B1
         rank 1   .    F0   F1   F0.1 B0.1 F1.1 B1.1 B0   B1   .
@@ -228,9 +221,9 @@ INTERLEAVED_1F1B = Schedule(
 
 
 def in_token_slices(rows: Computations, num_token_slices: int) -> Computations:
-    """Each micro-batch as slices of its tokens: `S` numbers from `S i` on, forwards rising and backwards falling.
+    """Replace each micro-batch `i` by S token slices, numbered from `S i`: forwards ascending, backwards descending.
 
-    A slice reads keys and values of earlier ones, whose gradients are whole once all later slices had their backward.
+    A slice reads keys and values of earlier slices, so their gradients are complete only after all later backwards.
     """
     forwards = range(num_token_slices)
     return [
@@ -244,8 +237,8 @@ def in_token_slices(rows: Computations, num_token_slices: int) -> Computations:
 
 
 TOKEN = Schedule("token", ONE_F_ONE_B.lay, in_token_slices=in_token_slices)
-"""1F1B over slices of the batch, each a run of slices of its tokens (Li et al., ICML 2021; the paper keeps the whole
-batch). K=2, one batch slice, S=3, computation only; and two batch slices, S=2:
+"""1F1B over the batch's micro-batches, each cut into token slices (Li et al., ICML 2021; the paper does not cut the
+batch). K=2, one micro-batch, S=3, computation only; and two micro-batches, S=2:
 
     rank 0   F0 F1 F2 .  .  .  B2 B1 B0         rank 0   F0 F1 F2 F3 .  B1 B0 .  B3 B2
     rank 1   .  F0 F1 F2 B2 B1 B0 .  .          rank 1   .  F0 F1 B1 B0 F2 F3 B3 B2 .
@@ -253,9 +246,9 @@ batch). K=2, one batch slice, S=3, computation only; and two batch slices, S=2:
 
 
 def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
-    """Every rank runs all forwards, K micro-batches at a time through all of its chunks.
+    """Run all forwards on every rank, K micro-batches at a time through all chunks of the rank.
 
-    K=2, M=3; and K=2, M=4 with two chunks a rank:
+    K=2, M=3; and K=2, M=4 with two chunks per rank:
 
         rank 0   F0 F1 F2 .          rank 0   F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1 .
         rank 1   .  F0 F1 F2         rank 1   .    F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1
@@ -273,4 +266,4 @@ def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active
 FORWARD_ONLY = {
     kind: Schedule("forward_only", _lay_forward_only, placement=kind, max_chunks=MAX_CHUNKS) for kind in ("loop", "v")
 }
-"""The schedule of evaluation by how the stages lie."""
+"""Evaluation schedule for each kind of placement."""

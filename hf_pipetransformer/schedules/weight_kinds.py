@@ -1,7 +1,7 @@
-"""Weights that the forwards and backwards of asynchronous 1F1B see. Pure.
+"""Weight versions that the forwards and backwards of asynchronous 1F1B use. Pure.
 
-Between two drains (a window) each stage updates its weights as soon as the last backward of a step has run there, so
-the backward of a micro-batch comes s updates after its forward. Both passes see, by kind:
+Between two drains (a window), each stage updates its weights as soon as its last backward of a step is done. So s
+updates lie between the forward of a micro-batch and its backward. Weights used, by kind:
 
     kind            forward                         backward
     pipeoptim       predicted s updates ahead       current
@@ -26,18 +26,11 @@ DirectionName = Literal["optimizer", "adam"]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a stage knows as the forward of a unit begins.
+    """State of a stage when the forward of a unit (one micro-batch) starts.
 
-    A version is counted in updates of the stage since the window began: version 0 is what it began with.
-
-    Args:
-        stage: of `num_stages`.
-        num_stages: K.
-        units_per_step: A, of a complete step.
-        step: the optimizer step that the unit's gradient goes into, counted in the window. That many updates are done
-            when its backward runs.
-        position: of the unit among those of its step.
-        num_updates: done so far.
+    Versions count the stage's updates since the window began. `step` is the optimizer step of the unit's gradient,
+    counted in the window; that many updates are done when its backward runs. `position` is the unit's index in its
+    step.
     """
 
     stage: int
@@ -49,11 +42,11 @@ class ForwardPass:
 
 
 class WeightKind(Protocol):
-    """Which weights the passes of a unit see. A version beyond the current one is predicted, one before it kept.
+    """Rule for the weight version of each pass: those above the current one are predicted, lower ones kept.
 
     Attributes:
-        name: what the option calls it.
-        direction: how a prediction goes on: as the `optimizer` of the run does, or always as `adam` would.
+        name: value of the option `pipeline_weights`.
+        direction: direction of predicted updates, that of the run's `optimizer` or always that of `adam`.
     """
 
     @property
@@ -63,74 +56,67 @@ class WeightKind(Protocol):
     def direction(self) -> DirectionName: ...
 
     def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
-        """Versions of the stage's weights that are held at most, the current one included (PipeOptim, Table II).
+        """Return the peak number of versions of the stage's weights, the current one included (PipeOptim, Table II).
 
-        Backups made while a pass runs with other values count. What a prediction needs beside (the weights before the
-        last update, where nothing else tells the direction; moments of `xpipe` beside another optimizer) does not.
+        Counts backups made while a pass runs with other values, but not the inputs of a prediction (the weights before
+        the last update, if nothing else gives the direction; separate moments for `xpipe` with another optimizer).
         """
         ...
 
     def check(self, num_stages: int, units_per_step: int) -> None:
-        """Whether it can run so.
+        """Check that the kind supports this pipeline.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: it does not.
         """
         ...
 
-    def predicts(self, stage: int, num_stages: int) -> bool:
-        """Whether passes of that stage ever see predicted weights."""
-        ...
+    def predicts(self, stage: int, num_stages: int) -> bool: ...
 
-    def forward_version(self, forward: ForwardPass) -> int:
-        """The version that a forward sees."""
-        ...
+    def forward_version(self, forward: ForwardPass) -> int: ...
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
-        """The version that the backward of a unit sees, when `num_updates` are done."""
+        """Return the version that a backward uses once `num_updates` updates are done."""
         ...
 
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
-        """The versions before the current one that are still needed once `num_updates` are done.
+        """Return the versions below the current one that are still needed once `num_updates` updates are done.
 
-        Args:
-            in_flight: what the forwards saw of the units whose backward has not ended.
+        `in_flight` has the versions used by the forwards of units whose backward has not ended.
         """
         ...
 
 
 _WITH_ADAMS_MOMENTS = ("adamw_torch", "adamw_torch_fused")
-"""Names of Trainer's optimizers whose state is Adam's, and whose updates predictions know."""
+"""Trainer's names of optimizers that have Adam's state and whose updates can be predicted from it."""
 
 
 def copies_beside(direction: DirectionName, optim: str) -> int:
-    """What a prediction keeps beside weight, gradient and two moments of each trained weight, in weights.
+    """Return the memory of predictions in copies of the weights, beyond weight, gradient and two moments.
 
-    Args:
-        direction: of the kind.
-        optim: Trainer's name of the optimizer.
+    `optim` is Trainer's name of the optimizer.
     """
     if optim in _WITH_ADAMS_MOMENTS:
         return 0
-    own = 2 if direction == "adam" else 1  # Moments of its own, or the weights before the last update.
+    own = 2 if direction == "adam" else 1  # Two extra moments, or the weights before the last update.
     return own - 1 if optim == "sgd" else own  # SGD has one moment at most.
 
 
 def steady_lag(stage: int, num_stages: int) -> int:
-    """Units between a forward and its backward, in the steady state of 1F1B."""
+    """Return how many other units run their forward between a unit's forward and backward in steady-state 1F1B."""
     return num_stages - 1 - stage
 
 
 def units_until_first_stage(stage: int) -> int:
-    """Backwards that a stage starts before stage 0 runs the one that it has just run (SpecTrain, Eq. 6).
+    """Return how many more backwards a stage starts before stage 0 runs the same unit's backward (SpecTrain, Eq. 6).
 
-    A backward reaches stage 0 after `stage` passes, and half of the passes in between are backwards.
+    A backward reaches stage 0 after `stage` more passes, and half of the passes in between are backwards.
     """
     return stage // 2
 
 
 class Plain:
-    """What a kind is unless it says otherwise: nothing is predicted or kept, and forwards see the current weights."""
+    """Defaults for weight kinds: nothing is predicted or kept, and forwards use the current weights."""
 
     direction: DirectionName = "optimizer"
 
@@ -151,7 +137,7 @@ class Plain:
 
 
 class Predictor(Plain):
-    """What `spectrain` and `xpipe` share: both passes see the version that the stage has at stage 0's backward."""
+    """Shared by `spectrain` and `xpipe`: both passes use the stage's version at the time of stage 0's backward."""
 
     def predicts(self, stage: int, num_stages: int) -> bool:
         return steady_lag(stage, num_stages) + units_until_first_stage(stage) > 0
@@ -165,7 +151,7 @@ class Predictor(Plain):
 
 
 class Vanilla(Plain):
-    """Both passes see the current weights: the backward other ones than its forward."""
+    """Current weights in both passes, so the backward of a unit uses other weights than its forward."""
 
     name = "vanilla"
 
@@ -174,7 +160,7 @@ class Vanilla(Plain):
 
 
 class PipeOptim(Plain):
-    """A forward sees the weights as they will be at its backward, which sees those that are there (Algorithm 1)."""
+    """Forward with the weights predicted for its backward, backward with the current weights (Algorithm 1)."""
 
     name = "pipeoptim"
 
@@ -189,12 +175,12 @@ class PipeOptim(Plain):
 
 
 class Stashing(Plain):
-    """A forward sees the current weights, its backward the same: each version in flight is kept."""
+    """Current weights in the forward, the same version again in the backward; every version in flight is kept."""
 
     name = "stashing"
 
     def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
-        """A version for each step that the units in flight belong to: K - stage with one unit a step."""
+        """Return one version for each step with units in flight: K - stage with one unit per step."""
         return 1 + -(-steady_lag(stage, num_stages) // units_per_step)
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
@@ -205,10 +191,10 @@ class Stashing(Plain):
 
 
 class DoubleBuffer(Plain):
-    """Both passes of all units of step t see version t - 1, on every stage: a uniform delay of one update.
+    """Version t - 1 in both passes of all units of step t, on every stage: a uniform delay of one update.
 
-    Where a short step (the last of an epoch) has a forward come before that version is there, the unit sees the
-    current one in both passes, and that one is kept as long.
+    If a short step (the last of an epoch) brings a forward before that version exists, both passes of the unit use the
+    current version, which is kept until then.
     """
 
     name = "double_buffer"
@@ -236,17 +222,17 @@ class DoubleBuffer(Plain):
 
 
 class SpecTrain(Predictor):
-    """Both passes of a unit see the weights that the stage will have when stage 0 runs the unit's backward.
+    """Weights predicted for the time when stage 0 runs the unit's backward, in both passes.
 
-    In the steady state with one unit a step the forward predicts `stage // 2 + K - 1 - stage` updates, the backward
-    `stage // 2`. SpecTrain's own direction is that of SGD with momentum; for other optimizers it is theirs.
+    In the steady state with one unit per step, the forward predicts `stage // 2 + K - 1 - stage` updates and the
+    backward `stage // 2`. The paper predicts along SGD with momentum; here it is along the run's optimizer.
     """
 
     name = "spectrain"
 
 
 class XPipe(Predictor):
-    """Both passes see weights predicted by Adam's formula: from the state of an Adam, else from moments of its own."""
+    """Weights predicted by Adam's formula in both passes, with extra moments unless the optimizer is an Adam."""
 
     name = "xpipe"
     direction: DirectionName = "adam"
@@ -258,14 +244,14 @@ _KINDS: dict[str, WeightKind] = {
 
 
 WEIGHTS_NAMES = tuple(_KINDS)
-"""What `pipeline_weights` may be."""
+"""Values of the option `pipeline_weights`."""
 
 
 def find_weights(name: str) -> WeightKind:
-    """The kind of that name.
+    """Return the weight kind with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     if name not in _KINDS:
         raise ValueError(f"Unknown pipeline_weights {name!r}: expected one of {sorted(_KINDS)}.")

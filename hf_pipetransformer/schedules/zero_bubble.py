@@ -1,7 +1,7 @@
 """Zero-bubble schedules ZB-H1 and ZB-V, and the greedy list scheduler behind ZB-V. Pure.
 
-The greedy scheduler serves the numbers of micro-batches and frozen stages that fit no pattern. It assumes equal
-durations: 1 for a forward, for the gradient of an input and for that of the weights, 2 for a whole backward.
+The greedy scheduler covers the numbers of micro-batches and frozen stages that do not fit the fixed pattern. It
+assumes duration 1 for a forward, an input gradient and a weight gradient, and 2 for a whole backward.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Computations, Sch
 
 
 def lay_greedily(placement: Placement, num_microbatches: int, first_active_stage: int, limit: int) -> Computations:
-    """Each rank always takes the most urgent of what is ready: gradients of inputs, forwards, gradients of weights.
+    """Let each rank always run its most urgent ready computation: input gradients, forwards, then weight gradients.
 
-    Of the chunks the last comes first. A frozen stage runs no more than two micro-batches ahead of the next stage.
-
-    Args:
-        placement: where the stages lie.
-        num_microbatches: M.
-        first_active_stage: stages below it run forwards only.
-        limit: how many activations a rank may hold.
+    The last chunk comes first. A frozen stage runs at most two micro-batches ahead of the next stage. A rank holds at
+    most `limit` activations.
     """
     queues = []
     for rank in range(placement.pipeline_size):
@@ -40,7 +35,7 @@ def lay_greedily(placement: Placement, num_microbatches: int, first_active_stage
 
 
 def shortest(placement: Placement, first_active_stage: int, candidates: Sequence[Computations]) -> Computations:
-    """Those of `candidates` that end first if a message takes a tenth of a forward: slack for it counts."""
+    """Return the candidate that ends first if a message takes a tenth of a forward, which rewards slack."""
 
     def end(rows: Computations) -> float:
         return max(_Run(placement, first_active_stage, [[row] for row in rows], hop=0.1).free)
@@ -49,7 +44,7 @@ def shortest(placement: Placement, first_active_stage: int, candidates: Sequence
 
 
 class _Run:
-    """One execution: a rank takes from the first of its queues whose next computation can start soonest."""
+    """Simulated execution: a rank takes from the first of its queues whose next computation can start soonest."""
 
     def __init__(
         self,
@@ -72,13 +67,13 @@ class _Run:
         starts = {rank: self._next(rank) for rank in range(len(queues))}
         while chosen := min(filter(None, starts.values()), default=None):
             stage = self._take(*chosen)
-            # What began may be waited for on this rank, by the next stage and by the one before.
+            # Only this stage and its neighbors can depend on what just started, so only their ranks are checked again.
             for neighbour in range(max(0, stage - 1), min(stage + 2, placement.num_stages)):
                 rank = placement.rank_of(neighbour)
                 starts[rank] = self._next(rank)
 
     def _next(self, rank: int) -> tuple[float, int, int] | None:
-        """When `rank` can go on, and from which of its queues; None if it waits for what nobody has begun."""
+        """Return the start, rank and queue of the next computation of `rank`; None if no input is scheduled yet."""
         starts = []
         for position, queue in enumerate(self.queues[rank]):
             if queue and (ready := self._ready(rank, queue[0])) is not None:
@@ -86,7 +81,7 @@ class _Run:
         return min(starts, default=None)
 
     def _ready(self, rank: int, action: Action) -> float | None:
-        """When the input of `action` is there, None if that is not known yet; a full rank begins no forward."""
+        """Return when the input of `action` is there; None if unknown, or if a full rank cannot start a forward."""
         op, i, chunk = action
         stage = self.stages[rank][chunk]
         if op is Op.BACKWARD_WEIGHT:
@@ -101,7 +96,9 @@ class _Run:
         return end if end is None or self.placement.rank_of(source) == rank else end + self.hop
 
     def _has_room(self, rank: int, stage: int, i: int) -> bool:
-        """Each later chunk has a place of its own, so that what is held can always come to its backward."""
+        """Return True if the stage may hold micro-batch i: each later chunk keeps one reserved place, so none gets
+        stuck.
+        """
         if self.limit is None:
             return True
         if stage < self.first_active_stage:
@@ -124,11 +121,11 @@ class _Run:
 
 
 def _lay_zb_h1(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
-    """Like 1F1B with a split backward; the weights of rank `k` follow `k` micro-batches behind the inputs.
+    """Run 1F1B with a split backward; on rank `k` weight gradients lag `k` micro-batches behind input gradients.
 
-    The gradient of the input is sent before that of the weights is computed, so the first backward is back at rank 0
-    sooner, and what is left of the weights fills the end. Every rank holds up to K micro-batches, as rank 0 does under
-    1F1B (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024: ZB-H1). K=3, M=4, all durations alike:
+    The input gradient is sent before the weight gradient is computed, so the first backward reaches rank 0 sooner, and
+    the remaining weight gradients fill the end. Every rank holds up to K micro-batches, as rank 0 does under 1F1B (Qi
+    et al., Zero Bubble Pipeline Parallelism, ICLR 2024: ZB-H1). K=3, M=4, all durations equal:
 
         rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -150,11 +147,11 @@ ZB_H1 = Schedule("zb_h1", _lay_zb_h1, splits_backward=True)
 
 
 def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
-    """The V-schedule of Qi et al. (Zero Bubble Pipeline Parallelism, ICLR 2024, section 6).
+    """Run the V-schedule of Qi et al. (Zero Bubble Pipeline Parallelism, ICLR 2024, section 6).
 
-    With durations alike no rank waits once it has begun. A rank holds up to 2 K activations of half its layers, as
-    much as rank 0 under 1F1B. The pattern wants 2 K - 1 micro-batches and no chunk wholly frozen; without them the
-    order in which things get ready may end sooner. K=2, M=3:
+    With equal durations no rank waits once it has started. A rank holds up to 2 K activations of half its layers, as
+    much as rank 0 under 1F1B. The pattern needs 2 K - 1 micro-batches and no chunk that is frozen on all ranks;
+    otherwise the greedy schedule may end sooner, and the shorter of the two is used. K=2, M=3:
 
         rank 0   F0   F1   F2   F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 I0   W0   F2.1 I2.1 W2.1 I1   W1   I2   W2   .
         rank 1   .    F0   F0.1 F1   F1.1 I0.1 W0.1 F2   I0   W0   F2.1 I1.1 W1.1 I1   I2.1 I2   W1   W2.1 W2
