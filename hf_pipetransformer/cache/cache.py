@@ -1,4 +1,4 @@
-"""One data set's stored activations, as one rank of a pipeline reads and writes them."""
+"""Activation cache of one data set, as one rank of a pipeline reads and writes it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hf_pipetransformer.report import logger
 
 
 CHECKED_HITS = 256
-"""One in so many stored samples is read from the data set all the same, to see that it still is what it was."""
+"""One in this many cached samples is still read from the data set, to verify that it has not changed."""
 
 MAX_BATCHES_IN_FLIGHT = 16
-"""Micro-batches whose rows wait in pinned memory to be stored; beyond it training waits for the disk."""
+"""Maximum number of micro-batches waiting in pinned memory to be written; beyond it, training waits for the disk."""
 
 
 @dataclass
 class CacheCounts:
-    """What a cache did since it was last asked: samples, rows, and seconds spent on rows.
+    """Counters since they were last taken: samples, records, and seconds of record I/O.
 
-    A hit is a sample whose activation was read, a miss one that was computed; a checked sample is a hit whose input
-    was read from the data set all the same and compared. Where nothing is to be stored, none of the samples counts.
+    A hit is a sample whose activation was read, a miss one that was computed. A checked sample is one that was stored
+    but whose input was read and compared anyway. While nothing is to be stored, samples are not counted.
     """
 
     hits: int = 0
@@ -47,14 +47,9 @@ class CacheCounts:
 
 
 class ActivationCache:
-    """Completes batches from the store, and stores what the frozen layers gave (PipeTransformer, section 3.4).
+    """Reader and writer of the activations that the frozen blocks compute (PipeTransformer, section 3.4).
 
-    Whatever goes wrong with the store ends its use with one warning: then every sample is computed.
-
-    Args:
-        store: the rows, shared by all processes of the node.
-        source: the samples.
-        device: where rows go, and come from; None for the CPU.
+    A failure of the store turns the cache off with one warning; from then on, every sample is computed.
     """
 
     def __init__(self, store: ActivationStore, source: SampleSource, device: torch.device | None = None) -> None:
@@ -65,7 +60,7 @@ class ActivationCache:
         self._copies = CopyStream(device)
         self.counts = CacheCounts()
         self.level = 0
-        self.stamp = 0  # How often the weights that rows count for were named.
+        self.stamp = 0  # Number of `use_weights` calls: batches read under an older one are read again.
         self._weights_id = 0
         self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
@@ -73,34 +68,34 @@ class ActivationCache:
         self._has_warned = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
         self._ahead: tuple[Indices, int, Future[Rows]] | None = None
-        """Samples and length of the rows that are being read for the batch that is expected next."""
+        """Samples, padded length and pending records of the batch expected next."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="activation-cache-writer")
         self._pending: list[Callable[[], int]] = []
         self._writing: deque[Future[int]] = deque()
 
     def use_weights(self, keys: Sequence[str]) -> None:
-        """From now on the weights are those of `keys`, see `chain_keys`; rows of others are not served."""
+        """Switch to the weights named by `keys`, see `chain_keys`; records of other weights are no longer served."""
         self.stamp += 1
         self._ahead = None
+        # These records were computed with weights that may have changed already.
         self._pending.clear()
         self._level_of_id = {self.store.weights_id(key): level for level, key in enumerate(keys) if level}
         self.level = len(keys) - 1
         self._weights_id = self.store.weights_id(keys[-1])
 
     def take_counts(self) -> dict[str, float]:
-        """What was done since this was last called."""
+        """Return the counters and reset them."""
         counts, self.counts = asdict(self.counts), CacheCounts()
         return counts
 
     def switch_off(self, reason: str) -> None:
-        """Serve and store nothing any more, on no rank of this node."""
+        """Stop serving and storing, on all ranks of this node."""
         if not self._is_off:
             logger.warning(f"The activation cache is off from here on, samples are computed: {reason}")
         self._is_off = True
         self.store.drop(reason)
 
     def close(self) -> None:
-        """Let go of the store."""
         self._reader.shutdown()
         self._writer.shutdown()
         self.store.close()
@@ -108,9 +103,10 @@ class ActivationCache:
     # ---- reading: the loader's side ----
 
     def select(self, samples: list[int]) -> list[int]:
-        """Those of `samples` that must be read from the data set."""
+        """Return those of `samples` that must be read from the data set."""
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
+        # A record of an earlier run counts only after its sample was read and compared in this run.
         is_served = (self._levels_of(index, entries) > 0) & self.store.are_compared(
             self.source.rows_of(index), entries
         )
@@ -119,14 +115,16 @@ class ActivationCache:
     def complete(
         self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
     ) -> dict[str, Any]:
-        """The batch of all `samples`, with the stored activations of those that have one; see `RowSource`."""
+        """Return the batch of all `samples`, with the stored activations of those that have one; see `RowSource`."""
         if not samples:
+            # Collective: a replica without samples takes part as well.
             agree(0)
             return {}
         if self._is_off and len(read) == len(samples):
             return self._as_read(batch, agree)
         agreed: list[int] = []
 
+        # `_completed` may run twice, but the other replicas take part in `agree` only once.
         def agree_once(length: int) -> int:
             if not agreed:
                 agreed.append(agree(length))
@@ -135,7 +133,7 @@ class ActivationCache:
         try:
             return self._completed(samples, read, batch, agree_once)
         except (StoreDamagedError, KeyError) as error:
-            # The length of a batch never hangs on what is stored, so what the replicas agreed on still holds.
+            # The padded length is independent of what is stored, so the length the replicas agreed on is still valid.
             self.switch_off(str(error))
             return self._completed(samples, read, batch, agree_once)
 
@@ -146,7 +144,7 @@ class ActivationCache:
         entries = self._entries(index)
         hit = self._levels_of(index, entries) > 0
         parts = Parts(self.source)
-        # What was read although it is stored by now is taken from the store; what was counted on and is gone is read.
+        # The store may have changed since `select`: use records that appeared, read samples whose record is gone.
         is_read = positions_of(read, samples)
         hit = self._compared(index, entries, hit, is_read, batch)
         parts.add(is_read & ~hit, batch, is_read)
@@ -154,7 +152,7 @@ class ActivationCache:
         known = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
         length = agree(parts.padded_length(known, is_checked=not self._is_off))
         if self.source.keeps_padding:
-            # It was stored for a shorter batch.
+            # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
             too_short = hit & (entries["length"] < length)
             parts.read(too_short, samples)
             hit &= ~too_short
@@ -163,7 +161,7 @@ class ActivationCache:
             lost = np.zeros_like(hit)
             lost[hit] = self._levels_in(index[hit], rows) == 0
             if lost.any():
-                # Another process was writing it.
+                # Another process has started to overwrite the record.
                 rows = rows.take(~lost[hit])
                 parts.read(lost, samples)
                 hit &= ~lost
@@ -176,10 +174,10 @@ class ActivationCache:
         return parts.joined(index, levels, rows, self.stamp, length)
 
     def _compared(self, index: Indices, entries: Any, hit: Any, is_read: Any, batch: Mapping[str, Any]) -> Any:
-        """Those of `hit` whose rows are of the inputs that the data set gives in this run.
+        """Return the part of the mask `hit` whose records match the inputs of the data set in this run.
 
-        Rows that an earlier run left are compared with what was read; those whose sample was not read count for
-        nothing yet. The name of a store knows a few samples of the collator's only, and a change may be in others.
+        Records of an earlier run count only after their sample was read and compared: the name of a kept store covers
+        just a few collated samples, so a change elsewhere shows only here.
         """
         rows = self.source.rows_of(index)
         known = hit & self.store.are_compared(rows, entries)
@@ -201,13 +199,11 @@ class ActivationCache:
         return known | same
 
     def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
-        """A batch that was read whole, as without a cache."""
         source = self.source
         length = agree(batch[source.main_input].shape[1] if source.is_text else 0)
         return pad_batch(batch, source.main_input, length, source.pad_token_id) if source.is_text else dict(batch)
 
     def _entries(self, index: Indices) -> Any:
-        """What the index says of samples; zeros once the cache is off."""
         places = self.source.rows_of(index)
         try:
             return self.store.entries(places)
@@ -216,19 +212,18 @@ class ActivationCache:
             return self.store.entries(places)
 
     def _levels_of(self, index: Indices, entries: Any) -> Indices:
-        """Layers that each sample's row holds the output of, by its entry; 0 if of other weights or another draw."""
+        """Return the number of blocks each record covers; 0 for other weights or another augmentation."""
         views = self.source.views
         return self._levels(index, entries["weights_id"], None if views is None else entries[field_column(DRAW_FIELD)])
 
     def _levels_in(self, index: Indices, rows: Rows) -> Indices:
-        """The same of rows that were read."""
         views = self.source.views
         return self._levels(index, rows.weights_ids, None if views is None else rows.fields[DRAW_FIELD].numpy())
 
     def _levels(self, index: Indices, ids: Indices, draws: Any) -> Indices:
         levels, views = self._levels_of_ids(ids), self.source.views
         if views is not None:
-            # The place may hold an older draw, or one of a run that went on from another point.
+            # The record may contain an older augmentation, or that of a run resumed from another checkpoint.
             levels[draws != views.draws_of(index)] = 0
         return levels
 
@@ -236,7 +231,7 @@ class ActivationCache:
         return np.array([self._level_of_id.get(found, 0) for found in ids.tolist()], dtype=np.int64)
 
     def stored_share(self, samples: Indices) -> float:
-        """Share of the rows of some samples that are stored, of the weights that are loaded now.
+        """Return the share of the samples' records that are stored for the present weights; 0 to 1.
 
         Raises:
             StoreDamagedError: the index cannot be read.
@@ -245,7 +240,7 @@ class ActivationCache:
         return float((self._levels_of_ids(ids) > 0).mean())
 
     def prefetch(self, samples: list[int]) -> None:
-        """Begin to read the rows of the next batch, if it will need nothing else: a guess that may come to nothing."""
+        """Start reading the next batch's records if all its samples are stored; the result may go unused."""
         self._ahead = None
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
@@ -271,11 +266,7 @@ class ActivationCache:
             self.counts.read_seconds += time.perf_counter() - start
 
     def _check_inputs(self, index: Indices) -> None:
-        """Now and then read a stored sample's input again: a data set that changes must not be served from the store.
-
-        Raises:
-            StoreDamagedError: the sample is not what it was when its activation was stored.
-        """
+        """Read the input of about every `CHECKED_HITS`-th cached sample again; raise if the data set has changed."""
         self._hits_unchecked += len(index)
         if self._hits_unchecked < CHECKED_HITS:
             return
@@ -293,7 +284,7 @@ class ActivationCache:
     # ---- writing: the engine's side ----
 
     def write(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        """Store the activations after `level` layers of those samples that are not stored so far up."""
+        """Store the activations after `level` blocks of the samples that have no record at that level yet."""
         tags = micro_batch.tags
         assert tags is not None
         rows = (tags.num_layers < self.level).nonzero().squeeze(1)
@@ -304,18 +295,19 @@ class ActivationCache:
         if not self._is_apart:
             self._count_written(store_rows)
         else:
+            # On a GPU, a change of the weights shows one batch late: keep the record until they are verified.
             self._pending.append(store_rows)
             self._count_finished(MAX_BATCHES_IN_FLIGHT)
         self.counts.write_seconds += time.perf_counter() - start
 
     def write_pending(self) -> None:
-        """The weights are those that were named, so what was computed with them may be stored: by a thread."""
+        """Hand pending records to the writer thread, once their weights are verified as unchanged."""
         while self._pending:
             self._writing.append(self._writer.submit(self._pending.pop(0)))
         self._count_finished(MAX_BATCHES_IN_FLIGHT)
 
     def wait_for_writes(self) -> None:
-        """Wait until all that may be stored is."""
+        """Wait until the writer thread has stored everything handed to it."""
         self._count_finished(0)
 
     def _count_finished(self, num_left: int) -> None:
@@ -331,12 +323,12 @@ class ActivationCache:
     def _prepared(
         self, micro_batch: MicroBatch, tags: CacheTags, hidden: torch.Tensor, rows: torch.Tensor
     ) -> Callable[[], int]:
-        """Begin to copy those rows of a micro-batch to the host; what stores them, and says how many."""
+        """Start copying rows of a micro-batch to the host; return a function that stores and counts them."""
         is_all = len(rows) == len(tags.num_layers)
         given = micro_batch.inputs if micro_batch.on_host is None else micro_batch.on_host
         inputs = given if is_all else take_rows(given, rows)
         activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
-        # A copy of its own where it is read later: the model may go on to change it in place.
+        # With an asynchronous copy, clone: the model may modify the activation in place before it is read.
         arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
         samples, weights_id, views = tags.samples[rows].numpy(), self._weights_id, self.source.views
         index = self.source.rows_of(samples)
@@ -349,7 +341,7 @@ class ActivationCache:
             lengths = lengths if self.source.keeps_padding else real
         if views is not None:
             fields[DRAW_FIELD] = torch.from_numpy(views.draws_of(samples).astype(np.int32))
-        # An earlier row knows the digest of an input that was not read.
+        # The input of a cached sample was not read, so its digest comes from the record being replaced.
         has_row, found = tags.num_layers[rows].numpy() > 0, tags.digests[rows].numpy().view(np.uint64)
 
         def store_rows() -> int:

@@ -1,4 +1,4 @@
-"""Digests of the frozen prefix: which weights a stored activation comes from, and whether they still are the same."""
+"""Digests of the frozen prefix: they identify the weights behind a stored activation and detect changes to them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ from hf_pipetransformer.splitters.base import config_value
 def unit_digests(
     model_named: Mapping[str, torch.Tensor], units_of: Mapping[str, tuple[int, ...]], units: Iterable[int]
 ) -> dict[int, str]:
-    """A digest of all that each unit computes with: 32 hexadecimal digits over names, dtypes, shapes and bytes.
+    """Return a digest per unit: 32 hex digits over names, dtypes, shapes and bytes of the tensors it uses.
 
-    The same weights give the same digest on every device and in every memory order.
+    Equal weights give equal digests on every device and in every memory layout.
 
     Args:
-        model_named: parameters and buffers of the model by name.
-        units_of: name to the units that use it, as in `Structure`. A tensor counts for each of its users; one whose
-            users are not known counts for every unit.
-        units: the units to digest.
+        units_of: units that use each tensor, as in `Structure`; a tensor not listed counts for every unit.
 
     Raises:
-        ValueError: one of those units uses a tensor that is absent or has no data (another stage owns it).
+        ValueError: a wanted unit uses a tensor that is absent or has no data (another stage owns it).
     """
     wanted = sorted(set(units))
     everywhere = tuple(wanted)
+    # Sorted, so that digests do not depend on the order in which modules were registered.
     users = {name: units_of.get(name, everywhere) for name in sorted({*model_named, *units_of})}
     hashers = {unit: xxhash.xxh3_128() for unit in wanted}
     for name, using in users.items():
         used_by = [hashers[unit] for unit in using if unit in hashers]
         if used_by:
-            # Once for all its users: shared embeddings are the largest tensor of a model.
+            # Hashed once for all users: tied embeddings are often a model's largest tensor.
             record = _digest_record(name, model_named.get(name))
             for hasher in used_by:
                 hasher.update(record)
@@ -61,14 +59,14 @@ def _digest_record(name: str, tensor: torch.Tensor | None) -> bytes:
 
 
 def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> list[str]:
-    """Keys of the prefixes: item `f` stands for the output of embeddings + `layers[0:f]`, 1 <= f <= `num_frozen`.
+    """Return the keys of the prefixes: item `f` stands for the output of embeddings + `layers[0:f]`.
 
-    Each key is chained to the one before, so it changes with any weight below. Item 0 is empty: the output of the
-    embeddings alone is never stored.
+    Each key is hashed together with the one before, so it changes with any weight below it. Item 0 is empty, because
+    the output of the embeddings alone is never stored.
 
     Args:
-        digests: what `unit_digests` gave for units 0 to `2 * num_frozen`.
-        context: what else decides the output (attention implementation, dtype, ...).
+        digests: `unit_digests` of units 0 to `2 * num_frozen`.
+        context: everything else that affects the output (attention implementation, dtype, ...).
 
     Raises:
         ValueError: a digest is missing.
@@ -77,7 +75,7 @@ def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> lis
     if missing:
         raise ValueError(f"The keys of {num_frozen} layers need units 0 to {2 * num_frozen}: {missing} are missing.")
     keys = [""]
-    # Digests have one length, so no two different chains are the same text.
+    # Digests have a fixed length, so different chains never concatenate to the same text.
     key = xxhash.xxh3_128_hexdigest(f"{context}\0{digests[0]}".encode())
     for layer in range(num_frozen):
         key = xxhash.xxh3_128_hexdigest(f"{key}{digests[2 * layer + 1]}{digests[2 * layer + 2]}".encode())
@@ -86,19 +84,11 @@ def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> lis
 
 
 class PrefixWatch:
-    """Notices at almost no cost that frozen parameters were changed behind the run's back.
+    """Cheap detector of changes to frozen parameters by user code; a parameter without data raises ValueError.
 
-    It compares each parameter's version counter, its address and its middle element: what changes a whole tensor is
-    noticed; what writes a part of it past autograd (`parameter.data[0] = 1`) may not be. It keeps the memory of the
-    parameters alive, so make a new one when a stage hands them on.
-
-    On a device the elements are read without waiting: those that one call asks for are compared by the next.
-
-    Args:
-        parameters: the frozen parameters, on whatever devices.
-
-    Raises:
-        ValueError: a parameter has no data.
+    Compares each parameter's version counter, address and middle element. That catches a change of a whole tensor; a
+    partial write past autograd (`parameter.data[0] = 1`) can go unnoticed. It keeps the parameters' memory alive, so
+    create a new one when a stage hands its parameters to another rank.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -117,21 +107,20 @@ class PrefixWatch:
         self._asked: list[Arriving[torch.Tensor]] = []
 
     def has_changed(self, at_once: bool = True) -> bool:
-        """Whether a parameter is another one than at the start.
+        """Return True if a parameter differs from its state at construction.
 
-        Args:
-            at_once: wait for the device. Else version and address are those of now, the elements those that the last
-                call without it found.
+        With `at_once`, synchronize with the GPU; otherwise compare the elements that the last such call requested.
         """
         if self._find_marks() != self._marks:
             return True
-        # Elements last: after `parameter.data = other` they are those of the old memory.
+        # Marks first: after `parameter.data = other` the elements still view the old memory and look unchanged.
         found = self._find_values()
         if self._is_apart and not at_once:
             found, self._asked = self._asked, found
         return not all(torch.equal(f.on_host(), expected) for f, expected in zip(found, self._values, strict=False))
 
     def _find_marks(self) -> list[tuple[int, int]]:
+        # Inference tensors have no version counter.
         return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in self._parameters]
 
     def _find_values(self) -> list[Arriving[torch.Tensor]]:
@@ -141,7 +130,7 @@ class PrefixWatch:
 
 
 def _middle(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of one element, also where the tensor is not contiguous."""
+    """Return a view of the middle element; works for non-contiguous tensors too."""
     index, offset = tensor.numel() // 2, tensor.storage_offset()
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         offset += index % size * stride
@@ -150,14 +139,13 @@ def _middle(tensor: torch.Tensor) -> torch.Tensor:
 
 
 NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version")
-"""Entries of a configuration that no activation hangs on."""
+"""Config entries that do not affect activations."""
 
 
 class FrozenWeights:
-    """The weights below the cached entry of a layout, named together by a pipeline's ranks.
+    """Digests and keys of the weights below a layout's cached entry. Collective: create on every rank of a pipeline.
 
-    It holds those of this rank's stages: let go of it before they move. `known` are digests of units that have not
-    changed since they were found.
+    Keeps this rank's parameters alive: drop it before they move. `known` are digests of units that did not change.
     """
 
     def __init__(self, stage: Stage, args: PipeTransformerArguments, known: Mapping[int, str]) -> None:
@@ -171,16 +159,16 @@ class FrozenWeights:
         found = unit_digests(tensors, units_of, own)
         self._groups = stage.groups
         self.digests = {unit: digest for unit, digest in known.items() if unit in below_entry}
-        """By unit, those of other stages too; none of units that are no longer watched."""
+        """Digests by unit, other stages' units included; none for units above the entry, which nobody watches."""
         for answer in self._from_all({str(unit): digest for unit, digest in found.items()}):
             self.digests.update({int(unit): digest for unit, digest in answer.items()})
         self.keys = chain_keys(self.digests, layout.cache_level, _context(model, args))
-        """By number of layers, what identifies all that their output hangs on."""
+        """By number of blocks, a key for everything that affects their output."""
         watched = [p for name, p in parameters.items() if structure.units_of_parameter[name][0] in below_entry]
         self._watch = PrefixWatch(watched)
 
     def have_changed(self, at_once: bool) -> bool:
-        """Whether they are not those that were named, on any rank of the pipeline; see `PrefixWatch.has_changed`."""
+        """Return True if they changed on any rank of the pipeline; see `PrefixWatch.has_changed`. Collective."""
         return any(self._from_all(int(self._watch.has_changed(at_once))))
 
     def _from_all(self, own: Any) -> list[Any]:
@@ -188,11 +176,11 @@ class FrozenWeights:
 
 
 def _context(model: Any, args: PipeTransformerArguments) -> str:
-    """All that stored activations hang on beside the weights."""
+    """Return everything besides the weights that affects stored activations."""
     attention = config_value(model, "_attn_implementation")
     versions = (transformers.__version__, torch.__version__)
     parts = (type(model).__name__, attention, precision_of(args), *_arithmetic(args), *versions)
-    # Saving a model writes these into its configuration, and the weights' dtype is in their digests.
+    # Saving a model rewrites the excluded entries, and the digests already cover the weights' dtype.
     entries: dict[str, Any] = config_value(model, "to_dict", dict)()
     settings = {key: value for key, value in entries.items() if key not in NOT_SETTINGS}
     if adapters.has_adapters(model):
@@ -201,7 +189,7 @@ def _context(model: Any, args: PipeTransformerArguments) -> str:
 
 
 def _arithmetic(args: PipeTransformerArguments) -> tuple[str, ...]:
-    """Where float32 is computed, and how its products are rounded (TF32, bfloat16): a kept store outlives both."""
+    """Return the device type and float32 precision settings (TF32, bfloat16), which may differ in a later run."""
     convolutions, products = torch.backends.cudnn.conv, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     backends = (torch.backends.cuda.matmul, convolutions, products)
     return (args.device.type, *(str(backend.fp32_precision) for backend in backends))

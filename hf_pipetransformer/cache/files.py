@@ -1,4 +1,7 @@
-"""Folders and files of this user alone, held by descriptors: nothing in them is reached through a link."""
+"""Private folders and files of this user, accessed through descriptors so that no link is ever followed.
+
+Other users cannot redirect a store in a shared temporary directory by replacing a path component.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NOT_A_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 _BLOCK_BYTES = 512
-"""Of `st_blocks`, whatever the blocks of the disk are."""
+"""Unit of `st_blocks`, independent of the file system's block size."""
 _REMEDY = "Set activation_cache_dir to a folder of your own, or activation_cache to off."
 
 
 class PrivateFolder:
-    """A folder of this user, mode 0700. What is done in it goes through its descriptor and follows no link."""
+    """Folder of this user with mode 0700; all access goes through its descriptor and follows no links."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -31,11 +34,11 @@ class PrivateFolder:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], create: bool = False) -> PrivateFolder:
-        """Open a folder by its path, or make it; the folders above are the caller's choice.
+        """Open a folder by its path, or create it. The parent folders are not checked.
 
         Raises:
-            ValueError: it is a link, belongs to another user, or others may write to it.
-            OSError: it is missing, or cannot be made.
+            ValueError: it is a link, belongs to another user, or is writable by others.
+            OSError: it is missing, or cannot be created.
         """
         whole = Path(os.path.abspath(path))
         if create:
@@ -44,7 +47,7 @@ class PrivateFolder:
 
     @classmethod
     def _opened(cls, path: Path, name: str, dir_fd: int | None, create: bool) -> PrivateFolder:
-        # With descriptors a path that is changed by somebody else in between leads nowhere.
+        # Open first, then check the descriptor: checking the path would race with a replacement of the folder.
         if create:
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=dir_fd)
@@ -57,19 +60,20 @@ class PrivateFolder:
                 f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):04o}): what lies in it "
                 f"cannot be trusted. Delete it. {_REMEDY}"
             )
+        # mkdir's mode is subject to the umask, and an existing folder may be readable by others.
         os.fchmod(folder._fd, 0o700)
         return folder
 
     @classmethod
     def under(cls, base: str | os.PathLike[str], name: str, create: bool = False) -> PrivateFolder:
-        """The folder `name` in one that the user named for the cache, or that lies in the temporary folder.
+        """Open or create the folder `name` in `base`, a folder that the user chose or the temporary directory.
 
-        That one may belong to root and be open to all if it is sticky, as `/tmp` is: then what this user makes in it
-        stays this user's. Links above it are followed if they are root's or this user's.
+        `base` may belong to root and be writable by all if it is sticky like `/tmp`, where nobody can replace this
+        user's files. Links above `base` are followed if they belong to root or this user.
 
         Raises:
-            ValueError: either is a link or another user's, or others may write to it.
-            OSError: either is missing, or cannot be made.
+            ValueError: either folder is a link, belongs to another user, or is writable by others.
+            OSError: either is missing, or cannot be created.
         """
         path = Path(os.path.abspath(base))
         descriptor = _open_base(path, create)
@@ -79,22 +83,21 @@ class PrivateFolder:
             os.close(descriptor)
 
     def child(self, name: str, create: bool = False) -> PrivateFolder:
-        """A folder in this one, under the same rules as `at`."""
         return self._opened(self.path / name, name, self._fd, create)
 
     def names(self) -> list[str]:
-        """Of all that lies in the folder; none if it has been removed."""
+        """Return the names of everything in the folder, sorted; empty if the folder was removed."""
         with suppress(FileNotFoundError):
             return sorted(os.listdir(self._fd))
         return []
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """A descriptor of a regular file of this user; with O_CREAT it has mode 0600.
+        """Return a descriptor of a regular file of this user; with O_CREAT its mode becomes 0600.
 
         Raises:
-            OSError: it is missing, or it is a link, another kind of file or another user's.
+            OSError: it is missing, a link, not a regular file, or another user's.
         """
-        # A pipe would keep the caller waiting.
+        # O_NONBLOCK: opening a FIFO would otherwise block.
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
         try:
             _check_own(os.fstat(descriptor), self.path / name)
@@ -106,38 +109,36 @@ class PrivateFolder:
         return descriptor
 
     def size(self, name: str) -> int:
-        """Bytes of a regular file of this user; raises as `open`."""
+        """Return the size of a regular file in bytes; raises like `open`."""
         status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         _check_own(status, self.path / name)
         return status.st_size
 
     def bytes_on_disk(self, name: str) -> int:
-        """What a file takes of the disk, which is less than its size where nothing was written; raises as `open`."""
+        """Return the disk usage of a file, less than its size if it is sparse; raises like `open`."""
         status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         _check_own(status, self.path / name)
         return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
 
     def holds(self, name: str) -> bool:
-        """Whether there is such a regular file of this user."""
         try:
             return self.size(name) >= 0
         except OSError:
             return False
 
     def read(self, name: str, limit: int = 1 << 20) -> bytes:
-        """What is in a file, at most `limit` bytes; raises as `open`."""
+        """Return the first `limit` bytes of a file; raises like `open`."""
         with os.fdopen(self.open(name), "rb") as file:
             return file.read(limit)
 
     def write(self, name: str, content: bytes) -> None:
-        """Make a file, or replace it at once; raises as `open`."""
+        """Create or replace a file atomically; raises like `open`."""
         unfinished = name + ".tmp"
         with os.fdopen(self.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(content)
         self.rename(unfinished, name)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file of this folder another name in it."""
         os.rename(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def unlink(self, name: str) -> None:
@@ -146,24 +147,21 @@ class PrivateFolder:
             os.unlink(name, dir_fd=self._fd)
 
     def rmdir(self, name: str) -> None:
-        """Delete an empty folder in this one.
-
-        Raises:
-            OSError: it is not empty, or it is none.
-        """
+        """Delete an empty folder in this one; raises OSError if it is not empty, or not a folder."""
         os.rmdir(name, dir_fd=self._fd)
 
 
 @contextmanager
 def locked(descriptor: int, path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock of the file `path`, which other processes opened too: one is inside at a time.
+    """Lock the file behind `descriptor` against other processes; `path` is for the message.
 
     Raises:
-        TimeoutError: another process has held it for so long; it takes a moment only, so that one was stopped.
+        TimeoutError: another process, probably a stopped one, had the lock for all of `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
+            # flock has no timeout: poll.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Folders of activation stores: where they lie, who may use them, and looking after them."""
+"""Folders of activation stores: location, locking by one run, cleanup, and the lines that the CLI prints."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_pipetransformer.report import logger
 
 
 CACHE_FOLDER = "_activation_cache"
-"""A name with a leading underscore is never pushed to the hub."""
+"""The leading underscore keeps Trainer from pushing the folder to the Hub."""
 
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs", "glusterfs"),
     *("fuse.sshfs", "fuse.glusterfs"),
 )
 MARKER = b"An activation store of hf_pipetransformer: its files may be deleted when no run holds it.\n"
-"""Content of the lock file of every folder of a store: only what has it is ever deleted."""
+"""Content of the lock file in every store folder; a folder without it is never deleted."""
 
 _MOUNT_TABLE = Path("/proc/mounts")
 _LOCK_FILE = "lock"
@@ -40,7 +40,7 @@ _LOCK_SECONDS = 10.0
 
 
 class StoreFolder:
-    """`<base>/_activation_cache/<key>`, held by this run until it is released or the process ends."""
+    """`<base>/_activation_cache/<key>`, locked by this run until it is released or the process ends."""
 
     def __init__(self, root: PrivateFolder, folder: PrivateFolder, lock: int) -> None:
         self.folder = folder
@@ -50,39 +50,40 @@ class StoreFolder:
 
     @classmethod
     def take(cls, base: str | os.PathLike[str], key: str) -> StoreFolder:
-        """Make a folder for a store, or take one that was kept.
+        """Create and lock a folder for a store, or lock one that an earlier run kept.
 
-        If another live run holds it, or something in it is not a store's, `<key>-2`, `<key>-3`, ... is taken. What
-        dead runs left under the same base is deleted, unless it was meant to be kept (`keep`).
+        If another live run has the folder, or it contains foreign files, `<key>-2`, `<key>-3`, ... is used. Stores
+        that dead runs left under the same base are deleted unless marked by `keep`.
 
         Args:
-            base: a folder on a disk of this node; made if it is missing.
-            key: a name for what is stored, fit for a file name; equal for runs that can use each other's rows.
+            base: a folder on a local disk of this node; created if missing.
+            key: a valid file name that identifies the data; equal for runs that can share records.
 
         Raises:
-            ValueError: `base` is on a network file system, is a link, or other users may write there.
-            OSError: it cannot be written.
+            ValueError: `base` is on a network file system, is a link, or is writable by other users.
+            OSError: `base` is not writable.
         """
         assert re.fullmatch(r"\w[\w.-]*", key), key
         check_local(base)
         root = open_root(base, create=True)
         with _locked(root):
             found = _take(root, key)
+        # After the lock is released: deleting takes it again, and it is not reentrant.
         delete_leftovers(root)
         return found
 
     @property
     def is_kept(self) -> bool:
-        """Whether the folder outlives its run."""
+        """True if the folder is marked to outlive its run."""
         return self.folder.holds(_KEEP_FILE)
 
     @property
     def is_held(self) -> bool:
-        """Whether it is this process that holds the folder, and not another."""
+        """True if this process has the lock."""
         return self._lock >= 0
 
     def is_reusable(self, num_samples: int, row_format: RowFormat, num_writers: int) -> bool:
-        """Whether an earlier run kept a store of exactly these rows here, that as many processes can write."""
+        """Return True if an earlier run kept a store of the same size and format with at least as many writers."""
         if not self.is_kept or self.folder.holds(DROPPED_FILE):
             return False
         try:
@@ -95,12 +96,12 @@ class StoreFolder:
         ) and header.num_writers >= num_writers
 
     def keep(self) -> None:
-        """Let the folder outlive this run, for a later one with the same key."""
+        """Mark the folder to outlive this run, for a later one with the same key."""
         self.folder.write(_KEEP_FILE, b"")
 
     def clear(self) -> bool:
-        """Delete the files of a store in the folder, which stays this run's; whether nothing else is in it."""
-        # The header first: a folder that is half deleted holds no store.
+        """Delete the store's files but keep the folder locked; return True if no other files are left in it."""
+        # The header first: a crash midway then leaves no folder that looks like a complete store.
         self.folder.unlink(HEADER_FILE)
         for name in self.folder.names():
             if _STORE_FILES.fullmatch(name):
@@ -108,15 +109,15 @@ class StoreFolder:
         return self.folder.names() in ([_LOCK_FILE], [])
 
     def release(self) -> None:
-        """Let another run have the folder; the files stay."""
+        """Unlock the folder for other runs; the files stay."""
         if self.is_held:
-            # Closing alone would leave it to the workers of a loader, which have it from their parent.
+            # Closing is not enough: forked DataLoader workers inherit the descriptor, and with it the flock.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 
     def remove(self) -> None:
-        """Delete the folder, unless there is something in it that is not a store's. It never raises, it warns."""
+        """Delete the folder unless it contains foreign files. Failures give a warning, never an exception."""
         try:
             with _locked(self._root):
                 if self.clear():
@@ -139,21 +140,18 @@ def take_store(
     num_writers: int,
     row_length: int = 0,
 ) -> tuple[StoreFolder, ActivationStore]:
-    """The store that an earlier run kept under `key`, or a new one; this process is writer 0.
-
-    Args and raises: see `StoreFolder.take` and `ActivationStore.create`.
-    """
+    """Open the store kept under `key`, or create one, as writer 0; raises like `take` and `create`."""
     folder = StoreFolder.take(base, key)
     if folder.is_reusable(num_samples, row_format, num_writers):
         try:
-            # The bound is this run's. What is there already is served, also beyond it.
+            # This run's byte limit applies to new records; existing ones are served even beyond it.
             header = replace(Header.read(folder.folder, key), max_bytes=max_bytes, run_id=uuid.uuid4().hex)
             header.write(folder.folder)
             return folder, ActivationStore.open(folder.folder, 0, key)
         except StoreDamagedError as error:
             logger.warning(f"The activation cache of an earlier run is made anew: {error}")
     if not folder.clear():
-        # Something that is not a store's is in the way of the new files.
+        # Foreign files have appeared in the folder: take another one.
         folder.release()
         folder = StoreFolder.take(base, key)
     try:
@@ -165,32 +163,24 @@ def take_store(
 
 
 def default_base() -> Path:
-    """The folder under the temporary folder where this user's stores are if none is named."""
+    """Return this user's folder in the temporary directory."""
     return Path(tempfile.gettempdir()) / f"hf_pipetransformer_{os.geteuid()}"
 
 
 def open_root(base: str | os.PathLike[str], create: bool = False) -> PrivateFolder:
-    """The folder of all stores under `base`; raises as `PrivateFolder.under`."""
+    """Open the folder of all stores under `base`; raises like `PrivateFolder.under`."""
     return PrivateFolder.under(base, CACHE_FOLDER, create)
 
 
 def check_base(base: str | os.PathLike[str]) -> None:
-    """Refuse a folder that a store cannot be in; nothing is made.
-
-    Raises:
-        ValueError: it is on a network file system, a link, another user's, or others may write to it.
-    """
+    """Check that a store can be placed in `base`; creates nothing. Raises ValueError like `StoreFolder.take`."""
     check_local(base)
     with suppress(FileNotFoundError):
         open_root(base)
 
 
 def find_stores(root: PrivateFolder, with_kept: bool = True) -> list[StoreFolder]:
-    """The stores under a root, also the kept ones if asked; those that no live run holds are held now by this process.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return the stores under a root, kept ones if asked; lock those that no live run uses. Raises OSError."""
     found = []
     with _locked(root):
         for name in root.names():
@@ -199,13 +189,13 @@ def find_stores(root: PrivateFolder, with_kept: bool = True) -> list[StoreFolder
                 if store is not None and (with_kept or not store.is_kept):
                     found.append(store)
                 elif store is not None:
-                    # Before another run may look for it.
+                    # Still under the root lock, so no other run sees the folder as taken.
                     store.release()
     return found
 
 
 def delete_leftovers(root: PrivateFolder) -> None:
-    """Delete the stores that dead runs left, unless they are meant to be kept; what fails is left for the next run."""
+    """Delete the stores of dead runs that are not marked by `keep`; on an error, leave the rest to the next run."""
     with suppress(OSError):
         for store in find_stores(root, with_kept=False):
             if store.is_held:
@@ -213,7 +203,7 @@ def delete_leftovers(root: PrivateFolder) -> None:
 
 
 def safe_max_bytes(base: str | os.PathLike[str]) -> int:
-    """Half of the free space of the disk that `base` is, or will be, on."""
+    """Return half of the free space on the disk of `base`, which need not exist yet."""
     path = Path(os.path.realpath(base))
     while not path.exists():
         path = path.parent
@@ -221,18 +211,14 @@ def safe_max_bytes(base: str | os.PathLike[str]) -> int:
 
 
 def check_local(base: str | os.PathLike[str]) -> None:
-    """Refuse a network file system: there, what one process writes through its map does not reach the others.
-
-    Raises:
-        ValueError: `base` is on one.
-    """
+    """Raise ValueError on network file systems, where a process does not reliably see the writes of others."""
     path, point, kind = Path(os.path.realpath(base)), Path(), ""
     table = _MOUNT_TABLE.read_text(encoding="utf-8", errors="replace") if _MOUNT_TABLE.exists() else ""
     for _, escaped, found, *_ in map(str.split, table.splitlines()):
-        # The table writes a space as \040.
+        # /proc/mounts escapes special characters in octal: a space is \040.
         mount = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped))
         if path.is_relative_to(mount) and len(mount.parts) >= len(point.parts):
-            # The last mount at the longest prefix is the one that is seen.
+            # Of several mounts at the longest matching prefix, the last one hides the others.
             point, kind = mount, found
     if kind in NETWORK_FILE_SYSTEMS:
         raise ValueError(
@@ -247,7 +233,7 @@ def _take(root: PrivateFolder, key: str) -> StoreFolder:
         name = key if attempt == 1 else f"{key}-{attempt}"
         with suppress(ValueError):
             folder = root.child(name, create=True)
-            # A kill may have come before its lock was marked.
+            # Also new: a folder whose run was killed before it could write the marker.
             is_new = not folder.names() or (folder.names() == [_LOCK_FILE] and folder.holds(_LOCK_FILE))
             found = _opened(root, folder, is_new)
             if found is not None and found.is_held:
@@ -258,13 +244,14 @@ def _take(root: PrivateFolder, key: str) -> StoreFolder:
 
 
 def _opened(root: PrivateFolder, folder: PrivateFolder, is_new: bool = False) -> StoreFolder | None:
-    """A store's folder, held if nobody else holds it; None if it is not marked as one. A new one is marked now."""
+    """Return a store's folder, locked if no other process has it, or None if it is not marked as one."""
     try:
         lock = folder.open(_LOCK_FILE, os.O_RDWR | (os.O_CREAT if is_new else 0))
     except OSError:
         if is_new:
             raise
         return None
+    # One byte more than the marker, to notice longer content.
     found = os.pread(lock, len(MARKER) + 1, 0)
     if found == MARKER or (is_new and not found):
         try:
@@ -280,11 +267,7 @@ def _opened(root: PrivateFolder, folder: PrivateFolder, is_new: bool = False) ->
 
 @contextmanager
 def _locked(root: PrivateFolder) -> Iterator[None]:
-    """Hold the lock of all folders under one base: they are taken and deleted by one run at a time.
-
-    Raises:
-        TimeoutError: another process has held it for ten seconds; it takes a moment only, so that one was stopped.
-    """
+    """Lock all folders under one base, taken and deleted by one run at a time; raises TimeoutError after 10 s."""
     with (
         os.fdopen(root.open(_LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+b") as file,
         locked(file.fileno(), root.path / _LOCK_FILE, _LOCK_SECONDS),
@@ -296,18 +279,18 @@ _SOUND = "sound"
 
 
 def list_stores(base: str | os.PathLike[str]) -> list[str]:
-    """A line for each store: name, whether a run uses it, size, and how much is in it; raises as `open_root`."""
+    """Return a line per store: name, state, size, number of samples stored. Raises like `open_root`."""
     return _lines(base, _content_of)
 
 
 def verify_stores(base: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """A line for each store that says what is damaged in it, and whether all are sound; raises as `open_root`."""
+    """Return a line per store with its damage, and True if all are sound. Raises like `open_root`."""
     lines = _lines(base, _damage_of)
     return lines, all(line.endswith(_SOUND) for line in lines)
 
 
 def prune_stores(base: str | os.PathLike[str], with_kept: bool) -> list[str]:
-    """Delete the stores that no run uses, the kept ones only if asked for; a line for each, raises as `open_root`."""
+    """Delete the stores that no run uses, kept ones only if asked; return a line for each. Raises like `open_root`."""
     lines = []
     with suppress(FileNotFoundError):
         for store in find_stores(open_root(base), with_kept):
@@ -323,7 +306,7 @@ def _lines(base: str | os.PathLike[str], look: Callable[[ActivationStore], str])
         stores = find_stores(open_root(base))
     states = [("kept" if store.is_kept else "left behind") if store.is_held else "in use" for store in stores]
     for store in stores:
-        # A run that wants it shall not wait until all of it has been read.
+        # Release first: verifying can take long, and a run may want the store meanwhile.
         store.release()
     lines = []
     for store, state in zip(stores, states, strict=True):
@@ -336,7 +319,7 @@ def _lines(base: str | os.PathLike[str], look: Callable[[ActivationStore], str])
 
 
 def _key_of(name: str, folder: PrivateFolder) -> str:
-    """The key that a store in a folder of this name must have: `key-2` is that of a second run beside `key`."""
+    """Return the key to expect in a folder of this name: a second run with the key `key` uses the folder `key-2`."""
     key = Header.read(folder).key
     return key if re.fullmatch(re.escape(key) + r"-\d+", name) else name
 

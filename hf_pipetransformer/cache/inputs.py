@@ -1,4 +1,8 @@
-"""Whether the inputs of a run may be stored: probes of its samples, padding and randomness."""
+"""Probe data set and collator to decide if activations of their samples can be cached.
+
+A stored activation can stand in for its sample only if reading the sample gives the same tensors each time,
+independent of the other samples in the batch, and if the collator's padding follows a known rule.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,9 @@ MASK = "attention_mask"
 
 
 def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.ndarray:
-    """Real tokens of each sample, `(batch,)`: where the last one is that the attention mask shows, plus one.
+    """Return the number of tokens per sample, `(batch,)`, up to the last one that the attention mask shows.
 
-    Without a mask `(batch, seq)` every sample has the full length of the main input; 0 without a token dimension.
+    Without a 2-D mask, every sample has the full length of the main input; without a token dimension, 0.
     """
     mask, value = batch.get(MASK), batch.get(main_input)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
@@ -34,12 +38,9 @@ def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.
 
 
 def row_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:
-    """A digest of each sample, uint64 `(batch,)`, over all its tensors: independent of padding and of its partners.
+    """Return one digest per sample, uint64 `(batch,)`, over all its tensors, independent of padding and of the batch.
 
-    Args:
-        batch: tensors with a sample dimension; anything else is left out.
-        lengths: real tokens of each sample, `(batch,)`.
-        token_fields: names of the tensors `(batch, seq)`, which are cut to the real length.
+    Tensors named in `token_fields`, `(batch, seq)`, are cut to the real lengths `(batch,)`.
     """
     digests = field_digests(batch, lengths, token_fields)
     if not digests:
@@ -51,12 +52,13 @@ def row_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Col
 def field_digests(
     batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]
 ) -> dict[str, np.ndarray]:
-    """For each tensor a digest of each sample, over name, dtype, shape and bytes."""
+    """Return a digest per sample, uint64 `(batch,)`, for each tensor: over its name, dtype, shape and bytes."""
     digests: dict[str, np.ndarray] = {}
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
         is_cut = name in token_fields
+        # Part of the digest, as tensors of other dtypes or shapes can have the same bytes.
         head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
         data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
         found = np.empty(len(data), dtype=np.uint64)
@@ -74,18 +76,18 @@ Batch = dict[str, torch.Tensor]
 
 
 class UnfitError(Exception):
-    """The cache must stay off: what was found, and what to do to use it all the same."""
+    """Inputs that cannot be cached: the message says what was found and how to change it."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"found {found}; to use the cache {remedy}.")
 
 
 class RandomInputError(UnfitError):
-    """A sample is another one each time it is read, all by itself."""
+    """Samples that are random by themselves: they change each time they are read, even alone in a batch."""
 
 
 class Probe:
-    """Reads small batches of samples from all over a data set."""
+    """Reader of small batches of samples spread evenly over a data set."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], main_input: str) -> None:
         self.dataset = dataset
@@ -97,35 +99,34 @@ class Probe:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Median of reading and collating; 0 if nothing was read."""
+        """Median time to read and collate a sample; 0 if nothing was read."""
         return float(np.median(self._times)) if self._times else 0.0
 
     def rows(self, indices: Sequence[int]) -> list[Any]:
-        """Samples as a collator is given them."""
         return [plain_row(row) for row in self._fetched(indices)]
 
     def _fetched(self, indices: Sequence[int]) -> list[Any]:
-        """Samples as a DataLoader would fetch them."""
+        """Fetch samples the way a DataLoader does, with `__getitems__` if the data set has it."""
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(list(indices)))
         return [self.dataset[index] for index in indices]
 
     def batch(self, indices: Sequence[int], draw: int = 0) -> Batch:
-        """The collated batch of these samples, with the random number generators as `draw` says."""
+        """Return the collated batch of these samples, read with the global RNGs seeded by `draw`."""
         seed = 7919 * (draw + 1)
         random.seed(seed)
         np.random.seed(seed)
-        # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
+        # torch.manual_seed would also seed every GPU, including ones that are not initialized yet.
         torch.default_generator.manual_seed(seed)
         start = time.perf_counter()
         batch = self.collate(self._fetched(indices))
         if len(indices) == len(self.indices):
-            # As in training: collating one sample alone takes longer.
+            # Time full batches only, as in training: collating a single sample costs more per sample.
             self._times.append((time.perf_counter() - start) / len(indices))
         return self.checked(batch, len(indices))
 
     def checked(self, batch: Any, count: int) -> Batch:
-        """The batch as a dict of tensors `(count, ...)`."""
+        """Return the batch as a dict of tensors `(count, ...)`, or raise `UnfitError`."""
         if not isinstance(batch, Mapping) or not isinstance(batch.get(self.main_input), torch.Tensor):
             names = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise UnfitError(
@@ -146,32 +147,31 @@ MULTIPLES = (1, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """Padded length of a batch from the real lengths of its samples.
+    """Padded length of a batch as a function of the real lengths of its samples.
 
-    Args:
-        kind: "none": there is no token dimension (images); "fixed": always `size`; "multiple": the longest, rounded
-            up to a multiple of `size` (1 is the longest itself).
-        size: see `kind`.
+    Kinds: "none": no token dimension; "fixed": `size`; "multiple": the longest sample, rounded up to a multiple of
+    `size`.
     """
 
     kind: Literal["none", "fixed", "multiple"]
     size: int = 1
 
     def length(self, longest: int) -> int:
-        """Padded length of a batch whose longest sample has `longest` real tokens; 0 without a token dimension."""
+        """Return the padded length if the longest sample has `longest` real tokens; 0 without a token dimension."""
         if self.kind == "none":
             return 0
         if self.kind == "fixed":
-            # No collator cuts: a sample that is longer than the rule keeps its length.
+            # Collators do not truncate: a sample longer than `size` keeps its length.
             return max(self.size, longest)
         return -(-longest // self.size) * self.size
 
 
 def find_padding(probe: Probe, batches: list[Batch]) -> PaddingRule:
-    """The rule that explains every batch."""
+    """Return the rule that explains the padding of every batch; raise `UnfitError` if none does."""
     found = [_observed(batch, probe.main_input) for batch in batches]
     found += _shortened(probe, batches)
     lengths = {padded for _, padded in found}
+    # A single length proves "fixed" only if some shorter sample was padded to it.
     if len(lengths) == 1 and any(longest < padded for longest, padded in found):
         return PaddingRule("fixed", lengths.pop())
     for multiple in MULTIPLES:
@@ -186,15 +186,13 @@ def find_padding(probe: Probe, batches: list[Batch]) -> PaddingRule:
 
 
 def _observed(batch: Batch, main_input: str) -> tuple[int, int]:
-    """Longest real length and padded length."""
     return int(real_lengths(batch, main_input).max()), batch[main_input].shape[1]
 
 
 def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
-    """How the collator pads the beginning of a sample.
+    """Collate truncated copies of the longest sample, because samples of similar lengths fit several rules.
 
-    Samples of similar lengths fit several rules. This tells more, where it is the collator that pads and not the data
-    set.
+    Return nothing if it is the data set that pads, or if the collator rejects truncated samples.
     """
     rows = probe.rows(probe.indices)
     sizes = [
@@ -210,14 +208,13 @@ def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
                 [{key: value[:length] if _size(value) == size else value for key, value in row.items()}]
             )
             found.append(_observed(probe.checked(batch, 1), probe.main_input))
-        # A collator need not take what the data set never gives.
+        # The collator may reject a truncated sample, because the data set never yields one.
         except Exception:
             return []
     return found
 
 
 def _size(value: Any) -> int:
-    """Length of a list or array; 0 for anything else."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.shape[0] if value.ndim else 0
     return len(value) if isinstance(value, (list, tuple)) else 0
@@ -228,18 +225,14 @@ NUM_DRAWS = 16
 
 @dataclass(frozen=True)
 class InputReport:
-    """What a probe of data set and collator found.
+    """Result of probing a data set and its collator.
 
     Args:
-        reason: why the cache must stay off (what was found, what to do); None if the input is fine. With a reason,
-            everything but the time and `is_random` is empty.
-        padding: how the collator pads.
-        token_fields: names and dtypes of the tensors `(batch, seq)`.
-        sample_fields: names, dtypes and shapes per sample of the other tensors; without the main input if it is a
-            placeholder.
-        seconds_per_sample: measured, reading and collating one sample in this process; 0 if nothing was read.
-        fill_values: what each token field is padded with; a field that was never seen padded is absent.
-        is_random: the reason is that samples are others each time they are read.
+        reason: why the cache must stay off and what to do; if set, only `seconds_per_sample` and `is_random` count.
+        sample_fields: dtype and per-sample shape of tensors that are not `(batch, seq)`; no placeholder main input.
+        seconds_per_sample: time to read and collate a sample in this process; 0 if nothing was read.
+        fill_values: padding value of each token field; a field never seen padded is absent.
+        is_random: True if `reason` is that samples change each time they are read.
     """
 
     reason: str | None
@@ -254,18 +247,12 @@ class InputReport:
 def examine_inputs(
     dataset: Any, collate: Callable[[list[Any]], Any], main_input: str, placeholders: frozenset[str]
 ) -> InputReport:
-    """Probe data set and collator: may an activation be stored and used again for the same sample?
+    """Probe data set and collator: can an activation be stored and reused for the same sample?
 
-    Eight samples from all over the data set are read 16 times under different seeds, then in reversed order, in pairs
-    and one by one. Some 160 samples are read, twice as many if something is random. No state of the random number
-    generators of Python, numpy and torch is changed, nor of such that data set or collator hold themselves.
-    What is random in far less than one sample out of a hundred may stay unnoticed.
-
-    Args:
-        dataset: has a length and is indexed; read as a DataLoader reads it.
-        collate: makes a batch from a list of samples.
-        main_input: name of the input that the embeddings read.
-        placeholders: batch entries that only the embeddings read.
+    Reads 8 samples spread over the data set under 16 different seeds, then in reversed order, in pairs and one by one:
+    about 160 reads, twice as many if something is random. Randomness that affects far fewer than 1 % of the samples
+    can go unnoticed. RNG states of Python, numpy, torch, and of generators inside data set and collator are restored.
+    `main_input` names the input that the embeddings read, `placeholders` the batch entries that only they read.
     """
     probe = None
     try:
@@ -275,7 +262,7 @@ def examine_inputs(
             return _examine(probe, placeholders)
     except UnfitError as error:
         unfit = error
-    # Whatever a user's code raises for an unusual batch (a single sample, say) must not end a run without a cache.
+    # User code may raise anything on an unusual batch (a single sample, say); the run then goes on without a cache.
     except Exception as error:
         unfit = UnfitError(
             f"that samples cannot be read and collated in small batches ({type(error).__name__}: {error})",
@@ -304,7 +291,7 @@ def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     is_text = _is_text(whole[main_input], main_input, placeholders)
     pairs = list(zip(indices, indices[1:], strict=False))
     parts = [indices[::-1], *([index] for index in indices), *pairs]
-    # Every check below goes over all of them.
+    # Single samples and pairs expose padding and mixing that the full batch hides.
     groups: list[Sequence[int]] = [indices, *parts]
     batches = [whole, *(probe.batch(part) for part in parts)]
     _check_alike(batches)
@@ -358,7 +345,6 @@ def _check_alike(batches: list[Batch]) -> None:
 
 
 def _find_token_fields(batches: list[Batch], main_input: str) -> frozenset[str]:
-    """What is as long as the text in every batch, so that only chance could make something else look like it."""
     return frozenset(
         name
         for name in batches[0]
@@ -392,7 +378,7 @@ def _check_padding_side(batches: list[Batch], main_input: str) -> None:
 def _find_fill_values(
     batches: list[Batch], token_fields: frozenset[str], main_input: str
 ) -> tuple[frozenset[str], dict[str, int | float]]:
-    """The token fields whose padding holds one value, and that value."""
+    """Return the token fields that are padded with a single value, and those values."""
     fills: dict[str, set[int | float]] = {name: set() for name in token_fields}
     for batch in batches:
         lengths = torch.from_numpy(real_lengths(batch, main_input))
@@ -420,7 +406,7 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
         changed |= {name for name, _ in digests(probe.batch(probe.indices, draw)).items() ^ expected.items()}
     if not changed:
         return
-    # One sample alone has nobody to be mixed with: what still changes is random by itself.
+    # A batch of one rules out mixing: what still changes is randomness within the sample.
     alone = {index: probe.batch([index]) for index in probe.indices}
     is_own = any(
         _is_other(probe.batch([index], draw), batch) for draw in range(1, NUM_DRAWS) for index, batch in alone.items()
@@ -441,7 +427,7 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
 
 
 def _is_other(found: Batch, expected: Batch) -> bool:
-    """Whether two batches differ by more than rounding: a sample mixed with itself is not bitwise itself."""
+    """Return True if two batches differ by more than rounding: mixup of a sample with itself is not bitwise exact."""
     for name, value in expected.items():
         if name not in found or found[name].shape != value.shape:
             return True
@@ -462,7 +448,7 @@ def _mixing(names: str) -> UnfitError:
 def _check_mixing(
     groups: list[Sequence[int]], batches: list[Batch], token_fields: frozenset[str], main_input: str
 ) -> None:
-    """Each sample must be the same in every batch that it was part of."""
+    """Raise `UnfitError` if a sample differs between two batches that contain it."""
     changed: set[str] = set()
     expected: dict[tuple[int, str], int] = {}
     for indices, batch in zip(groups, batches, strict=True):
@@ -470,7 +456,7 @@ def _check_mixing(
             for index, digest in zip(indices, digests.tolist(), strict=True):
                 if expected.setdefault((index, name), digest) != digest:
                     changed.add(name)
-    # A field that only changes its size is no mixing, see `_find_sample_fields`.
+    # A field that changes shape between batches is reported by `_find_sample_fields`, not as mixing.
     changed = {name for name in changed if name in token_fields or len(_row_shapes(batches, name)) == 1}
     if changed:
         raise _mixing(_listed(sorted(changed)))

@@ -1,4 +1,4 @@
-"""The parts of a batch that were read from the data set, and the batch that they make with the stored samples."""
+"""Assemble a batch from samples read from the data set and samples restored from the store."""
 
 from __future__ import annotations
 
@@ -20,27 +20,22 @@ from hf_pipetransformer.data.batches import CacheTags, fill_value, pad_batch, ta
 Indices = npt.NDArray[np.int64]
 
 LENGTH_FIELD = "pipetransformer_length"
-"""Side field of a row of text: how many tokens its sample has, padding not counted."""
+"""Side field of text records: the number of real tokens of the sample, padding excluded."""
 
 DRAW_FIELD = "pipetransformer_draw"
-"""Side field of a view: the number of its draw."""
+"""Side field of views: the number of the augmentation (the epoch it was made in)."""
 
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Where a sample comes from if its activation is not stored.
+    """Access to samples whose activations are not stored.
 
     Args:
-        read: indices in the data set, or items, to their collated batch.
-        main_input: what the embeddings read.
-        report: fields and padding of the batches.
-        row_length: rows of a sample's activation where it has no tokens.
-        hidden_size: numbers per row of a sample's activation.
-        main_shape: shape of a sample of the main input where it has no tokens; a stored sample gets a placeholder.
-        main_dtype: its dtype.
-        pad_token_id: fills the main input of text.
-        keeps_padding: the loss sees padding, so that rows hold it too.
-        views: of random samples; items stand for the indices then, and rows hold V of each sample.
+        read: collates the samples with these indices (or items, with `views`) into a batch.
+        row_length: sequence length of the activations if samples have no token dimension.
+        main_shape: shape of a sample of the main input without token dimension; cached samples get a placeholder.
+        keeps_padding: True if the loss sees padding, so that records must include it.
+        views: for random samples: items replace indices, and each sample has V records.
     """
 
     read: Callable[[list[int]], Mapping[str, Any]]
@@ -56,41 +51,41 @@ class SampleSource:
 
     @property
     def is_text(self) -> bool:
-        """Whether a sample is a row of tokens."""
+        """True if a sample is a sequence of tokens."""
         return self.main_input in self.report.token_fields
 
     def digests(self, batch: Mapping[str, Any]) -> tuple[Indices, Any]:
-        """Real length and digest of the input of each sample of a batch."""
+        """Return the real length and the input digest of each sample of a batch."""
         lengths = real_lengths(batch, self.main_input)
         return lengths, row_digests(batch, lengths, self.report.token_fields)
 
     @property
     def num_views(self) -> int:
-        """Rows of a sample."""
+        """Number of records per sample."""
         return 1 if self.views is None else self.views.num_views
 
     def sample_of(self, item: int) -> int:
-        """Index in the data set."""
         return item if self.views is None else int(self.views.samples_of(item))
 
     def rows_of(self, samples: Indices) -> Indices:
-        """The row of the store that each sample, or item, belongs in."""
+        """Return the store's record number for each sample or item."""
         return samples if self.views is None else self.views.rows_of(samples)
 
     def all_rows_of(self, samples: Indices) -> Indices:
-        """The rows of the store that samples of the data set have, one after the other."""
+        """Return the record numbers of all views of these samples, sample by sample."""
         rows: Indices = (samples[:, None] * self.num_views + np.arange(self.num_views)).reshape(-1)
         return rows
 
     def padded_length(self, longest: int) -> int:
-        """Length of the activations of a batch whose longest sample has `longest` real tokens."""
+        """Return the sequence length of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
         return self.row_length if rule is None or not self.is_text else rule.length(longest)
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
-        """The inputs of stored samples from their side fields, padded as by the collator."""
+        """Rebuild the inputs of cached samples from their side fields, padded like the collator does."""
         inputs = {name: values for name, values in fields.items() if name not in (LENGTH_FIELD, DRAW_FIELD)}
         if not self.is_text:
+            # Expanded from one element: nothing reads it, so it needs no memory.
             placeholder = torch.zeros(1, dtype=self.main_dtype)
             inputs[self.main_input] = placeholder.expand(len(lengths), *self.main_shape)
             return inputs
@@ -102,7 +97,7 @@ class SampleSource:
 
 
 class Parts:
-    """The parts of a batch that were read from the data set: positions, collated inputs, digests of the inputs."""
+    """Parts of a batch that were read from the data set: positions, collated inputs, and digests of the inputs."""
 
     def __init__(self, source: SampleSource) -> None:
         self.source = source
@@ -110,29 +105,24 @@ class Parts:
         self._longest: list[int] = []
 
     def add(self, where: Any, batch: Mapping[str, Any], holds: Any) -> None:
-        """Take from `batch`, which holds the positions `holds`, the positions `where`."""
+        """Add the samples at the positions `where` from `batch`, which contains those at the positions `holds`."""
         if not where.any():
             return
-        # The rule of padding is about the batch that was read, not about what is taken from it.
+        # From the full batch: the collator padded to its longest sample, even if that one is not taken.
         self._longest.append(int(real_lengths(batch, self.source.main_input).max()))
         if where.sum() < holds.sum():
             batch = take_rows(batch, torch.from_numpy(np.flatnonzero(where[holds])))
         self.found.append((where, batch, self.source.digests(batch)[1]))
 
     def read(self, where: Any, samples: list[int]) -> None:
-        """Read the samples at the positions `where` now."""
         if where.any():
             self.add(where, self.source.read([samples[i] for i in np.flatnonzero(where)]), where)
 
     def padded_length(self, known: Any, is_checked: bool) -> int:
-        """Length that the collator would have padded the whole batch to.
+        """Return the length that the collator would have padded the whole batch to.
 
-        Args:
-            known: real lengths of the samples that are not read.
-            is_checked: whether what was read must be padded by the rule.
-
-        Raises:
-            StoreDamagedError: it is not padded by the rule that the probe found.
+        `known` are the real lengths of the samples that were not read. With `is_checked`, raise StoreDamagedError if
+        the padding of what was read does not follow the rule that the probe found.
         """
         source = self.source
         if not source.is_text:
@@ -147,7 +137,7 @@ class Parts:
         return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
     def joined(self, samples: Indices, levels: Indices, rows: Rows | None, stamp: int, length: int) -> dict[str, Any]:
-        """The whole batch, padded and tagged: what was read, and `rows` where the level is not 0."""
+        """Return the whole batch, padded and tagged: the samples that were read, and `rows` where `levels` > 0."""
         source, pieces, digests = self.source, [], np.zeros(len(samples), dtype=np.uint64)
         for where, batch, found in self.found:
             digests[where] = found
@@ -169,7 +159,6 @@ class Parts:
 
 
 def _spread(pieces: list[tuple[Any, torch.Tensor]], count: int) -> torch.Tensor:
-    """The rows of a batch from pieces of it, each with its positions."""
     where, first = pieces[0]
     if where.all():
         return first
@@ -180,7 +169,7 @@ def _spread(pieces: list[tuple[Any, torch.Tensor]], count: int) -> torch.Tensor:
 
 
 def positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
-    """Which of `samples` are those of `read`, a part of them in the same order; a sample may come twice."""
+    """Return a bool mask over `samples`, True for those in the subsequence `read`; samples can occur twice."""
     where = np.zeros(len(samples), dtype=bool)
     position = 0
     for i, sample in enumerate(samples):

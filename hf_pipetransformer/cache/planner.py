@@ -1,4 +1,4 @@
-"""Whether the next part of a run stores activations, decided on measured times, and the event that says why."""
+"""Decide from measured times if the next part of a run caches activations, and log the decision."""
 
 from __future__ import annotations
 
@@ -29,30 +29,28 @@ from hf_pipetransformer.report import announce, logger
 
 
 MEASURED_ROWS = 32
-"""Rows that are written and read to measure the storage."""
+"""Number of records written and read to measure the storage speed."""
 
 
 @dataclass(frozen=True)
 class StorageSpeed:
-    """Seconds that one row takes to read, and to write the first time."""
+    """Seconds to read a record, and to write it the first time."""
 
     read: float
     write: float
 
 
 class CachePlanner:
-    """Asked at each freeze how far up activations are stored from then on (PipeTransformer, section 3.4).
+    """Chooser of the number of blocks to cache, asked at each freeze step (PipeTransformer, section 3.4).
 
-    What it measures is this node's: of several nodes, rank 0's stands for all.
+    Times are measured on this node; with several nodes, rank 0's measurements decide for all.
 
     Args:
         mode: `auto`, `on` or `off`.
-        input_seconds: reading and collating a sample takes.
-        measure: measures the storage; called once, when it is first needed.
-        fits_share: share of the samples that fit the bound on the store.
-        steps_per_epoch: optimizer steps.
-        write: writes an event.
-        num_views: rows of a sample, see `autodp.views`; 0 where samples are not random, which have one.
+        input_seconds: seconds to read and collate a sample.
+        measure: measures the storage; called once, on first use.
+        fits_share: share of the samples that fits into the store, 0 to 1.
+        num_views: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
     """
 
     def __init__(
@@ -78,12 +76,12 @@ class CachePlanner:
         self._costs: CacheCosts | None = None
 
     def follow(self, cache: ActivationCache, samples: Array) -> None:
-        """From now on decisions are about this cache, of those samples that are stored on this node."""
+        """Base later decisions on this cache and on `samples`, those that this node stores."""
         self._cache, self._samples = cache, samples
 
     @property
     def writing_steps(self) -> int:
-        """Optimizer steps of the passes that bring all rows to a new level."""
+        """Number of optimizer steps of the passes that bring all records to a new level."""
         return max(1, self.num_views) * self.steps_per_epoch
 
     def decide(
@@ -95,15 +93,13 @@ class CachePlanner:
         max_steps: int,
         active_seconds: float = 0.0,
     ) -> CacheDecision:
-        """What pays from step `step` on.
+        """Choose the cache level from `step` (optimizer steps done so far) on, and log the choice.
 
         Args:
-            prefix_seconds: by number of layers, seconds per sample of the forward of embeddings and these layers.
-            num_frozen: F from now on.
-            stored_level: layers that stored rows cover now; 0: nothing is stored.
-            step: optimizer steps done.
-            max_steps: of the run, or before which layers are thawed.
-            active_seconds: seconds per sample of what steps compute above the frozen layers.
+            prefix_seconds: item `f` is the forward time of the embeddings and `f` blocks, in seconds per sample.
+            stored_level: the number of blocks that stored records cover now; 0 if nothing is stored.
+            max_steps: last step of the run, or step at which blocks are unfrozen.
+            active_seconds: seconds per sample that a step spends above the frozen blocks.
         """
         costs, share = self._measured(prefix_seconds, stored_level)
         self._costs = costs
@@ -134,7 +130,7 @@ class CachePlanner:
         return decision
 
     def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
-        """Measured times, before anything is stored; for the argument see `decide`."""
+        """Return the measured times before anything is stored; for the argument see `decide`."""
         return self._measured(prefix_seconds, 0)[0]
 
     def _in_views(self) -> str:
@@ -163,7 +159,7 @@ class CachePlanner:
         max_steps: int,
         active_seconds: float = 0.0,
     ) -> tuple[int, tuple[Pass, ...]]:
-        """The level that `decide` would give for its arguments, and what would follow; nothing is decided."""
+        """Return the level that `decide` would choose and the passes that would follow, without deciding anything."""
         costs, share = self._measured(prefix_seconds, stored_level)
         epochs_left = (max_steps - step) / self.steps_per_epoch
         decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
@@ -174,7 +170,7 @@ class CachePlanner:
     def going_on(
         self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, share_drawn: float = 0.0
     ) -> tuple[Pass, ...]:
-        """What follows without a decision: rows stay at their level, and the share that is drawn anew as it is."""
+        """Return the passes that follow if nothing is decided: the cache level stays, and so does `share_drawn`."""
         costs, share = self._measured(prefix_seconds, stored_level)
         level = 0 if self.mode == "off" else stored_level
         views = ViewCosts(max(1, self.num_views), share_drawn)
@@ -187,7 +183,7 @@ class CachePlanner:
         return passes_ahead(costs, level, stored_level, share, self.fits_share, *steps, views)
 
     def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
-        """Times, and the share of the samples that has rows; the cache is off from now on where that fails."""
+        """Return the times and the share of the samples that have records. If that fails, turn the cache off."""
         cache, share = self._cache, 0.0
         if cache is not None and cache.store.dropped is not None:
             self.mode = "off"
@@ -201,21 +197,23 @@ class CachePlanner:
         return CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write), share
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
-        """Whether an evaluation set that will be read `passes_left` times, this time included, is stored as well.
+        """Return True if an evaluation set is worth caching, by the costs of the last decision on the training set.
 
-        By the costs of the last decision on the training set; it is at level `level`. Of the evaluation set the share
-        `fits_share` fits into what is left.
+        Args:
+            level: the number of blocks cached for the training set.
+            passes_left: how often the set will be read, including this time.
+            fits_share: share of the evaluation set that fits into the remaining space, 0 to 1.
         """
         if self._costs is None:
-            return self.mode == "on" and passes_left > 1  # The layouts are replayed: nothing was measured.
+            return self.mode == "on" and passes_left > 1  # Layouts are replayed: nothing was measured.
         return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, fits_share).use
 
 
 def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
-    """Write and read some rows of `length` tokens where the store will lie; raises as `StoreFolder.take`."""
+    """Measure writing and reading records of `length` tokens in the store's folder; raises like `StoreFolder.take`."""
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
     num_rows, samples = MEASURED_ROWS, np.arange(MEASURED_ROWS)
-    # Nothing is drawn: the run's own random numbers stay where they are.
+    # Zeros, not random numbers: the run's RNG state must not advance.
     activation = torch.zeros(num_rows, length, row_format.hidden_size)
     fields = {
         **{name: torch.zeros(num_rows, length, dtype=d) for name, d in row_format.token_fields.items()},
@@ -224,8 +222,9 @@ def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSp
     rows = activation, np.full(num_rows, length), fields, np.zeros(num_rows, dtype=np.uint64)
     try:
         store = ActivationStore.create(folder.folder, num_rows, row_format, 2**40, num_writers=1, row_length=length)
-        # The first write also makes the shards, which a run does now and then.
+        # Two writes: the first also creates the shards, which a run does only occasionally.
         write = timeit(lambda: store.write(samples, store.weights_id("measured"), *rows), number=2) / 2
+        # Reversed: training does not read records in file order either.
         read = min(repeat(lambda: store.read(samples[::-1], length), number=1, repeat=3))
         store.close()
     finally:

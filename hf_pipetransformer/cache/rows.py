@@ -1,4 +1,4 @@
-"""Rows of a store: their format, the header that names it, and conversions."""
+"""Record format, store header, and conversions between torch tensors and stored arrays."""
 
 from __future__ import annotations
 
@@ -36,16 +36,12 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What one sample's row holds.
+    """Content of one sample's record; raises ValueError for a dtype that cannot be stored.
 
     Args:
-        hidden_size: numbers per token of the activation.
-        dtype: how activations are stored: float32, bfloat16 or float16.
+        dtype: dtype of the activation: float32, bfloat16 or float16.
         token_fields: side fields with one value per token, `(batch, seq)`; int64 is stored as int32.
         sample_fields: side fields per sample: dtype, and shape without the batch dimension.
-
-    Raises:
-        ValueError: a dtype that cannot be stored.
     """
 
     hidden_size: int
@@ -62,20 +58,23 @@ class RowFormat:
                 raise ValueError(f"Side field {name!r} has dtype {dtype}: expected one of {tuple(_STORED)}.")
 
     def shard_columns(self) -> Columns:
-        """Columns of a shard, whose rows are tokens."""
+        """Return the columns of a shard, whose rows are tokens."""
         columns: dict[str, np.dtype[Any]] = {"activation": np.dtype((_STORED[self.dtype], (self.hidden_size,)))}
         for name, dtype in self.token_fields.items():
-            # Token ids, positions and masks fit in half of int64.
+            # Token ids, positions and masks fit in int32; `_as_int32` rejects values that do not.
             columns[field_column(name)] = np.dtype(np.int32 if dtype == torch.int64 else _STORED[dtype])
         return columns
 
     def entry_dtype(self) -> np.dtype[Any]:
-        """An entry of the index.
+        """Return the dtype of an index entry.
 
-        A row's tokens are `length` of the `capacity` ones from `start` on in a `shard`, and have the hash `tokens`.
-        `hash` is that of all but itself and `compared`, of the sample's number and of the store. `weights_id` says
-        what weights the row was computed with, 0 if there is no row. `compared` says in which run the input was last
-        found to be that of `input_digest`, see `Index.are_compared`.
+        - `start`, `shard`, `capacity`: the record's place, `capacity` tokens of the shard from `start` on.
+        - `length`, `tokens`: the number of tokens in use, and their hash.
+        - `field_*`: side fields per sample.
+        - `input_digest`: digest of the sample's input.
+        - `compared`: the run that last compared the input with this digest, see `Index.are_compared`.
+        - `hash`: hash of the other parts except `compared`, seeded by sample number and store id.
+        - `weights_id`: the weights that computed the record; 0 if there is no record.
         """
         parts: list[Any] = [("start", "<i8"), ("tokens", "<u8"), ("input_digest", "<u8")]
         parts += [("shard", "<i4"), ("length", "<i4"), ("capacity", "<i4")]
@@ -83,7 +82,7 @@ class RowFormat:
             (field_column(name), np.dtype(_STORED[dtype]), shape)
             for name, (dtype, shape) in self.sample_fields.items()
         ]
-        # Whole words: the id never lies on two pages.
+        # Padding to 8-byte words keeps the weights id within one page.
         parts += [("padding", "u1", (-np.dtype(parts).itemsize % 8,))]
         parts += [("compared", "<u8"), ("hash", "<u8"), ("weights_id", "<i8")]
         return np.dtype(parts)
@@ -91,10 +90,10 @@ class RowFormat:
     def stored(
         self, activation: torch.Tensor, fields: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The stored form of rows: their columns in a shard, `(n, seq, ...)`, and in the index, `(n, *shape)`.
+        """Convert records to their stored form: shard columns `(n, seq, ...)` and index columns `(n, *shape)`.
 
         Raises:
-            ValueError: other fields, shapes or dtypes than this format's, or integers per token beyond int32.
+            ValueError: the tensors do not match this format, or a per-token integer exceeds int32.
         """
         num_rows, seq = activation.shape[:2]
         shape = (num_rows, seq, self.hidden_size)
@@ -113,12 +112,12 @@ class RowFormat:
         return tokens, {field_column(name): as_numpy(fields[name]) for name in self.sample_fields}
 
     def to_json(self) -> dict[str, Any]:
+        # Dtypes become text such as "torch.int64", which `_dtype` converts back.
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RowFormat:
-        """The inverse of `to_json`."""
         return cls(
             values["hidden_size"],
             _dtype(values["dtype"]),
@@ -129,14 +128,13 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch that was read.
+    """Records of a batch, read from a store.
 
     Attributes:
-        weights_ids: `(n,)` of the weights that rows were computed with; 0 where there is nothing, or where the row was
-            being written: all its values are then zero.
-        lengths: `(n,)` tokens that are stored, which may be more than were asked for.
-        activation: `(n, length, hidden)` in the stored dtype, zero beyond a row's own length.
-        fields: token fields `(n, length)`, zero likewise, and sample fields `(n, *shape)`, in their own dtypes.
+        weights_ids: `(n,)`; 0 if the record is missing or was being written: all its values are then zero.
+        lengths: `(n,)` tokens stored, possibly more than requested.
+        activation: `(n, length, hidden)` in the stored dtype, zero beyond a record's length.
+        fields: token fields `(n, length)`, zero-padded likewise, and sample fields `(n, *shape)`; original dtypes.
     """
 
     weights_ids: Array
@@ -145,19 +143,19 @@ class Rows:
     fields: dict[str, torch.Tensor]
 
     def take(self, chosen: Array) -> Rows:
-        """A part of the rows, by a mask `(n,)` or by positions."""
+        """Return some of the records, chosen by a mask `(n,)` or by positions."""
         places = torch.from_numpy(np.arange(len(self.weights_ids))[chosen])
         fields = {name: values[places] for name, values in self.fields.items()}
         return Rows(self.weights_ids[chosen], self.lengths[chosen], self.activation[places], fields)
 
 
 def field_column(name: str) -> str:
-    """Column of a side field; the prefix keeps it apart from the store's own columns."""
+    """Return the column of a side field; the prefix avoids clashes with the store's own columns."""
     return f"field_{name}"
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:
-    """The stored form of a tensor, in the same memory if it is contiguous and on the CPU."""
+    """Convert a tensor to its stored form; shares memory if the tensor is contiguous and on the CPU."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype in (torch.bfloat16, torch.bool):
         tensor = tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint8)
@@ -165,7 +163,7 @@ def as_numpy(tensor: torch.Tensor) -> Array:
 
 
 def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of a stored form, in the same memory unless int32 stands for int64."""
+    """Convert a stored array back to a tensor; shares memory unless int32 is widened to int64."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.view(dtype) if dtype in (torch.bfloat16, torch.bool) else tensor.to(dtype)
 
@@ -191,13 +189,13 @@ def _dtype(name: str) -> torch.dtype:
 HEADER_FILE = "store.json"
 DROPPED_FILE = "dropped"
 
-# Where the columns of a table begin follows from what Arrow writes before them now.
+# Column offsets depend on the header that this Arrow version writes.
 _VERSION = f"5, Arrow {pa.__version__}"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What was decided when a store was made: see `ActivationStore.create`."""
+    """Parameters of a store, fixed at creation except `max_bytes` and `run_id`; see `ActivationStore.create`."""
 
     store_id: str
     key: str
@@ -207,14 +205,14 @@ class Header:
     row_format: RowFormat
     row_length: int
     run_id: str
-    """Of the run that has the store now; the one before may have read other inputs."""
+    """Id of the run that uses the store now; an earlier run may have read different inputs."""
 
     @classmethod
     def read(cls, folder: PrivateFolder, key: str | None = None) -> Header:
-        """The header of the store in `folder`, which must be that of `key` if one is given.
+        """Read the header of the store in `folder`, and check its key if one is given.
 
         Raises:
-            StoreDamagedError: there is none, it is not what was written, or it is of another version or another key.
+            StoreDamagedError: the header is missing, corrupt, of another version, or has another key.
         """
         try:
             values = json.loads(folder.read(HEADER_FILE))
@@ -229,7 +227,7 @@ class Header:
                 f"({type(error).__name__}: {error})."
             ) from error
         if key is not None and header.key != key:
-            # The name of a folder is no proof: folders are copied and renamed.
+            # Users copy and rename folders, so the folder's name proves nothing.
             raise StoreDamagedError(
                 f"{folder.path} has the store of {header.key!r}: expected {key!r}. The folder was copied or renamed; "
                 "delete it, or give it its own name back."

@@ -1,4 +1,4 @@
-"""Shards of rows, and the index of what they hold."""
+"""Shard files with the records of a store, and the index that locates each record."""
 
 from __future__ import annotations
 
@@ -19,27 +19,23 @@ from hf_pipetransformer.cache.table import ROWS_TOGETHER, Array, ArrowTable, Col
 INDEX_FILE = "index.arrow"
 
 _WORD_BYTES = 8
-"""The last word of an entry is the id of the weights, before it come the hash and the word of comparing."""
+"""An index entry ends with three 8-byte words: `compared`, `hash` and, last, `weights_id`."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _NUM_TRIES = 10
 _MAX_BYTES = 1 << 28
-"""Of one read; systems give 2 GB at most."""
+"""Upper bound on one read; Linux returns at most 2 GB per call."""
 
 
 def index_columns(row_format: RowFormat) -> Columns:
-    """Of the index's table: the bytes of an entry."""
     return {"entry": np.dtype((np.uint8, (row_format.entry_dtype().itemsize,)))}
 
 
 class Index:
-    """Where each sample's row lies, the id of its weights, its side fields, and the hash of its tokens.
+    """One entry per sample: place of its record, weights id, per-sample side fields, and the hash of its tokens.
 
-    Before a row is written its id is set to 0, and then its entry in one piece, of which the id is the last word. A
-    reader that comes in between finds a hash that does not hold, and looks again. The hash covers the number of the
-    sample and the id of the store, so that no entry counts in another's place.
-
-    Raises:
-        StoreDamagedError: the file is not the index of this store.
+    Readers take no locks. A writer sets the weights id to 0, writes the record, and then writes the whole entry in one
+    call, the id last. A reader that sees a half-written entry gets a hash mismatch and retries. The hash covers the
+    sample's number and the store id, so an entry copied to another place is rejected.
     """
 
     def __init__(self, folder: PrivateFolder, header: Header) -> None:
@@ -53,10 +49,10 @@ class Index:
         self._run = np.uint64(xxhash.xxh3_64_intdigest(header.run_id.encode()))
 
     def entries(self, samples: Array) -> Array:
-        """`(n,)` entries of the samples, see `RowFormat.entry_dtype`; all zero where nothing is stored.
+        """Return the entries `(n,)` of the samples, see `RowFormat.entry_dtype`; all zero where nothing is stored.
 
         Raises:
-            StoreDamagedError: the file has vanished or was cut, or an entry is not what was written.
+            StoreDamagedError: the file is gone or was truncated, or an entry fails its hash check.
         """
         self.table.check()
         entries = self.read(samples)
@@ -73,9 +69,9 @@ class Index:
         )
 
     def read(self, samples: Array) -> Array:
-        """`(n,)` entries as they lie in the file, unchecked."""
         num_rows = self.table.num_rows
         assert not len(samples) or (samples.min() >= 0 and samples.max() < num_rows), samples
+        # Few samples: one small read each. Many: reading the whole index sequentially is faster.
         if len(samples) * 8 < num_rows:
             found = np.empty((len(samples), self.dtype.itemsize), np.uint8)
             for sample, entry in zip(samples.tolist(), found, strict=True):
@@ -88,29 +84,24 @@ class Index:
         return whole[samples]
 
     def make_room(self, sample: int) -> None:
-        """Write the entry of a sample of which nothing is stored, so that the disk has the space for it from now on.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write an empty entry, so that the file system allocates its block now; raises OSError on a full disk."""
         self.table.write("entry", sample, np.zeros(self.dtype.itemsize, np.uint8))
 
     def clear(self, samples: Array) -> None:
-        """From now on nothing is stored of these samples."""
+        # Clear only the id: the rest of the entry stays the owner's claim to its place.
         nothing = np.zeros(_WORD_BYTES, np.uint8)
         for sample in samples.tolist():
             self.table.write("entry", sample, nothing, self.dtype.itemsize - _WORD_BYTES)
 
     def are_compared(self, samples: Array, entries: Array) -> Array:
-        """`(n,)` bool: whether this run has read the input of each sample, and found it to be that of the entry."""
+        """Return a bool mask `(n,)`: True where this run has found the sample's input equal to the entry's."""
         stored: Array = entries["compared"] == self._compared(samples, entries["input_digest"])
         return stored
 
     def set_compared(self, samples: Array, input_digests: Array) -> None:
-        """From now on, and in all processes, the inputs of these samples are known to have these digests.
+        """Mark the inputs of samples as read and found to have these digests, for all processes of this run.
 
-        It is a word of its own and valid for one digest in one run only: whatever else happens to the entry at this
-        moment, no row of another input counts for it.
+        The mark is a separate word, valid for one digest in one run, so a concurrent change of the entry is harmless.
         """
         words = self._compared(samples, input_digests)
         place = int(self.dtype.fields["compared"][1])  # type: ignore[index]
@@ -118,18 +109,19 @@ class Index:
             self.table.write("entry", sample, words[row : row + 1], place)
 
     def _compared(self, samples: Array, input_digests: Array) -> Array:
+        # The odd multiplier gives each sample another word, even for equal digests.
         words: Array = input_digests ^ (samples.astype(np.uint64) * _SPREAD + self._run)
         return words
 
     def put(self, samples: Array, entries: Array) -> None:
-        """Set entries that were cleared; their inputs are those that this run has read. Their hashes are set here."""
+        """Write the entries of records that are complete; fills in their hashes and marks them as compared."""
         entries["compared"] = self._compared(samples, entries["input_digest"])
         entries["hash"] = self._hashes(entries, samples)
         for sample, entry in zip(samples.tolist(), entries[:, None].view(np.uint8), strict=True):
             self.table.write("entry", sample, entry)
 
     def _hashes(self, entries: Array, samples: Array) -> Array:
-        """`(n,)` uint64, of all but the stored hashes and the words of comparing, which change by themselves."""
+        """Return the hash of each entry, uint64 `(n,)`, without `hash` and `compared`, which is updated separately."""
         size, content = self.dtype.itemsize, entries.tobytes()
         hashes = []
         for sample, place in zip(samples.tolist(), range(0, len(content), size), strict=True):
@@ -142,35 +134,34 @@ class Index:
 MIN_SHARD_BYTES = 256 * 1024
 MAX_SHARD_BYTES = 256 * 1000 * 1000
 GROWTH = 36
-"""A new shard is this part of what its writer has: little of the bound is taken in vain, and files stay few. Space on
-the disk is reserved by the same rule, also within a shard that is larger."""
+"""A new shard is at least 1 / GROWTH of the writer's present size, within the two bounds above: this wastes little of
+the byte limit and keeps files few. Disk space within a shard is reserved in such steps too."""
 
 NUM_OPEN_SHARDS = 16
-"""The first of a writer's last shards that has room takes a row: what is left in older ones is too little."""
+"""Only this many of a writer's last shards are searched for free space; older ones have too little left."""
 
 WRITER_FACTOR = 1 << 16
-"""The number of a shard is that of its writer times this, plus which of the writer's shards it is."""
+"""Shard number = writer number * WRITER_FACTOR + index of the shard among the writer's."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors that say so, of the disk or of the user's part of it."""
+"""Disk full, or user quota exceeded."""
 
 _SHARD_NAME = re.compile(r"shard-(\d+)-(\d+)\.arrow")
 
 
 def shard_name(shard: int) -> str:
-    """File of a shard."""
     writer, index = divmod(shard, WRITER_FACTOR)
     return f"shard-{writer}-{index}.arrow"
 
 
 def list_shards(folder: PrivateFolder) -> dict[int, str]:
-    """The names of the whole shards in a folder, by number."""
+    """Return the file names of the complete shards in a folder, by shard number."""
     matches = [match for name in folder.names() if (match := _SHARD_NAME.fullmatch(name))]
     return dict(sorted((int(match[1]) * WRITER_FACTOR + int(match[2]), match[0]) for match in matches))
 
 
 def hash_of(columns: Mapping[str, Array]) -> int:
-    """64 bits of the bytes of a row's columns, one behind the other: it knows their places."""
+    """Return a 64-bit hash of the bytes of a record's columns, in their order."""
     hasher = xxhash.xxh3_64()
     for values in columns.values():
         hasher.update(values.data)
@@ -178,7 +169,7 @@ def hash_of(columns: Mapping[str, Array]) -> int:
 
 
 class Shards(dict[int, ArrowTable]):
-    """The shards of a folder, by number, each opened when it is first asked for. Their rows are tokens."""
+    """Shards of a folder by number, opened on first access. The rows of their tables are tokens."""
 
     def __init__(self, folder: PrivateFolder, header: Header) -> None:
         super().__init__()
@@ -194,12 +185,8 @@ class Shards(dict[int, ArrowTable]):
         return table
 
     def create(self, shard: int, num_tokens: int, num_reserved: int) -> ArrowTable:
-        """Make a shard with the space for its first tokens reserved.
-
-        Raises:
-            StoreDamagedError: there is one already.
-            OSError: as `ArrowTable.create`.
-        """
+        """Create a shard, with disk space reserved for `num_reserved` tokens; raises like `ArrowTable.create`."""
+        # Renaming a new file over it would silently replace the other writer's records.
         if shard_name(shard) in self.folder.names():
             raise StoreDamagedError(
                 f"{self.folder.path / shard_name(shard)} exists already: two processes write to the store under the "
@@ -211,7 +198,7 @@ class Shards(dict[int, ArrowTable]):
         return table
 
     def read_row(self, shard: int, start: int, length: int, targets: Mapping[str, Array]) -> int:
-        """Copy tokens to the columns of `targets`, cut or filled up with zeros, and return the hash of all of them."""
+        """Read a record into `targets`, truncated or zero-padded, and return the hash of the full record."""
         read = {}
         for name, target in targets.items():
             whole = target[:length] if length <= len(target) else np.empty((length, *target.shape[1:]), target.dtype)
@@ -224,16 +211,13 @@ class Shards(dict[int, ArrowTable]):
 
 
 class Arena:
-    """The shards that one writer makes, and the free tokens at their ends.
+    """Allocator of one writer, over the shards it created and the free tokens at their ends.
 
-    The disk's space is reserved a little ahead of the rows: a full disk shows before a row is written.
+    Disk space is reserved slightly ahead of the records, so a full disk shows before a record is half written.
 
     Args:
-        shards: where new shards are entered.
-        writer: number of the writer; no other process may allocate under it.
-        used: of each of its shards, the tokens in use, counted from the start.
-        header: of the store.
-        growing: to hold while a shard is made; one writer at a time, with the bytes of the store that all have made.
+        used: tokens in use of each of the writer's shards, counted from the shard's start.
+        growing: admits one writer at a time to create a shard, and yields the bytes used by all.
     """
 
     def __init__(
@@ -245,19 +229,19 @@ class Arena:
         growing: Callable[[], AbstractContextManager[int]],
     ) -> None:
         self.reason = ""
-        """Why a row has been turned away; empty if none has."""
+        """Reason of the first rejected record; empty if none was."""
         self._shards = shards
         self._header = header
         self._growing = growing
         self._used = dict(used)
         self._own_bytes = sum(shards[shard].num_bytes for shard in used)
         self._next_shard = max(used, default=writer * WRITER_FACTOR - 1) + 1
-        self._refused = math.inf  # Tokens of the shortest row that there was no room for: files never shrink.
+        self._refused = math.inf  # Shortest length rejected so far; final, as files never shrink.
         self._reserved = dict(used)
         self._is_full = False
 
     def allocate(self, length: int) -> tuple[int, int] | None:
-        """Shard and start of `length` free tokens; None if the bound or the disk leaves no room."""
+        """Return shard and start of `length` free tokens, or None if the byte limit or the disk leaves no room."""
         for shard in list(self._used)[-NUM_OPEN_SHARDS:]:
             start, end = self._used[shard], self._used[shard] + length
             if end <= self._reserved[shard] or (end <= self._shards[shard].num_rows and self._reserve(shard, end)):
@@ -270,12 +254,12 @@ class Arena:
         return shard, start
 
     def note_full_disk(self) -> None:
-        """Take no more of the disk. Not tried again: it belongs to others too, each try takes what little is left."""
+        """Stop growing for good. Other programs need the disk too, and each retry would take the little space left."""
         self._is_full = True
         self._refuse(0, f"the disk of {self._shards.folder.path} is full")
 
     def _reserve(self, shard: int, end: int) -> bool:
-        """Have the disk's space for the tokens of a shard up to `end`, and for some more."""
+        """Reserve disk space up to the token `end`, and some more; return False if the disk is full."""
         if self._is_full:
             return False
         table = self._shards[shard]
@@ -295,7 +279,6 @@ class Arena:
         return max(MIN_SHARD_BYTES, used_bytes // GROWTH) // self._shards.token_bytes
 
     def _grow(self, length: int) -> bool:
-        """Make a shard with room for a row, if the bound and the disk allow one."""
         if length >= self._refused:
             return False
         with self._growing() as num_bytes:
@@ -316,13 +299,13 @@ class Arena:
         return True
 
     def _tokens_to_add(self, length: int, num_bytes: int) -> int:
-        """Tokens of the next shard of a store of `num_bytes`; fewer than `length` if no row fits the bound."""
+        """Return the size of the next shard in tokens; less than `length` if no record fits the limit."""
         header, token_bytes = self._header, self._shards.token_bytes
-        # Any writer may be the one that stores what is missing, so each takes a part of it at a time.
+        # Which writer gets the missing records is not known in advance: each takes its share of them at a time.
         missing = header.num_samples * header.row_length * token_bytes - num_bytes
         wanted = max(missing // header.num_writers, self._own_bytes // GROWTH)
         wanted = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, wanted))
-        # Whole rows, if all have this length.
+        # A multiple of the record length: with equal lengths no tokens are left over at the end.
         tokens = max(length, (wanted // token_bytes - ROWS_TOGETHER) // length * length)
         room = header.max_bytes - num_bytes - table_bytes(self._shards.columns, 0)
         return min(-(-tokens // ROWS_TOGETHER), room // token_bytes // ROWS_TOGETHER) * ROWS_TOGETHER

@@ -1,4 +1,4 @@
-"""The activations that frozen layers gave, one row per sample, shared by all processes of a node."""
+"""Store the activations of the frozen blocks on disk: one record per sample, shared by all processes of a node."""
 
 from __future__ import annotations
 
@@ -45,22 +45,21 @@ _PLACE = ["weights_id", "shard", "start", "length", "tokens"]
 def fitting_share(
     max_bytes: float, num_samples: int, row_format: RowFormat, row_length: int, num_rows: int | None = None
 ) -> float:
-    """Share of the samples, with rows of `row_length` tokens, that a store of `max_bytes` has room for: 0 to 1.
+    """Return the share of the samples, 0 to 1, that fits into `max_bytes` with records of `row_length` tokens.
 
-    Args:
-        num_rows: samples that may be stored, where others of the data set are stored elsewhere.
+    `num_rows` limits the records to those that this node stores; the index covers all `num_samples` anyway.
     """
     rows = table_bytes(row_format.shard_columns(), (num_samples if num_rows is None else num_rows) * row_length)
     return min(1.0, max(0.0, max_bytes - table_bytes(index_columns(row_format), num_samples)) / rows)
 
 
 class ActivationStore:
-    """Rows of tokens x `hidden_size` numbers and their side fields, by sample; `create` makes it, `open` opens it.
+    """Records of activations `(tokens, hidden_size)` plus side fields, addressed by sample.
 
-    Any process may read any row; one thread of one process writes under each number of a writer, and no two processes
-    write the same sample at the same time. A row has the id of the weights that it was computed with. It is cleared
-    before a row is written and set again when the row is whole, and a row counts only if its hashes hold: one that was
-    being written, by a process that lives or that was killed, reads as id 0.
+    Any process may read any record. Each writer number belongs to one thread of one process, and two processes must
+    not write the same sample at the same time. Each record carries the id of the weights that computed it. `write`
+    sets the id to 0, writes the tokens, and then sets the id; readers also verify hashes. So a record that is being
+    written, or whose writer was killed, reads as not stored.
     """
 
     def __init__(self, folder: PrivateFolder, header: Header, writer: int | None) -> None:
@@ -73,12 +72,12 @@ class ActivationStore:
         self._index = Index(folder, header)
         self._shards = Shards(folder, header)
         self.num_found = 0
-        """Rows that were there when a writer opened the store."""
+        """Number of records already present when a writer opened the store."""
         self._arena = None if writer is None else self._open_arena(header, writer)
         self._has_warned = False
         self._is_dropped = False
         self.bytes_beside: Callable[[], int] = lambda: 0
-        """What others have taken, since this store was opened, of the bytes that it may have."""
+        """Bytes that other stores have taken from the common limit since this store was opened."""
 
     @classmethod
     def create(
@@ -91,20 +90,17 @@ class ActivationStore:
         row_length: int = 0,
         key: str | None = None,
     ) -> ActivationStore:
-        """Make an empty store in `folder`, of which this process is writer 0; a store that was there is deleted.
+        """Create an empty store in `folder` and open it as writer 0. An existing store there is deleted.
 
         Args:
-            folder: on a disk of this node, see `folder.StoreFolder`.
-            num_samples: samples of the data set; every one has its place in the index.
-            row_format: what a row holds.
-            max_bytes: bound on the size of all files, whoever writes them; they are sparse, so the disk used is less.
-            num_writers: processes that may write.
-            row_length: tokens of every row, 0 if they differ; known, the shards are few and large.
-            key: what the rows are of, see `folder.take_store`; the folder's name if not given.
+            folder: on a local disk of this node, see `folder.StoreFolder`.
+            max_bytes: limit on the total file size of all writers; the files are sparse, so disk usage is lower.
+            row_length: tokens per record if all are equally long, else 0. A known length gives few, large shards.
+            key: identifies the data, see `folder.take_store`; defaults to the folder's name.
 
         Raises:
-            ValueError: the index alone is larger than `max_bytes`.
-            OSError: the disk is full, or cannot be written.
+            ValueError: the index alone exceeds `max_bytes`.
+            OSError: the disk is full or not writable.
         """
         assert num_samples > 0 and num_writers > 0
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder, create=True)
@@ -114,6 +110,7 @@ class ActivationStore:
                 f"The activation cache may take {max_bytes} bytes, and the index of {num_samples} samples alone takes "
                 f"{table_bytes(columns, num_samples)}. Raise activation_cache_max_gb, or set activation_cache to off."
             )
+        # The header goes first: without it the folder has no store, whatever else a crash leaves there.
         for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *list_shards(held).values()):
             held.unlink(old)
         header = Header(
@@ -127,6 +124,7 @@ class ActivationStore:
             run_id=uuid.uuid4().hex,
         )
         ArrowTable.create(held, INDEX_FILE, columns, num_samples, header.store_id)
+        # The header comes last: it makes the store valid.
         header.write(held)
         return cls(held, header, 0)
 
@@ -134,15 +132,15 @@ class ActivationStore:
     def open(
         cls, folder: str | os.PathLike[str] | PrivateFolder, writer: int | None, key: str | None = None
     ) -> ActivationStore:
-        """Open the store that another process made, or an earlier run, as one of its writers; None: to read only.
+        """Open an existing store, under a writer number or, with None, read-only.
 
         Args:
-            key: what its rows must be of; not checked if not given.
+            key: expected key of the store; None skips the check.
 
         Raises:
-            StoreDamagedError: there is none, it is that of another key, or a file of it was cut, changed or deleted.
-            ValueError: the folder is a link, another user's, or others may write to it.
-            OSError: it is missing.
+            StoreDamagedError: no store is there, its key differs, or a file was truncated, changed or deleted.
+            ValueError: the folder is a link, belongs to another user, or is writable by others.
+            OSError: the folder is missing.
         """
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder)
         header = Header.read(held, key)
@@ -150,10 +148,11 @@ class ActivationStore:
         return cls(held, header, writer)
 
     def _open_arena(self, header: Header, writer: int) -> Arena:
+        # A killed process with this writer number may have left unfinished files.
         for name in self._held.names():
             if name.startswith(f"shard-{writer}-") and name.endswith(".tmp"):
                 self._held.unlink(name)
-        # A row that another process is writing now has a place too.
+        # Entries with id 0 count here: a record that is being written right now already owns its place.
         entries = self._index.read(np.arange(header.num_samples))
         self.num_found = int(np.count_nonzero(entries["weights_id"]))
         entries = entries[(entries["capacity"] > 0) & (entries["shard"] // WRITER_FACTOR == writer)]
@@ -166,23 +165,20 @@ class ActivationStore:
 
     @contextmanager
     def _growing(self) -> Iterator[int]:
-        """No other writer adds a file inside; the bytes of those that there are, and that are there for others."""
+        """Keep other writers from adding files; yield the bytes used so far, including those of other stores."""
         with self._index.table.locked():
             yield self._num_bytes() + self.bytes_beside()
 
     @property
     def bytes_taken(self) -> int:
-        """Size of the index and of the shards of all writers, by which the bound goes.
-
-        Of the index alone if the folder is gone.
-        """
+        """Apparent size of the index and all shards, limited by `max_bytes`; of the index alone if they are gone."""
         with suppress(OSError):
             return self._num_bytes()
         return self._index.table.num_bytes
 
     @property
     def bytes_stored(self) -> int:
-        """What these files take of the disk: they are sparse. 0 if the folder is gone."""
+        """Actual disk usage of the sparse files; 0 if the folder is gone."""
         with suppress(OSError):
             return sum(map(self._held.bytes_on_disk, (INDEX_FILE, *list_shards(self._held).values())))
         return 0
@@ -192,7 +188,7 @@ class ActivationStore:
 
     @property
     def dropped(self) -> str | None:
-        """Why the store was given up, or None."""
+        """Reason why the store was abandoned, or None while it is in use."""
         if not self._is_dropped and not self._held.holds(DROPPED_FILE):
             return None
         with suppress(OSError):
@@ -200,65 +196,61 @@ class ActivationStore:
         return "unknown reason"
 
     def drop(self, reason: str) -> None:
-        """Give the store up, for all processes at once: from now on it holds nothing and takes nothing."""
+        """Abandon the store in all processes: it serves no records and accepts none from now on."""
         self._is_dropped = True
         try:
             self._held.write(DROPPED_FILE, reason.encode(errors="replace"))
         except OSError as error:
-            # Whatever is wrong with the folder: the other processes come upon it as this one did.
+            # Best effort: if the folder is broken, the other processes will run into it as well.
             logger.debug(f"The end of the store could not be noted: {error}")
 
     def weights_id(self, key: str) -> int:
-        """The id, 1 or more, of what `key` names (see `chain_keys`): a hash of the key and of this store.
-
-        No table gives it out, so none can be lost, and no id is ever that of another key or of another store.
-        """
+        """Return the positive id of the weights named by `key`: a hash, so there is no table of ids to lose."""
+        # 63 bits, as entries store the id as a signed int64, and never 0, which means no record.
         return xxhash.xxh3_64_intdigest(f"{self._store_id}\0{key}".encode()) >> 1 or 1
 
     def entries(self, samples: Array) -> Array:
-        """`(n,)` entries of the index as they are now, see `RowFormat.entry_dtype`; zero where nothing is stored.
+        """Return the current index entries `(n,)`, see `RowFormat.entry_dtype`; all zero where no record is stored.
 
         Raises:
-            StoreDamagedError: the index has vanished, was cut, or is not what was written.
+            StoreDamagedError: the index is gone, was truncated, or fails its hash check.
         """
         if self.dropped is not None:
             return np.zeros(len(samples), self._index.dtype)
         return self._index.entries(samples)
 
     def weights_ids(self, samples: Array) -> Array:
-        """`(n,)` int64: the id of the weights of each sample's row, 0 where nothing is stored; raises as `entries`."""
+        """Return the weights id of each sample's record, `(n,)` int64, 0 if there is none. Raises like `entries`."""
         return self.entries(samples)["weights_id"]
 
     def are_compared(self, samples: Array, entries: Array) -> Array:
-        """`(n,)` bool: whether the rows of these entries are known to be of inputs that the present run has read.
-
-        Those that the run wrote are; those that an earlier run left are after `set_compared`.
-        """
+        """Return a bool mask `(n,)`: True if this run wrote the record or verified it with `set_compared`."""
         return self._index.are_compared(samples, entries)
 
     def set_compared(self, samples: Array, input_digests: Array) -> None:
-        """Note, for all processes of the run, that it has read the inputs of samples and found these digests.
+        """Mark the inputs of samples as read and found to have these digests, for all processes of this run.
 
         Raises:
-            StoreDamagedError: the index has vanished or was cut.
+            StoreDamagedError: the index is gone or was truncated.
         """
         self._index.table.check()
-        # What cannot be noted is read and compared again.
+        # A lost mark is harmless: the sample is read and compared again.
         with suppress(OSError):
             self._index.set_compared(samples, input_digests)
 
     def read(self, samples: Array, length: int) -> Rows:
-        """Copy rows out.
+        """Read records into new tensors.
 
         Args:
-            samples: `(n,)` indices, in any order, also repeated.
-            length: tokens of the result; longer rows are cut, shorter ones filled with zeros.
+            samples: `(n,)` indices in any order, repeats allowed.
+            length: tokens per record in the result; longer records are truncated, shorter ones zero-padded.
 
         Raises:
-            StoreDamagedError: a shard has vanished or was cut, or a row is not what was written.
+            StoreDamagedError: a shard is gone or was truncated, or a record fails its hash check.
         """
         samples = np.asarray(samples, np.int64)
         activation = torch.empty(len(samples), length, self.row_format.hidden_size, dtype=self.row_format.dtype)
+        # as_numpy shares memory, so records are read directly into the tensor.
         columns = {"activation": as_numpy(activation)}
         for name in map(field_column, self.row_format.token_fields):
             columns[name] = np.empty((len(samples), length), self._shards.columns[name])
@@ -271,7 +263,7 @@ class ActivationStore:
             for _ in range(_NUM_TRIES):
                 if self._has_copied(place, targets):
                     break
-                # It was overwritten while it was copied, or it is damaged.
+                # Either a writer replaced the record during the copy (retry helps), or it is damaged.
                 entries[row : row + 1] = self.entries(samples[row : row + 1])
                 place = entries[_PLACE][row].item()
             else:
@@ -289,7 +281,7 @@ class ActivationStore:
         return Rows(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
 
     def _has_copied(self, place: tuple[int, ...], targets: Mapping[str, Array]) -> bool:
-        """Copy a row, zeros if it is not stored; whether it is what was written."""
+        """Copy a record, or zeros if none is stored; return False if its hash does not match."""
         weights_id, shard, start, length, tokens = place
         if weights_id:
             return self._shards.read_row(shard, start, length, targets) == tokens
@@ -306,26 +298,22 @@ class ActivationStore:
         fields: Mapping[str, torch.Tensor],
         input_digests: Array,
     ) -> int:
-        """Store rows, in place of what the samples had.
+        """Write records, replacing those the samples already have, and return the number written (0 if dropped).
 
-        A sample whose row does not fit the bound or the disk is left out, and keeps the row that it had: a part of
-        the data set stays stored, the same one from epoch to epoch.
+        A sample whose record exceeds the byte limit or the disk space is skipped and keeps its old record. So when the
+        store is full, the same part of the data set stays cached from epoch to epoch.
 
         Args:
-            samples: `(n,)` indices; of a repeated one the last row counts.
-            weights_id: of what the rows were computed with, 1 or more.
+            samples: `(n,)` indices; for a repeated sample the last record wins.
+            weights_id: 1 or more, see the method `weights_id`.
             activation: `(n, seq, hidden)`, any floating dtype and device.
-            lengths: `(n,)` tokens to store of each, at most `seq`.
-            fields: each side field of the row format, `(n, seq)` or `(n, *shape)`.
-            input_digests: `(n,)` uint64, kept beside the row.
-
-        Returns:
-            How many rows were stored; 0 if the store was dropped.
+            lengths: `(n,)` tokens to store per sample, 1 to `seq`.
+            fields: every side field of the format, `(n, seq)` or `(n, *shape)`.
+            input_digests: `(n,)` uint64, stored in the index.
 
         Raises:
-            ValueError: other fields, shapes, lengths or dtypes than the row format's, or integers beyond int32; or the
-                store was opened to read only.
-            StoreDamagedError: a file of the store has vanished or was cut.
+            ValueError: the arguments do not match the format, or the store is read-only.
+            StoreDamagedError: a file of the store is gone or was truncated.
         """
         assert weights_id > 0 and len(samples) == len(lengths) == len(input_digests) == len(activation)
         arena = self._arena
@@ -359,6 +347,7 @@ class ActivationStore:
         for shard in {place[1] for place in places}:
             self._shards[shard].check()
 
+        # Crash safety: ids go to 0 first, and `put` sets them only after all tokens are written.
         self._index.clear(targets)
         for place, value in zip(places, values, strict=True):
             for name, tokens in value.items():
@@ -367,7 +356,7 @@ class ActivationStore:
         return len(targets)
 
     def _place(self, sample: int, entry: np.void, arena: Arena) -> bool:
-        """Find room for a row; it keeps its place as long as it fits there."""
+        """Find space for a record and put it into `entry`. A record keeps its place while it fits there."""
         length = int(entry["length"])
         if entry["capacity"] >= length:
             return True
@@ -386,7 +375,7 @@ class ActivationStore:
         return slot is not None
 
     def _has_entry(self, sample: int, arena: Arena) -> bool:
-        """Whether the disk has the space for the entry of a sample, which had none; from now on it has."""
+        """Allocate disk space for the index entry of a sample that had none; return False if the disk is full."""
         try:
             self._index.make_room(sample)
         except OSError as error:
@@ -397,5 +386,4 @@ class ActivationStore:
         return True
 
     def close(self) -> None:
-        """Let go of the shards; the files stay."""
         self._shards.clear()

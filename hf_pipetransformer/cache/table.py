@@ -1,4 +1,4 @@
-"""One Arrow file of fixed-width columns that is changed in place."""
+"""Arrow IPC files with fixed-width columns that are modified in place."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ from hf_pipetransformer.cache.files import PrivateFolder, locked
 Array = np.ndarray[Any, np.dtype[Any]]
 
 ROWS_TOGETHER = 8
-"""Arrow fills each column up to a multiple of 8 bytes: so many rows of any width need no filling."""
+"""Row counts are multiples of 8: Arrow pads each column to 8 bytes, and these counts need no padding at any width."""
 
 _ALIGNMENT = 64
-"""The first column begins at a multiple of a cache line: copying out of it is then a fifth faster."""
+"""The first column starts at a multiple of a cache line, which makes copying out of it about 20 % faster."""
 
 _LOCK_SECONDS = 60.0
-"""Disks that cannot reserve space are filled with zeros, by one process at a time."""
+"""Long timeout: file systems that cannot reserve space are filled with zeros, by one process at a time."""
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""Of an Arrow stream."""
+"""End-of-stream marker of the Arrow IPC format."""
 
 
 class StoreDamagedError(RuntimeError):
-    """A file of the activation store is not what was written; the text names the file and what was found."""
+    """Damaged file of the activation store, not what was written; the message names the file and the finding."""
 
 
 Columns = Mapping[str, np.dtype[Any]]
-"""What a row holds in each column; an array of numbers, `np.dtype((np.float32, (192,)))`, becomes an Arrow list."""
+"""Dtype of each column; a subarray dtype such as `np.dtype((np.float32, (192,)))` becomes a fixed-size Arrow list."""
 
 
 def table_bytes(columns: Columns, num_rows: int) -> int:
-    """Size of the file of a table with these columns."""
     return _head_bytes(columns) + num_rows * _row_bytes(columns) + len(_END)
 
 
 class ArrowTable:
-    """An Arrow stream of one record batch, its columns read and written in place.
+    """Arrow stream with a single record batch whose columns are read and written in place.
 
-    It is read with `pread` and not through a memory map: as fast, and a file that is cut while it is read gives an
-    error and not the end of the process. Attributes: `path`, `num_rows`, `num_bytes` (of the file).
+    `pread` is as fast as a memory map, and if the file is truncated it gives an error, not a SIGBUS.
     """
 
     def __init__(self, path: Path, descriptor: int, columns: Columns, num_rows: int) -> None:
@@ -70,22 +68,14 @@ class ArrowTable:
     def create(
         cls, folder: PrivateFolder, name: str, columns: Columns, num_rows: int, store_id: str, num_reserved: int = 0
     ) -> ArrowTable:
-        """Make the file, all zeros and sparse, and open it.
+        """Create the file, sparse and all zeros, with disk space reserved for its first `num_reserved` rows.
 
-        It gets its name when it is whole: no process ever sees a part of it. Only what is written takes space on the
-        disk, and what is reserved.
-
-        Args:
-            folder: of the file.
-            name: of the file.
-            columns: of the table.
-            num_rows: how many it has room for.
-            store_id: of the store that it belongs to.
-            num_reserved: rows from the first on whose space is reserved, see `reserve`.
+        The file is renamed to its name when complete, so no process sees a partial one.
 
         Raises:
-            OSError: the disk is full (nothing is left behind), or the folder cannot be written.
+            OSError: the disk is full (nothing is left behind), or the folder is not writable.
         """
+        # Otherwise Arrow would pad the columns, and the offsets in `_places` would be wrong.
         assert all(num_rows * dtype.itemsize % ROWS_TOGETHER == 0 for dtype in columns.values()), num_rows
         unfinished = name + ".tmp"
         try:
@@ -106,11 +96,7 @@ class ArrowTable:
 
     @classmethod
     def open(cls, folder: PrivateFolder, name: str, columns: Columns, store_id: str) -> ArrowTable:
-        """Open an existing file.
-
-        Raises:
-            StoreDamagedError: it is missing, a link, cut short, or of another store.
-        """
+        """Open an existing table; raises StoreDamagedError if it is missing, truncated, a link, or another store's."""
         path = folder.path / name
         try:
             descriptor = folder.open(name, os.O_RDWR)
@@ -120,6 +106,7 @@ class ArrowTable:
         num_rows, rest = divmod(size - table_bytes(columns, 0), _row_bytes(columns))
         table = cls(path, descriptor, columns, max(num_rows, 0))
         head = os.pread(descriptor, table_bytes(columns, 0), 0)
+        # The store id is in the schema's metadata, part of the header.
         if num_rows < 0 or rest or store_id.encode() not in head:
             raise StoreDamagedError(
                 f"{path}, of {size} bytes, is no table of the activation store {store_id}. It was cut or changed, or "
@@ -128,10 +115,10 @@ class ArrowTable:
         return table
 
     def read(self, column: str, row: int, out: Array) -> None:
-        """Fill `out`, C-contiguous and of less than 2 GB, from a row of a column on.
+        """Fill `out` (C-contiguous, below 2 GB) from `column`, starting at `row`.
 
         Raises:
-            StoreDamagedError: the file ends before.
+            StoreDamagedError: the file ends too early, or cannot be read.
         """
         try:
             num_read = os.preadv(self._fd, [out.data], self._place(column, row, out.nbytes))
@@ -141,7 +128,7 @@ class ArrowTable:
             raise StoreDamagedError(f"{self.path} ends before the row that is read. {_CHANGED}")
 
     def write(self, column: str, row: int, values: Array, offset: int = 0) -> None:
-        """Write from a row of a column on, `offset` bytes into it; raises as `read`, or OSError."""
+        """Write to `column`, starting `offset` bytes into `row`; raises like `read`, or OSError."""
         size = values.nbytes
         if os.pwrite(self._fd, values.data, self._place(column, row, offset + size) + offset) != size:
             raise OSError(errno.EIO, "a row was written in part", os.fspath(self.path))
@@ -155,28 +142,20 @@ class ArrowTable:
         return start + row * row_bytes
 
     def reserve(self, first: int, end: int) -> None:
-        """Reserve the disk's space for rows, so that writing them cannot fail for want of it.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Reserve disk space for the rows `first` to `end`; raises OSError if the disk is full."""
         for name, row_bytes in self._row_bytes.items():
             if end > first:
                 os.posix_fallocate(self._fd, self._places[name] + first * row_bytes, (end - first) * row_bytes)
 
     def check(self) -> None:
-        """Notice a vanished or cut file.
-
-        Raises:
-            StoreDamagedError: the file is gone, or its size is not what it was when it was opened.
-        """
+        """Raise `StoreDamagedError` if the file was deleted, or its size has changed since it was opened."""
         status = os.fstat(self._fd)
+        # An open descriptor survives deletion of its file; only the link count shows it.
         if not status.st_nlink or status.st_size != self.num_bytes:
             found = f"has {status.st_size} bytes" if status.st_nlink else "has vanished"
             raise StoreDamagedError(f"{self.path} {found}: expected {self.num_bytes} bytes. {_CHANGED}")
 
     def locked(self) -> AbstractContextManager[None]:
-        """One process is inside at a time; raises as `files.locked`."""
         return locked(self._fd, self.path, _LOCK_SECONDS)
 
 
@@ -191,17 +170,17 @@ def _row_bytes(columns: Columns) -> int:
 
 @lru_cache
 def _bare_head_bytes(columns: tuple[tuple[str, np.dtype[Any]], ...]) -> int:
-    """Without blanks. It hangs on the columns alone, if there are any rows: Arrow's numbers have a fixed width."""
+    """Return the header size without padding. Only the columns matter: Arrow's row counts have a fixed width."""
     return len(_head(dict(columns), ROWS_TOGETHER, "0" * 32, 0))
 
 
 def _head_bytes(columns: Columns) -> int:
-    # Arrow aligns to 8 bytes, so that the head grows by exactly the blanks that are added.
+    # Arrow aligns to 8 bytes: n blanks, a multiple of 8, make the header exactly n bytes longer.
     return -(-_bare_head_bytes(tuple(columns.items())) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _head(columns: Columns, num_rows: int, store_id: str, num_blanks: int) -> bytes:
-    """What Arrow writes before the columns."""
+    """Return the bytes that Arrow writes before the columns: schema and record-batch metadata."""
     arrays = {name: _zeros(dtype, num_rows) for name, dtype in columns.items()}
     fields = [pa.field(name, array.type, nullable=False) for name, array in arrays.items()]
     schema = pa.schema(fields, metadata={b"activation_store": store_id.encode(), b"padding": b" " * num_blanks})
@@ -213,7 +192,7 @@ def _head(columns: Columns, num_rows: int, store_id: str, num_blanks: int) -> by
 
 
 def _zeros(dtype: np.dtype[Any], num_rows: int) -> Any:
-    """An Arrow array whose memory is never touched, so it costs none."""
+    """Return an Arrow array of zeros whose memory is never touched, so the system never allocates it."""
     single, (width,) = pa.from_numpy_dtype(dtype.base), dtype.shape or (1,)
     buffer = pa.py_buffer(np.zeros(num_rows, dtype))
     array = pa.Array.from_buffers(single, num_rows * width, [None, buffer])
@@ -224,7 +203,7 @@ def _zeros(dtype: np.dtype[Any], num_rows: int) -> Any:
 
 
 class _Beginning:
-    """A file that keeps what comes before the first large write: that is a column of zeros."""
+    """Write-only file that keeps the content before the first large write, which is a column of zeros."""
 
     closed = False
 

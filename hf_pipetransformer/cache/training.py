@@ -1,4 +1,4 @@
-"""The activation cache of one training: it follows the layout, the weights below its entry, and evaluations."""
+"""Activation cache of a training run: follows layout changes, watches frozen weights, and serves evaluation sets."""
 
 from __future__ import annotations
 
@@ -27,14 +27,9 @@ from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 class TrainingCache:
-    """Serves and stores what frozen layers give, for the training samples and for evaluations in training.
+    """Cache of the frozen blocks' output, for the training samples and for evaluation sets read during training.
 
-    Its store is opened when a layout first caches layers.
-
-    Args:
-        loader: of the training samples.
-        source: these samples.
-        steps_per_epoch: optimizer steps.
+    The store is opened when a layout first caches blocks. `source` has the samples of the training data's `loader`.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class TrainingCache:
         row_format = inputs.row_format(source)
         self.planner = CachePlanner(
             mode=trainer.args.activation_cache,
-            # Workers read while the others compute.
+            # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
             fits_share=self._fitting_share(loader, source.num_views),
@@ -72,7 +67,7 @@ class TrainingCache:
         self._said_evaluation_mode = False
 
     def _fitting_share(self, loader: PipelineLoader, num_views: int = 1) -> float:
-        """Of a loader's samples, rows as long as those of training: what fits into what the stores may still have."""
+        """Return the share of a loader's samples that fits into the remaining space, at training's record length."""
         row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
         num_samples, num_rows = (
             len(loader.dataset) * num_views,
@@ -83,7 +78,7 @@ class TrainingCache:
     # ---- following the layout ----
 
     def follow(self) -> None:
-        """After a transition: serve rows that belong to the weights, up to the layout's layers. A collective call."""
+        """Serve records of the present weights after a transition. Collective: call on every rank."""
         stage = self.pipeline.stage
         if stage.layout.cache_level and self._opened is None and self.planner.mode != "off":
             self._opened = self.stores.open(self.loader, self.source)
@@ -101,11 +96,11 @@ class TrainingCache:
 
     @property
     def write(self) -> Callable[[MicroBatch, torch.Tensor], None] | None:
-        """Stores what the frozen layers give for a micro-batch; None before a layout caches layers."""
+        """Callback that stores the activations of a micro-batch; None until a layout caches blocks."""
         return None if self._opened is None else self._opened.write
 
     def prepare_transition(self) -> None:
-        """Let go of the weights that may leave this rank. A collective call of a pipeline's ranks."""
+        """Drop references to weights that may leave this rank. Collective: call on every rank of a pipeline."""
         self.notice_changed_weights()
         self._weights = None
 
@@ -122,7 +117,7 @@ class TrainingCache:
     def _name_weights(self, cache: ActivationCache) -> None:
         stage, self._weights = self.pipeline.stage, None
         if not stage.layout.cache_level:
-            self._digests = {}  # Nobody watches the weights now.
+            self._digests = {}  # They may change unnoticed while nothing is cached.
             cache.use_weights([""])
             return
         self._weights = FrozenWeights(stage, self.trainer.args, self._digests)
@@ -130,9 +125,9 @@ class TrainingCache:
         cache.use_weights(self._weights.keys)
 
     def current(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A training batch, read again if a callback or a load has changed frozen weights since it was read.
+        """Return a training batch, read again if frozen weights have changed since (by a callback or a load).
 
-        What was stored for other weights is no hit then. A collective call of a pipeline's ranks.
+        Collective: call on every rank of a pipeline.
         """
         self.notice_changed_weights(at_once=False)
         _, tags = detach_tags(inputs)
@@ -141,12 +136,10 @@ class TrainingCache:
         return self.loader.read_again(inputs)
 
     def notice_changed_weights(self, at_once: bool = True) -> None:
-        """Name the frozen weights anew if they are not what they were. A collective call of a pipeline's ranks.
+        """Check the frozen weights: if changed, compute new keys; if not, release pending records for writing.
 
-        What was computed with weights that have not been looked at is stored only after this.
-
-        Args:
-            at_once: read the device; else what a write past autograd did is noticed a batch later there.
+        Collective: call on every rank of a pipeline. Without `at_once` the GPU is not synchronized, and a write past
+        autograd is noticed one batch late there.
         """
         if self._opened is None or self._weights is None:
             return
@@ -160,7 +153,7 @@ class TrainingCache:
     # ---- evaluation sets ----
 
     def serve(self, loader: PipelineLoader, dataset: Any) -> None:
-        """Let an evaluation in training read and store activations too, if the set is read again and it pays."""
+        """Let an evaluation during training use the cache, if the set will be read again and caching it pays."""
         if self._opened is None or self._weights is None or not self._may_serve(dataset):
             return
         self.notice_changed_weights()
@@ -173,7 +166,7 @@ class TrainingCache:
                 return
             source = self.inputs.source_of(loader, is_training=False)
             opened = None if source is None else self.stores.open(loader, source, is_training=False)
-            # The data set is held, so that its id stays its own.
+            # Keep a reference to the data set: after garbage collection its id could be reused.
             self._of_evaluations[id(dataset)] = dataset, opened
         _, cache = self._of_evaluations[id(dataset)]
         if cache is not None:
@@ -181,10 +174,9 @@ class TrainingCache:
             loader.take_from(cache)
 
     def _may_serve(self, dataset: Any) -> bool:
-        """Whether it is the run's own evaluation set, and nobody but Trainer looks at the batches.
+        """Return True for the Trainer's own evaluation set if no user code sees the batches.
 
-        User code may call the model with a part of the batch; of a stored sample the main input is no more than a
-        placeholder, and what is stored travels beside it.
+        User code might call the model with part of a batch, but a cached sample's main input can be a placeholder.
         """
         trainer, args = self.trainer, self.trainer.args
         sets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
@@ -195,7 +187,7 @@ class TrainingCache:
         )
 
     def _evaluations_left(self) -> float:
-        """How often the evaluation set will be read, this time included."""
+        """Return how often the evaluation set will be read, including this time."""
         args, state = self.trainer.args, self.trainer.state
         if args.eval_strategy == "no":
             return 1
@@ -205,7 +197,7 @@ class TrainingCache:
 
     @contextmanager
     def storing_for(self, loader: Any) -> Iterator[None]:
-        """What the pipeline predicts inside belongs to the data set of `loader`."""
+        """Store the activations of predictions made inside this context, in the cache of `loader`'s data set."""
         cache, pipeline = getattr(loader, "rows", None), self.pipeline
         if not isinstance(cache, ActivationCache):
             yield
@@ -214,10 +206,10 @@ class TrainingCache:
 
         def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             cache.write(micro_batch, hidden)
-            cache.write_pending()  # Nobody changes weights while a set is evaluated.
+            cache.write_pending()  # Weights do not change during an evaluation.
 
         runner = shell.runner
-        # Also with one stage it is the engine that knows what to do with a stored activation.
+        # Even with one stage: only the engine can start a forward from stored activations.
         shell.runner = WritingRunner(pipeline.runner, write_now)
         try:
             yield
@@ -228,12 +220,12 @@ class TrainingCache:
     # ---- reports, and the end ----
 
     def report(self) -> tuple[int, int]:
-        """Once an epoch, what the cache did: samples read, and computed for want of a row. A collective call."""
+        """Log the epoch's cache statistics; return the numbers of hits and misses. Collective: call on every rank."""
         if self._opened is None:
             return 0, 0
         if is_apart(self.trainer.args.device):
             self.notice_changed_weights()
-            # No sample of the next epoch is computed because its row is still on its way.
+            # Otherwise early samples of the next epoch would miss records that are still being written.
             self._opened.wait_for_writes()
         store = self._opened.store
         own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
@@ -243,15 +235,15 @@ class TrainingCache:
         self._drop_on_all_nodes(self._opened)
         reads = totals["hits"] + totals["misses"]
         if reads:
-            # An entry of its own, of this epoch: Trainer has logged the last step, and the run may be over.
+            # A separate log entry: Trainer has already logged the last step, and the run may end here.
             self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
         return int(totals["hits"]), int(totals["misses"])
 
     def _drop_on_all_nodes(self, cache: ActivationCache) -> None:
-        """A store that was given up on one node is given up on all. A collective call.
+        """Abandon the cache on all nodes if one node has abandoned its store. Collective: call on every rank.
 
-        Rows of other nodes are right still, but one node's reason (the data set changes) may be all nodes', and
-        decisions count on hits that a node no longer has. The ranks of a node know at once.
+        The reason (a data set that changes) may apply to every node, and the plan counts on hits that one node no
+        longer has. The ranks of the same node already know.
         """
         reason = self.inputs.first_told(cache.store.dropped)
         if reason is None:
@@ -261,17 +253,17 @@ class TrainingCache:
             cache.switch_off(reason)
 
     def close(self) -> None:
-        """Nothing is left behind, unless it was asked for."""
+        """Close the stores; delete those that are not to be kept."""
         self.stores.close()
 
 
 def begin_cache(
     trainer: Trainer, pipeline: Pipeline, journal: Journal, topology: Any, loader: Any, steps_per_epoch: int
 ) -> TrainingCache | None:
-    """Look whether what frozen layers give may be stored, before anything is; None if not. A collective call.
+    """Check if activations can be cached and set up the cache; None if not. Collective: call on every rank.
 
     Raises:
-        ValueError: a cache that was asked for cannot lie where it was asked for.
+        ValueError: the user asked for a cache in a folder that cannot contain one.
     """
     if trainer.args.activation_cache == "off":
         return None

@@ -1,4 +1,4 @@
-"""When storing activations pays, and what the rest of a run reads and writes. Pure."""
+"""Decide whether caching activations pays, and predict what the rest of the run reads and writes. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ MODES = ("auto", "on", "off")
 
 @dataclass(frozen=True)
 class CacheCosts:
-    """Measured times, all in seconds per sample.
+    """Measured times, all in seconds per sample. `read` and `write` are those of a record.
 
     Args:
-        prefix: `prefix[f]` is the forward of embeddings + `layers[0:f]`; `prefix[0]` is the embeddings alone.
-        input: reading, decoding, tokenising and collating a sample, after what loader workers hide.
-        read: of a stored row.
-        write: of a row.
+        prefix: `prefix[f]` is the forward of the embeddings and `layers[0:f]`; `prefix[0]` is the embeddings alone.
+        input: reading, decoding, tokenizing and collating a sample, minus what DataLoader workers hide.
     """
 
     prefix: tuple[float, ...]
@@ -28,15 +26,12 @@ class CacheCosts:
 
 @dataclass(frozen=True)
 class CacheDecision:
-    """What to do with stored rows until the next decision.
+    """Use of the cache until the next decision: `use` reads records, `write` moves them to the new level.
 
     Args:
-        use: read stored rows.
-        write: bring rows to the new level and store them there.
-        level: level that rows will have: `num_frozen` if they are written, else the level that they have now.
-        costs: seconds per sample over the rest of the run of each possible choice: "compute", "keep", "write".
-        reason: why, in a few words.
-        fresh_share: share of the samples that each pass draws and computes anew in place of their oldest view.
+        level: level the records will have: `num_frozen` if `write`, else their present level.
+        costs: seconds per sample over the rest of the run, by choice: "compute", "keep", "write".
+        fresh_share: share of the samples that each later pass augments again, replacing their oldest view.
     """
 
     use: bool
@@ -49,11 +44,11 @@ class CacheDecision:
 
 @dataclass(frozen=True)
 class ViewCosts:
-    """What views of random samples change, see `autodp.views`.
+    """Effect of storing random samples in several views, see `data.augmentation`.
 
     Args:
-        num_views: V, rows of a sample; 1 also where samples are not random.
-        fresh_share: share of the samples that a pass draws anew once the first V have filled the rows.
+        num_views: the number of records per sample V; 1 also for samples that are not random.
+        fresh_share: share of the samples that a pass augments again once the first V passes have filled the records.
     """
 
     num_views: int = 1
@@ -61,19 +56,15 @@ class ViewCosts:
 
 
 ONE_ROW = ViewCosts()
-"""Samples that are not random have one row."""
 
 FRESH_BUDGET = 0.1
-"""New draws may cost this part of a pass that reads all rows and trains the layers above."""
+"""Fresh augmentations may add this fraction to a pass that reads all records and trains the blocks above."""
 
 
 def fresh_share(costs: CacheCosts, num_frozen: int, active: float) -> float:
-    """Share of the samples that each pass may draw anew by `FRESH_BUDGET`, from 0 to 1, in steps of a thousandth.
+    """Return the share of the samples, 0 to 1 in steps of 0.001, that each pass may augment again by `FRESH_BUDGET`.
 
-    Args:
-        costs: measured times.
-        num_frozen: F.
-        active: seconds per sample of what a pass computes above the frozen layers.
+    `active` is the time in seconds per sample that a pass spends above the frozen blocks.
     """
     extra = costs.input + costs.prefix[num_frozen] + costs.write - costs.read
     budget = FRESH_BUDGET * (costs.read + active)
@@ -92,7 +83,7 @@ def decide_cache(
 ) -> CacheDecision:
     """Choose the cheapest way to get the output of the frozen prefix for the rest of the run.
 
-    With E epochs left, F frozen layers and a share s of the samples stored at level g, one sample costs over the rest
+    With E epochs left, F frozen blocks, and a share s of the samples stored at level g, a sample costs over the rest
     of the run:
 
         compute   E (input + prefix[F])
@@ -100,27 +91,26 @@ def decide_cache(
         write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
                   + p (E - 1) read + (1 - p) compute
 
-    where p is the share that fits (what is stored does). With V views of each sample the first V passes write, and a
-    share n of the samples is drawn anew in the others:
+    where p is the share that fits into the store, at least s. With V views per sample, the first V passes write, and
+    in later passes a share n of the samples is augmented again:
 
         write     V (s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write))
                   + p (E - V) ((1 - n) read + n (input + prefix[F] + write)) + (1 - p) E (input + prefix[F])
 
-    A row that is at level F already is not written again. Of
-    equal choices the one that stores less is taken. PipeTransformer section 3.4 compares the times of recomputing
-    and of loading in a profiler; the sum over the epochs left adds what writing costs and how often it pays.
+    Writing is an option only if E > V. A record already at level F is not written again. On a tie, the choice that
+    stores less wins. PipeTransformer (section 3.4) profiles recomputing against loading; the sum over the remaining
+    epochs adds the cost of writing and how often it pays off.
 
     Args:
         num_frozen: F.
-        stored_level: g, the level of the rows that are stored now; 0 if there are none. Rows above F are of no use.
-        stored_share: s, from 0 to 1.
-        epochs_left: E, how often a sample is still read on average, the current epoch included.
-        mode: "auto" takes the cheapest; "on" caches wherever rows are read again; "off" never caches.
-        fits_share: share of the samples whose rows fit into the store, from 0 to 1.
-        views: rows of a sample.
+        stored_level: g, 0 if nothing is stored. Records above F are ignored.
+        stored_share: s, 0 to 1.
+        epochs_left: E, how often an average sample will still be read, the current epoch included.
+        mode: "auto" takes the cheapest; "on" caches whenever records will be read again; "off" never caches.
+        fits_share: p, 0 to 1.
 
     Raises:
-        ValueError: unknown mode, a share that is none, or no measured time for F layers.
+        ValueError: unknown mode, a share outside 0 to 1, or no measured time for F blocks.
     """
     _check(costs, num_frozen, stored_share, fits_share, mode)
     share = stored_share if 0 < stored_level <= num_frozen else 0.0
@@ -152,17 +142,18 @@ def _costs(
     fits_share: float,
     views: ViewCosts,
 ) -> dict[str, float]:
-    """Seconds per sample of each choice that is possible; the first ones store less."""
+    """Return the seconds per sample of each possible choice, ordered by how much it stores."""
     computed = costs.input + costs.prefix[num_frozen]
     found = {"compute": epochs * computed}
     if num_frozen == 0:
         return found
-    # Two measured times may come out in the wrong order by noise.
+    # Noise can make a longer prefix measure faster than a shorter one.
     advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored_level], 0.0)
     if share > 0:
         found["keep"] = epochs * (share * advanced + (1 - share) * computed)
     passes, new = views.num_views, views.fresh_share
     if epochs > passes:
+        # Records that are stored already fit.
         fits = max(fits_share, share)
         rewritten = 0.0 if stored_level == num_frozen else costs.write
         first = share * (advanced + rewritten) + (fits - share) * (computed + costs.write)
@@ -182,7 +173,7 @@ def _choose(
     if mode == "on":
         chosen = "keep" if "keep" in found else "compute"
         return chosen, f"nothing is written with {left}: no row would be read again"
-    # min takes the first of equals.
+    # On a tie, min keeps the first entry, the choice that stores less.
     chosen = min(found, key=lambda name: found[name])
     if len(found) == 1:
         return chosen, f"{left}: no row would be read again"
@@ -193,13 +184,12 @@ def _choose(
 
 @dataclass(frozen=True)
 class Pass:
-    """Optimizer steps to come that find the same rows.
+    """Consecutive optimizer steps that find the same records in the store.
 
     Args:
-        steps: how many.
-        level: layers that the rows cover which are read.
-        share: of the samples whose rows are read, from 0 to 1; the others are computed.
-        row_seconds: seconds per sample that reading samples and rows, and writing rows, takes more than now.
+        level: the number of blocks covered by the records that are read.
+        share: share of the samples whose records are read, 0 to 1; the others are computed.
+        row_seconds: change against now, in seconds per sample, of reading samples and records and writing records.
     """
 
     steps: float
@@ -218,17 +208,13 @@ def passes_ahead(
     steps_per_epoch: int,
     views: ViewCosts = ONE_ROW,
 ) -> tuple[Pass, ...]:
-    """One pass over the data for each view that brings rows to `level`, and all later ones, which read them.
+    """Predict the passes to come: those that write records of `level` (one per view), then those that read them.
 
     Args:
-        costs: measured times.
-        level: layers whose output is stored from now on; 0: none.
-        stored_level: layers that the rows cover which steps read now, no more than `level`; 0: there are none.
-        stored_share: share of the samples that have such rows.
-        fits_share: share of the samples whose rows fit; what is stored does.
+        level: the number of blocks whose output is stored from now on; 0 for none.
+        stored_level: the number of blocks covered by the present records, at most `level`; 0 for none.
+        fits_share: share of the samples whose records fit; raised to `stored_share` if smaller.
         steps_left: optimizer steps.
-        steps_per_epoch: optimizer steps.
-        views: rows of a sample.
     """
     share = stored_share if stored_level else 0.0
     now = reading_seconds(costs, share)
@@ -247,5 +233,5 @@ def passes_ahead(
 
 
 def reading_seconds(costs: CacheCosts, share: float) -> float:
-    """Seconds per sample that reading takes where a share of them has rows."""
+    """Return the seconds per sample spent reading if `share` of the samples come from the store."""
     return share * costs.read + (1 - share) * costs.input
