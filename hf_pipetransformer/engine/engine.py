@@ -1,6 +1,6 @@
-"""The engine: runs a rank's action list over the links between stages.
+"""Engine that executes a rank's action list: computations on its stages, transfers over the links between them.
 
-It knows when something is computed and what travels where; stage programs know what is computed.
+The engine decides when to compute and what to transfer. The stage programs (`program.py`) do the computing.
 """
 
 from __future__ import annotations
@@ -20,37 +20,31 @@ from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, Op, Row
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """Transfer in progress."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor once it is whole (receive) or may be reused (send)."""
+        """Wait until the tensor has arrived (receive) or may be reused (send), and return it."""
 
 
 class Link(Protocol):
-    """One direction of traffic between two stages; messages match by their order alone."""
+    """One direction of traffic between two stages. Messages have no tags: sends and receives match by order."""
 
     def receive(self, shape: tuple[int, ...]) -> Pending:
         """Post the receive of the next message."""
 
     def send(self, tensor: torch.Tensor) -> Pending:
-        """Start sending `tensor` as the next message; it must stay unchanged until the send is waited for."""
+        """Start sending `tensor`, which must not be modified until the returned transfer has been waited for."""
 
     def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """A message that says nothing."""
+        """Return a filler message."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A link to another rank.
+    """Link to another rank, with global rank `peer`. `timeout` is in seconds per transfer.
 
-    Args:
-        peer: the neighbour's global rank.
-        group: process group of the two, used for nothing else, so that messages match by their order alone and wait
-            for nothing else; rehearsed, so that no transfer blocks the host.
-        description: for error texts, "activations from stage 0 (rank 2)".
-        dtype: of what travels.
-        device: where it comes from or goes to.
-        timeout: seconds that a transfer may take.
+    Use the process group of the two ranks for nothing else, because messages match by order, and warm it up first:
+    otherwise the first transfer blocks the host.
     """
 
     peer: int
@@ -74,19 +68,18 @@ class Wire:
 
 @dataclass(frozen=True)
 class _Posted:
-    """A transfer and the tensor that it fills or reads."""
-
     tensor: torch.Tensor
     works: list[Any]
     what: str
     wire: Wire
 
     def wait(self) -> torch.Tensor:
-        """See `Pending`.
+        """Wait for the transfer.
 
         Raises:
-            PeerLostError: the neighbour died, or `pipeline_timeout` passed.
+            PeerLostError: the neighbor died, or `pipeline_timeout` passed.
         """
+        # On a GPU a wait with a timeout blocks the host until the transfer is done; without one it orders streams.
         for work in self.works:
             wait_for(work, self.wire.timeout if self.tensor.is_cpu else None, self.what)
         return self.tensor
@@ -94,18 +87,14 @@ class _Posted:
 
 @dataclass(frozen=True)
 class Local:
-    """In place of a link: the neighbouring stage is another one of this rank.
-
-    Args:
-        chunk: which.
-    """
+    """Stand-in for a link if the neighboring stage is on this rank, as its stage number `chunk`."""
 
     chunk: int
 
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Where a stage's activations and gradients come from and go to; None at the ends of the pipeline."""
+    """Sources and destinations of a stage's activations and gradients; None at the ends of the pipeline."""
 
     forward_in: Link | Local | None = None
     forward_out: Link | Local | None = None
@@ -114,13 +103,7 @@ class StageLinks:
 
 
 class Engine:
-    """Runs the stages of one rank.
-
-    Args:
-        programs: of this rank's stages, by chunk.
-        links: of this rank's stages, by chunk.
-        meter: where the time of computations is written down.
-    """
+    """Executor of the stages of one rank. `programs` and `links` have one entry per stage, indexed by chunk."""
 
     def __init__(self, programs: Sequence[StageProgram], links: Sequence[StageLinks], meter: StepMeter) -> None:
         self.programs = programs
@@ -128,27 +111,25 @@ class Engine:
         self.meter = meter
 
     def begin(self, row: Row, micro_batches: MicroBatches, is_training: bool = True) -> Run:
-        """Start to execute a row.
+        """Start executing an action list. No action runs before `Run.advance` or `Run.drain`.
 
-        Args:
-            row: of this rank; more may follow, see `Run.extend`.
-            micro_batches: by their number in the row; asked for as they are needed.
-            is_training: keep what backwards need where the row has them; else the programs predict.
+        Micro-batches are looked up only when an action needs them. With `is_training=False`, forwards call
+        `StageProgram.predict` and save nothing for a backward.
         """
         return Run(self, row, micro_batches, is_training)
 
 
 class Run:
-    """One execution of a row, in as many parts as its caller likes."""
+    """Execution of an action list, which the caller may advance in several parts."""
 
     def __init__(self, engine: Engine, row: Row, micro_batches: MicroBatches, is_training: bool) -> None:
         self.row = row
         self.num_posted: Counter[Op] = Counter()
-        """Transfers of each kind that were posted."""
+        """Number of transfers of each kind posted so far."""
         self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
         self.micro_batches = micro_batches
         self.is_training = is_training
-        # A stage without backwards is frozen: nothing of its forwards is kept.
+        # Stages with backwards. The others are frozen, so their forwards run without autograd.
         self._active = _trained(row)
         self._position = 0
         self._arriving: dict[Action, Pending] = {}
@@ -159,10 +140,10 @@ class Run:
             program.begin(row)
 
     def extend(self, row: Row) -> None:
-        """Let `row` follow what was to be executed, all of which has been.
+        """Continue with another action list.
 
         Raises:
-            ValueError: some of it has not.
+            ValueError: actions of the previous list have not run yet.
         """
         if self._position < len(self.row):
             raise ValueError(f"{len(self.row) - self._position} actions are left of the row before.")
@@ -172,14 +153,10 @@ class Run:
             program.extend(row)
 
     def advance(self, until: Action | None = None, before: Action | None = None) -> None:
-        """Execute the row from where the last call stopped: to its end, or less.
-
-        Args:
-            until: the last action to execute.
-            before: the action to stop before.
+        """Execute actions from where the last call stopped: through `until`, up to `before`, or to the end.
 
         Raises:
-            ValueError: the action does not lie ahead.
+            ValueError: the action given is not among those left.
         """
         end, stop = len(self.row), until or before
         if stop is not None:
@@ -193,30 +170,24 @@ class Run:
                 self._position += 1
 
     def drain(self) -> list[Any]:
-        """Execute what is left and wait until all has left this rank.
-
-        Returns:
-            What the last stage gave for each micro-batch, in their order; nothing on a rank without the last stage.
-        """
+        """Execute the remaining actions, wait for all sends, and return the same as `take_results`."""
         self.advance()
         with self.meter.part("pipeline"):
             self._let_go(list(self._leaving))
         return self.take_results()
 
     def take_results(self) -> list[Any]:
-        """What the last stage gave since they were taken last, in the order of the micro-batches."""
+        """Return the last stage's outputs since the previous call, in micro-batch order; empty on other ranks."""
         results, self._results = self._results, {}
         return [results[i] for i in sorted(results)]
 
     def abandon(self, neighbours: Mapping[Op, int], shape_of: Callable[[int], tuple[int, ...]]) -> None:
-        """Stop amid the row, as all ranks do: what was sent is received, and what is awaited is sent, as zeros.
+        """Stop in the middle of the action list. Collective: call on every rank of the pipeline.
 
-        Afterwards no message is under way between the ranks, and nothing is kept. For rows of one stage, whose
-        micro-batches pass each link in the order of their numbers.
-
-        Args:
-            neighbours: how many transfers of each kind the rank at the other end of the link has posted.
-            shape_of: of the activation of a micro-batch.
+        Each rank receives what its neighbors have sent, and sends zeros for the receives they have posted. Afterward
+        no message is in flight and no activation is kept. Works only with one stage per rank, and only if
+        micro-batches cross each link in the order of their numbers. `neighbours` gives, for each kind of transfer of
+        this rank, how many matching transfers its neighbor has posted.
         """
         links, (program,) = self.links[0], self.programs
         for receive, link in ((Op.RECEIVE_FORWARD, links.forward_in), (Op.RECEIVE_BACKWARD, links.backward_in)):
@@ -251,7 +222,7 @@ class Run:
         op, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
         received = self._take(links.backward_in, action, Op.RECEIVE_BACKWARD)
-        # The gradient came back, so the activation has long arrived.
+        # The peer has run its backward, so it has received the activation: this wait returns at once and frees it.
         self._let_go([action._replace(op=Op.SEND_FORWARD)])
         run = program.backward if op is Op.BACKWARD else program.backward_input
         with self.meter.part("backward"):
@@ -266,7 +237,6 @@ class Run:
     # ---- transfers ----
 
     def _hand_on(self, tensor: torch.Tensor, to: Link | Local, send: Op, receive: Op, action: Action) -> None:
-        """To another stage of this rank at once, to another rank when the row says so."""
         if isinstance(to, Local):
             self._arriving[Action(receive, action.micro_batch, to.chunk)] = _Here(tensor)
         else:
@@ -283,14 +253,14 @@ class Run:
         op, _, chunk = action
         links = self.links[chunk]
         if op is Op.SEND_BACKWARD or not self.is_training or chunk not in self._active:
-            # Nothing will come back that tells that the earlier ones have arrived.
+            # No gradient will come back to confirm earlier sends; wait for them here to bound the memory they hold.
             self._let_go([sent for sent in self._leaving if (sent.op, sent.chunk) == (op, chunk)])
         link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out
         self.num_posted[op] += 1
         self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
 
     def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
-        """What arrived over `link` for `action`."""
+        """Return the tensor that `action` consumes, waiting for its transfer; None at an end of the pipeline."""
         if link is None:
             return None
         pending = self._arriving.pop(action._replace(op=receive), None)
@@ -299,7 +269,6 @@ class Run:
         return pending.wait()
 
     def _let_go(self, sends: Sequence[Action]) -> None:
-        """Wait for sends, so that what was sent can be freed."""
         for send in sends:
             pending = self._leaving.pop(send, None)
             if pending is not None:
@@ -307,7 +276,6 @@ class Run:
 
 
 def _trained(row: Row) -> set[int]:
-    """The stages of a rank whose backwards are in its row."""
     return {action.chunk for action in row if action.op in BEGINS_BACKWARD}
 
 
@@ -320,14 +288,12 @@ _HANDLERS: dict[Op, Callable[[Run, Action], None]] = {
     Op.RECEIVE_BACKWARD: Run._post_receive,
     Op.SEND_FORWARD: Run._post_send,
     Op.SEND_BACKWARD: Run._post_send,
-    Op.UPDATE: lambda _run, _action: None,  # The optimizer's step is the caller's.
+    Op.UPDATE: lambda _run, _action: None,  # The caller runs the optimizer step.
 }
 
 
 @dataclass(frozen=True)
 class _Here:
-    """What another stage of this rank gave."""
-
     tensor: torch.Tensor
 
     def wait(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How the loss of a batch follows from those of its parts, and the loss scale of fp16."""
+"""Detection of how micro-batch losses combine into the batch loss, and the overflow check of fp16 loss scaling."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, take_rows
 
 
 SAME_INPUTS_TOLERANCE = 1e-5
-"""Relative difference of two losses of the same inputs that still counts as equal."""
+"""Relative difference up to which two losses of the same inputs count as equal."""
 PARTS_TOLERANCE = 1e-4
-"""Relative difference between a batch and its parts that still counts as rounding: kernels differ by shape."""
+"""Relative difference between a batch and its parts up to which it counts as rounding: kernels differ by shape."""
 SMALLEST_SCALE = 1e-3
-"""Losses and gradients below it are compared as if they were as large as it."""
+"""Floor of the denominator of a relative difference."""
 
 
 class LossRule(Enum):
-    """MEAN: each part counts its share of the items. SUM: parts are already divided by all items and add up."""
+    """Rule that combines the losses of parts of a batch.
+
+    MEAN: each part's loss is a mean over its items, weighted by its share of the items of the batch. SUM: the model
+    divides by `num_items_in_batch`, so the losses of the parts add up.
+    """
 
     MEAN = "mean"
     SUM = "sum"
 
     def weight(self, num_items: int, total_items: int) -> float:
-        """What a part's loss counts in the loss of the batch."""
         if self is LossRule.SUM:
             return 1.0
-        # A batch without items has the mean of nothing, nan, as in Trainer; so have its parts.
+        # Weight 1 lets the nan of an empty batch through, as in Trainer; weight 0 would hide it.
         return num_items / total_items if total_items else 1.0
 
 
 @dataclass(frozen=True)
 class FoundRule:
-    """What is known of a loss.
+    """Result of `find_loss_rule`. `refusal` is the error message if the losses of parts do not give the batch loss.
 
-    Args:
-        rule: how losses of parts add up.
-        ignores_num_items: whether the loss ignores `num_items_in_batch`.
-        refusal: why the loss of a batch is not made of the losses of its parts; None if it is.
-        is_finite: whether there was a loss to tell anything of.
+    `rule` is meaningless if `is_finite` is False (the loss was nan or infinite).
     """
 
     rule: LossRule
@@ -57,8 +56,8 @@ class LossDoesNotDecomposeError(ValueError):
 
 Parts = Sequence[tuple[dict[str, Any], float]]
 Measure = Callable[[Parts, int], torch.Tensor]
-"""The weighted sum of the losses of some parts, given the number of items to divide by, as a vector, `(1 + n,)`: the
-loss and the norms of its gradient by parameter."""
+"""Function of (part, weight) pairs and `num_items_in_batch`. It returns a vector `(1 + n,)`: the weighted sum of the
+losses of the parts, and the norm of the gradient of that sum for each of the n parameters."""
 
 _REMEDY = (
     "Micro-batches and replicas need a loss that is a mean (or a sum divided by num_items_in_batch) over samples or "
@@ -73,20 +72,17 @@ def find_loss_rule(
     count: Callable[[Mapping[str, Any]], int],
     is_split: bool = True,
 ) -> FoundRule:
-    """Decide how losses add up, and check on several splits of a batch that they do.
+    """Decide by experiment how the losses of parts combine, and verify it on several splits of a small batch.
 
-    Whether the loss divides by the items that it is told shows when it is told twice as many; whether it is a mean or
-    a sum over the batch shows when samples are there twice. Neither depends on which samples have labels.
+    Doubling `num_items_in_batch` shows if the loss divides by it; duplicating samples shows if the loss is a mean or a
+    sum over the batch. Neither test depends on which samples have labels. The result has a refusal if neither rule
+    fits (a contrastive loss, for example), or if only a part of the loss is divided by `num_items_in_batch`.
 
     Args:
-        measure: computes loss and gradient in full precision.
-        inputs: a tiny batch, with different labels where there are any.
-        count: items of a batch that the model's mean runs over.
-        is_split: whether the run computes batches in parts; else no split is tried.
-
-    Returns:
-        The rule; with a refusal if none holds (a loss that compares samples with each other, say), or if only a part
-        of the loss is divided by `num_items_in_batch`.
+        measure: must compute in full precision.
+        inputs: a small batch; its labels should differ, or class weights go unnoticed.
+        count: number of items (samples or label tokens) of a batch that the model's mean runs over.
+        is_split: False if the run never splits a batch: then no split is verified.
     """
     size, total = batch_size(inputs), count(inputs)
     if size == 0 or total == 0:
@@ -118,13 +114,12 @@ def find_loss_rule(
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float, smallest: float = SMALLEST_SCALE) -> bool:
-    """Whether loss and norms of gradients differ by no more than a share of what they are."""
     pairs = [(found[:1], expected[:1]), (found[1:], expected[1:])]
     return all(float((a - b).norm()) <= tolerance * max(float(b.norm()), smallest) for a, b in pairs)
 
 
 def _rule_of(measure: Measure, inputs: Mapping[str, Any], rows: list[int], total: int) -> LossRule:
-    """What half of the samples give once and twice; more of them twice might not fit into memory."""
+    # Half of the samples, because the whole batch twice might not fit in memory.
     half = torch.tensor(rows[: max(1, len(rows) // 2)])
     once, twice = (measure([(take_rows(inputs, half.repeat(times)), 1.0)], total) for times in (1, 2))
     adds_up = (twice - 2 * once).norm() < (twice - once).norm()
@@ -132,9 +127,9 @@ def _rule_of(measure: Measure, inputs: Mapping[str, Any], rows: list[int], total
 
 
 def _splits(inputs: Mapping[str, Any], with_items: list[int]) -> list[list[list[int]]]:
-    """Splits of a batch into parts with items, as row numbers: equal labels lie together in one, mixed in the other.
+    """Return two ways to split a batch, as lists of row numbers: parts with similar labels, and parts with mixed ones.
 
-    Weights of classes show where the parts hold different classes.
+    Class weights break the rule only if the parts contain different classes.
     """
     size, labels, order = batch_size(inputs), inputs.get("labels"), list(with_items)
     if isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) == size:
@@ -146,7 +141,7 @@ def _splits(inputs: Mapping[str, Any], with_items: list[int]) -> list[list[list[
 
 
 def _parts_of(rows: list[int], part_size: int) -> list[list[int]]:
-    """Rows in parts; a last one alone joins the part before it, if it can: single samples are a case of their own."""
+    """Cut rows into parts. A single leftover row joins the part before it: batch size 1 may be a special case."""
     if len(rows) < 4:
         return [[row] for row in rows]
     starts = list(range(0, len(rows) - 1, part_size))
@@ -156,15 +151,16 @@ def _parts_of(rows: list[int], part_size: int) -> list[list[int]]:
 def _refused_count(
     measure: Measure, inputs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int], with_items: list[int]
 ) -> str | None:
-    """What is wrong with a mean over tokens if it runs over others than are counted: over the first of a text, say.
+    """Return an error message if the loss is a mean over other tokens than `count` counts, else None.
 
-    Samples with as many labels each have the same weights either way, so half of them lose all but two.
+    With equally many labels in every sample a wrong count would go unnoticed, so half of the samples lose all labels
+    but two.
     """
     labels = inputs.get("labels")
     if "shift_labels" in inputs or not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         return None
     if labels.is_floating_point() or not (labels == IGNORED_LABEL).any():
-        return None  # Where no label is ever ignored a loss may not take such labels.
+        return None  # This loss may not accept ignored labels at all.
     few = with_items[: len(with_items) // 2]
     kept = labels.clone()
     for row in few:
@@ -189,7 +185,6 @@ def _refused_split(
     rule: LossRule,
     whole: torch.Tensor,
 ) -> str | None:
-    """What is wrong with the loss if the parts of a split do not give that of the whole batch."""
     parts = [take_rows(inputs, torch.tensor(part)) for part in rows]
     counts = [count(part) for part in parts]
     total = sum(counts)
@@ -207,21 +202,17 @@ def _refused_split(
 def agree_on_overflow(
     scaler: Any, optimizer: torch.optim.Optimizer, device: torch.device, largest: Callable[[torch.Tensor], None]
 ) -> None:
-    """Unscale this rank's gradients and make its scaler skip the step if any rank found an infinite one.
+    """Unscale this rank's gradients, and skip the step on all ranks if any rank found an inf or nan.
 
-    Without it the stages would drift apart: each `GradScaler` looks at its own gradients only.
-
-    Args:
-        scaler: this rank's `torch.amp.GradScaler`.
-        optimizer: this rank's optimizer, not wrapped.
-        device: where this rank computes.
-        largest: replaces a CPU tensor by its maximum over all ranks, in place.
+    Each `GradScaler` sees only its own gradients, so without this some stages would step and others not. `optimizer`
+    must not be accelerate's wrapper; `largest` all-reduces a CPU tensor in place with MAX over all ranks.
+    Collective: call on every rank.
     """
     scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     flags = [flag.reshape(1).float() for flag in state["found_inf_per_device"].values()]
     found = torch.stack(flags).amax(0).cpu() if flags else torch.zeros(1)
     largest(found)
-    # A stage without gradients has no entry of its own; the scaler insists on one. It stays on the host, where the
-    # scaler reads it once more.
+    # `GradScaler` asserts that there is an entry, which a stage without gradients lacks. The entry stays on the CPU:
+    # the scaler reads it there without another device synchronization.
     state["found_inf_per_device"] = {device: found.reshape(())}

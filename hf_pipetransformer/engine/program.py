@@ -1,4 +1,4 @@
-"""What a stage computes: the protocol that the engine drives, and the program that runs a part of a model."""
+"""Computations of a stage: the protocol that the engine calls, and its implementation for Hugging Face models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ Write = Callable[["MicroBatch", torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a slice of sequences lies.
-
-    Args:
-        batch_slice: number of the batch slice that it is cut from.
-        start: its first token.
-        stop: the token after its last.
-        length: tokens of a whole sequence.
-    """
+    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice."""
 
     batch_slice: int
     start: int
@@ -38,20 +31,16 @@ class Place:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch as every stage of the pipeline knows it.
+    """Micro-batch as all stages of the pipeline see it.
 
     Args:
-        index: its number in the table.
-        inputs: keyword arguments of the model.
-        weight: what its loss counts in the loss of the step.
+        weight: weight of its loss in the loss of the step.
         activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
-        forward: runs the model on `inputs`; in training the last stage gets the loss from it.
-        loss_scale: factor of the loss in the backward, beside `weight`.
-        tags: which of its samples are stored; None without a cache.
-        write: stores the activations that enter the entry unit; called by the stage that owns it.
-        on_host: the inputs as they came; None if they were made for this stage.
-        place: of a slice of sequences; None for whole sequences.
-        step: in a row that goes on over optimizer steps, the number of that which its gradient goes into.
+        forward: runs the model on `inputs`. In training it returns the loss on the last stage.
+        loss_scale: factor of the loss in the backward, on top of `weight`.
+        tags: activation-cache state of its samples; None without a cache.
+        on_host: the inputs before they were copied to the device; None if they were made for this stage.
+        step: in an asynchronous window, number of the optimizer step that consumes its gradient.
     """
 
     index: int
@@ -68,60 +57,50 @@ class MicroBatch:
 
 
 class MicroBatches(Protocol):
-    """Micro-batches by their number."""
+    """Lookup of micro-batches by number."""
 
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
 class StageProgram(Protocol):
-    """What the actions of a row compute on one stage.
+    """Computations of one stage, one method per kind of action.
 
-    What a stage receives and gives are activations and gradients of the shape that the micro-batch names.
+    Activations and gradients that enter and leave have the micro-batch's `activation_shape`.
     """
 
     def begin(self, row: Row) -> None:
-        """A run of `row` begins; what an earlier one left is forgotten."""
+        """Start a run of an action list, and drop all state of an earlier run."""
 
     def extend(self, row: Row) -> None:
-        """The run goes on with `row`."""
+        """Continue the run with another action list."""
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """The activation to send on; on the last stage the loss's share in the step.
+        """Return the activation to send, or on the last stage the weighted loss.
 
-        What the backward needs is kept, under `torch.no_grad()` nothing is.
-
-        Args:
-            micro_batch: what to run.
-            received: the activation that enters; None on the first stage.
+        `received` is None on the first stage. Saves what the backward needs, except under `torch.no_grad()`.
         """
 
     def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add the gradients of the parameters; the gradient of what entered, None if nobody below wants it.
+        """Accumulate parameter gradients and return the gradient of the received activation.
 
-        Args:
-            micro_batch: one that `forward` has run.
-            gradient: of the activation that was sent on; None on the last stage.
+        `gradient` is that of the activation sent, None on the last stage. Returns None if no stage below trains.
         """
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The part of `backward` that others wait for."""
+        """Run the part of `backward` that the stage below waits for: the gradient of the received activation."""
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
-        """The rest of `backward`: any time later."""
+        """Run the rest of `backward`, at any time after `backward_input`."""
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        """The activation to send on; on the last stage what the model gave. Under `torch.no_grad()`."""
+        """Return the activation to send, or on the last stage the model output. Called under `torch.no_grad()`."""
 
 
 class ModelProgram:
-    """Runs a stage's units of a Hugging Face model.
+    """Program that runs a stage's units (embeddings, halves of layers, head) of a Hugging Face model.
 
-    Args:
-        view: of the model, which it narrows to `units` as it runs.
-        units: of the stage.
-        dtype_out: of the activation that leaves the stage.
-        sends_gradient: whether a stage below trains anything, and so gets the gradient of this stage's input.
-        weight_gradients: of this stage's linear layers, for a schedule that splits the backward.
+    `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
+    `weight_gradients` is needed only for schedules that split the backward.
     """
 
     def __init__(
@@ -145,7 +124,7 @@ class ModelProgram:
         self.weight_gradients.clear()
 
     def extend(self, row: Row) -> None:
-        """Nothing of a row counts here."""
+        pass  # Nothing here depends on the action list.
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         keeps = torch.is_grad_enabled()
@@ -161,7 +140,7 @@ class ModelProgram:
         return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
 
     def _run(self, micro_batch: MicroBatch) -> Any:
-        # Inside the view, which overrides layers too: those stay as it has them.
+        # Called after `StageView.run` has installed its overrides, so that `split_linears` leaves those layers alone.
         with self.weight_gradients.split_linears():
             return micro_batch.forward(dict(micro_batch.inputs))
 
@@ -180,6 +159,7 @@ class ModelProgram:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         if received is None or not self.sends_gradient:
             return None
+        # The stage below waits for a gradient even if none reached the input (a micro-batch with weight 0).
         return torch.zeros_like(received) if received.grad is None else received.grad
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
@@ -187,10 +167,10 @@ class ModelProgram:
 
 
 def as_sent(hidden: torch.Tensor, micro_batch: MicroBatch, dtype: torch.dtype) -> torch.Tensor:
-    """An activation as the next stage expects it.
+    """Cast an activation to the dtype that the next stage expects, and check its shape.
 
     Raises:
-        PipelineError: its shape is another one.
+        PipelineError: the shape is not `micro_batch.activation_shape`.
     """
     if tuple(hidden.shape) != micro_batch.activation_shape:
         raise PipelineError(
@@ -202,5 +182,5 @@ def as_sent(hidden: torch.Tensor, micro_batch: MicroBatch, dtype: torch.dtype) -
 
 
 def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """The loss's share in the step. One without items is a mean over nothing (nan) and counts nothing."""
+    """Weight a loss. A micro-batch without items has a nan loss (a mean over nothing) and weight 0; it counts as 0."""
     return loss.detach() * weight if weight else torch.zeros_like(loss)

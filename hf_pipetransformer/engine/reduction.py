@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas, and over the stages that share a parameter."""
+"""Gradient all-reduce over replicas, and over the stages that share a parameter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from hf_pipetransformer.schedules import Action, Op, Row
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that this stage and others use (a tied embedding, say).
+    """Parameter that several stages use, such as a tied embedding. The first user owns its optimizer state.
 
     Args:
-        name: its first name in the model.
-        parameter: this stage's copy.
         group: ranks of all stages that use it, over all replicas.
         pipeline_group: ranks of this pipeline that use it.
-        owner: global rank in this pipeline that keeps its optimizer state: the first user.
-        is_owner: whether that is this rank.
+        owner: global rank of its first user in this pipeline.
     """
 
     name: str
@@ -35,7 +32,10 @@ class SharedParameter:
     is_owner: bool
 
     def reduced(self) -> torch.Tensor:
-        """Its gradient summed over stages and replicas, flat, and behind it how many of them had one."""
+        """Sum its gradient over stages and replicas. Collective: call on every rank of `group`.
+
+        Returns a vector `(numel + 1,)`. The last entry counts the ranks whose gradient is not None.
+        """
         parameter = self.parameter
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         flag = gradient.new_full((1,), 0.0 if parameter.grad is None else 1.0)
@@ -44,11 +44,11 @@ class SharedParameter:
         return flat
 
     def take(self, flat: torch.Tensor, is_used: bool) -> None:
-        """Take what `reduced` gave; afterwards only the owner has a gradient, and only if somebody had one."""
+        """Set `.grad` from the result of `reduced` on the owner; to None elsewhere, or if no rank had a gradient."""
         self.parameter.grad = flat[:-1].view_as(self.parameter) if self.is_owner and is_used else None
 
     def share_value(self) -> None:
-        """Give the owner's value to the other stages of this pipeline."""
+        """Broadcast the owner's value. Collective: call on every rank of `pipeline_group`."""
         with torch.no_grad():
             guarded(
                 lambda: dist.broadcast(self.parameter.data, src=self.owner, group=self.pipeline_group),
@@ -57,7 +57,7 @@ class SharedParameter:
 
 
 def share_values(shared: Sequence[SharedParameter]) -> None:
-    """Hand the updated values on, in one order on every rank."""
+    """Broadcast the updated values of shared parameters, which every rank must list in the same order."""
     for entry in shared:
         entry.share_value()
 
@@ -66,7 +66,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class _Bucket:
-    """A flat buffer: the gradients of some parameters, then one flag each that says whether it had a gradient."""
+    """Flat buffer of the gradients of some parameters, followed by one flag per parameter: 1 if it had a gradient."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = parameters
@@ -83,15 +83,14 @@ class _Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients of this step are there; those that are not trained in it are not on any replica."""
-        if self._num_awaited is None:  # Counted once a step: every hook asks.
+        """True if all gradients of this step are there. Parameters without `requires_grad` are not waited for."""
+        if self._num_awaited is None:  # Counted once per step, because every hook call asks.
             self._num_awaited = sum(parameter.requires_grad for parameter in self.parameters)
         return self.num_ready == self._num_awaited
 
     def launch(self, group: Any, what: str) -> None:
-        """Copy the gradients in and start summing over `group`; parameters without gradient count as zeros."""
         flags = [0.0 if parameter.grad is None else 1.0 for parameter in self.parameters]
-        # Read by the device before `GradientReducer.finish` returns, so the next step may overwrite it.
+        # This copy is asynchronous; `GradientReducer.finish` synchronizes before the next step overwrites the source.
         self._own_flags.copy_(torch.tensor(flags))
         self.flags.copy_(self._own_flags, non_blocking=True)
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -99,32 +98,28 @@ class _Bucket:
                 view.zero_()
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
-                parameter.grad = None  # The flat buffer holds it now; once is enough.
+                parameter.grad = None  # Free it now: the bucket has the only copy needed.
         self.work = guarded(lambda: dist.all_reduce(self._flat, group=group, async_op=True), what)
 
     def wait(self, timeout: float, what: str) -> None:
-        """Wait for the sums; on a device the stream does, not the host."""
         wait_for(self.work, timeout if self._flat.is_cpu else None, what)
         self.work, self.num_ready, self._num_awaited = None, 0, None
 
     def hand_out(self, used: Sequence[float]) -> None:
-        """Give the sums to the parameters; one without gradient on any replica keeps None."""
+        """Set `.grad` to views of the buffer. A parameter that had no gradient on any replica keeps None."""
         for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
             parameter.grad = view if count else None
 
 
 class GradientReducer:
-    """Sums the gradients of a stage's own parameters over its replicas.
+    """All-reduce of a stage's gradients over its replicas, in buckets that overlap with the backward, as in DDP.
 
-    Buckets are launched in one fixed order on every replica, each as soon as its gradients are there: in reverse
-    order of the parameters, which is about the order of the backward. `finish` completes what is missing with zeros,
-    so replicas may differ in which parameters they used, or have no samples at all.
+    All replicas launch the buckets in the same order, the reverse order of the parameters, which is roughly the order
+    of the backward. `finish` fills in zeros for missing gradients, so replicas may use different parameters, or have
+    no samples at all.
 
-    Args:
-        parameters: the parameters to reduce, in the model's order, the same on every replica.
-        group: process group of the replicas of this stage; None if there is one replica.
-        timeout: seconds to wait for the others.
-        replicas: who they are, for error texts.
+    `parameters` must be in the same order on every replica, without those shared with other stages. `group` is None if
+    there is only one replica; `timeout` is in seconds.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float, replicas: str) -> None:
@@ -144,16 +139,13 @@ class GradientReducer:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
 
     def arm(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """What these get next is the last of this optimizer step: launch buckets as they fill."""
+        """Announce that the next gradient of these parameters completes their sum for this optimizer step."""
         self._final.update(parameters)
 
     def finish(self, shared: Sequence[SharedParameter] = ()) -> None:
-        """Launch the buckets that are left, wait for all, and put the sums into `.grad`.
+        """Launch the remaining buckets, wait for all, and set `.grad` to the sums.
 
-        The host reads one tensor: which parameters have a gradient at all.
-
-        Args:
-            shared: what this stage shares with others; reduced here, in one order on every rank.
+        Collective: call on every rank, with `shared` in the same order. Synchronizes with the device once.
         """
         self._final.clear()
         while self._next < len(self.buckets):
@@ -172,7 +164,6 @@ class GradientReducer:
             entry.take(flat, bool(next(used)[0]))
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -181,6 +172,7 @@ class GradientReducer:
             if parameter in self._final:
                 self._final.discard(parameter)
                 bucket.num_ready += 1
+                # Only in order, even if a later bucket is full: all replicas must post the all-reduces in one order.
                 while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                     self._launch_next()
 
@@ -197,12 +189,10 @@ def last_gradients(
     chunks: Mapping[torch.nn.Parameter, Collection[int]],
     put_off: Collection[torch.nn.Parameter],
 ) -> list[tuple[Action, list[torch.nn.Parameter]]]:
-    """The actions of a row in which parameters get their last gradient, in the order of the row, and which do.
+    """Return the actions that complete the gradients of parameters, in order, each with its parameters.
 
-    Args:
-        row: of a rank.
-        chunks: each parameter's users among the rank's stages.
-        put_off: parameters whose gradients are weight gradients where the row has backwards for these.
+    `chunks` gives the stages of the rank that use each parameter. Gradients of the parameters in `put_off` come from
+    `BACKWARD_WEIGHT` actions, if the list has any.
     """
     last: dict[tuple[int, bool], int] = {}
     for position, action in enumerate(row):
@@ -219,13 +209,12 @@ def last_gradients(
 
 
 def _read(parts: Sequence[torch.Tensor]) -> list[list[float]]:
-    """The values of several small tensors, `(n,)` each, in one read."""
+    # One `tolist` for all tensors, because each one synchronizes with the device.
     values = iter(torch.cat([part.float() for part in parts]).tolist())
     return [[next(values) for _ in range(len(part))] for part in parts]
 
 
 def _in_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Parameters in reverse order, cut where a bucket is full or the dtype changes."""
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
     for parameter in reversed(parameters):

@@ -1,4 +1,4 @@
-"""What a step spends its time on, measured on real steps."""
+"""Time breakdown of optimizer steps, measured during training."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ import torch
 
 
 WARMUP_STEPS = 2
-"""Steps under a new layout that do not count: allocators and caches settle."""
+"""Steps ignored after a change of layout, while allocators and caches settle."""
 
 MEASURED_STEPS = 12
-"""Steps under a layout that are measured after the warm-up; measuring all of them would tell nothing more."""
+"""Steps measured after the warm-up; more would not improve the medians."""
 
 PARTS = ("total", "pipeline", "forward", "backward", "reduction", "optimizer")
-"""Parts of a step: everything; the pipeline with its waiting; computation of forwards and of backwards in it;
-waiting for the replicas' gradients; the optimizer."""
+"""Parts of a step. `pipeline` includes waiting for other stages; `forward` and `backward` are the computation in it.
+`reduction` is the wait for the gradient all-reduce."""
 
 
 @dataclass
 class StepMeter:
-    """Adds up the parts of each optimizer step under one layout.
+    """Meter of the parts of each optimizer step under one layout.
 
-    On a GPU a part is the time between two events on its stream, read when somebody asks; nothing waits for it.
-
-    Args:
-        device: where this rank computes.
+    On a GPU it records CUDA events and reads them only on demand, so measuring does not synchronize.
     """
 
     device: torch.device
     num_tokens: int = 0
-    """Elements of the main inputs of the current or last step."""
+    """Number of elements of the main inputs in the current or last step."""
     samples: list[int] = field(default_factory=list)
     _steps: list[dict[str, float]] = field(default_factory=list)
     _open: dict[str, float] | None = None
@@ -51,7 +48,7 @@ class StepMeter:
 
     @property
     def last_seconds(self) -> float:
-        """Of the last optimizer step, warm-up or not. On a GPU it waits for the end of the step."""
+        """Seconds of the last optimizer step, warm-up included. On a GPU, reading it waits for the end of the step."""
         if self._ends is not None:
             begin, end = self._ends
             end.synchronize()
@@ -60,16 +57,15 @@ class StepMeter:
 
     @property
     def is_done(self) -> bool:
-        """Whether enough steps are measured."""
+        """True if `MEASURED_STEPS` steps are measured."""
         return len(self._steps) >= MEASURED_STEPS
 
     @property
     def num_steps(self) -> int:
-        """Measured steps, without the warm-up."""
         return len(self._steps)
 
     def reset(self, skip: int = 0) -> None:
-        """Forget everything: another layout begins, and its first `skip` steps are not typical."""
+        """Restart for another layout, ignoring its first `skip` steps, or `WARMUP_STEPS` if that is more."""
         self._skip = max(skip, WARMUP_STEPS)
         self.samples.clear()
         self._steps.clear()
@@ -77,7 +73,7 @@ class StepMeter:
         self._open, self._num_begun, self._is_running, self._was_measured = None, 0, False, False
 
     def begin_step(self) -> None:
-        """An optimizer step begins, its batches not fetched yet."""
+        """Start an optimizer step. Call before fetching its batches, so that data loading counts."""
         self._num_begun += 1
         self._open, self._is_running = None, True
         self._num_samples = self.num_tokens = 0
@@ -89,12 +85,12 @@ class StepMeter:
             self._open = dict.fromkeys(PARTS, 0.0)
 
     def count(self, num_samples: int, num_tokens: int) -> None:
-        """What this pipeline runs in the step."""
+        """Add to the samples and tokens that this pipeline runs in the step."""
         self._num_samples += num_samples
         self.num_tokens += num_tokens
 
     def end_step(self) -> bool:
-        """The optimizer step is done. False if none was running: Trainer also comes by at the end of an epoch."""
+        """End the optimizer step. Returns False if none was running, as when Trainer calls at the end of an epoch."""
         if not self._is_running:
             return False
         self._is_running, self._was_measured = False, self._open is not None
@@ -104,7 +100,7 @@ class StepMeter:
         if self._open is None:
             return True
         if self._ends is not None:
-            # The host may be a step ahead of the device: its clock says nothing.
+            # The host may run ahead of the device, so its clock cannot time the step.
             self._events.append((len(self._steps), "total", *self._ends))
         else:
             self._open["total"] = self._last_seconds
@@ -115,7 +111,7 @@ class StepMeter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time spent inside belongs to `name`."""
+        """Add the time spent inside to the part `name`, one of `PARTS`."""
         parts = self._open
         if parts is None:
             yield
@@ -135,7 +131,7 @@ class StepMeter:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def medians(self) -> dict[str, float]:
-        """Median seconds of each part, and median `samples`; empty before the first measured step."""
+        """Return the median seconds of each part and the median `samples`; empty before the first measured step."""
         self._read_events()
         if not self._steps:
             return {}

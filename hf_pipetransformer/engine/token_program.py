@@ -1,7 +1,7 @@
-"""Stage program for token slices: keys and values that later slices read, and their gradients on the way back.
+"""Stage program for token slices: keeps keys and values for later slices, and sums their gradients in the backward.
 
-TeraPipe (Li et al., ICML 2021), section 3.2: the slices of a sequence run one after the other, each attends to itself
-and to earlier ones. The model reads the kept keys and values through its own key-value cache.
+TeraPipe (Li et al., ICML 2021), section 3.2: the slices of a sequence run in order, and each attends to itself and to
+earlier slices. The model reads the kept keys and values through its own KV cache interface.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from hf_pipetransformer.schedules import BEGINS_BACKWARD, Row
 
 
 class Kept:
-    """The keys, or the values, of one layer for the sequences of a batch slice.
+    """Keys, or values, of one layer for the sequences (of `length` tokens) of one batch slice.
 
-    Slices are written in their order, and their gradients are taken in the reverse order: then all later slices have
-    added what they read of earlier ones.
-
-    Args:
-        length: tokens of a whole sequence.
+    Forwards must run in slice order and backwards in reverse order: a slice's gradient is complete only after all
+    later slices have added theirs.
     """
 
     def __init__(self, length: int) -> None:
@@ -33,38 +30,38 @@ class Kept:
         self._gradients: torch.Tensor | None = None
 
     def extend(self, new: torch.Tensor, start: int) -> torch.Tensor:
-        """Write the slice `new`, `(batch, heads, tokens, size)`, from token `start` on; all up to its end."""
+        """Write the slice `new`, `(batch, heads, tokens, head size)`, at token `start`; return all up to its end."""
         extended: torch.Tensor = _Extend.apply(new, self, start)  # type: ignore[no-untyped-call]
         return extended
 
     def write(self, new: torch.Tensor, start: int) -> torch.Tensor:
-        """See `extend`, without a graph."""
         if self._all is None:
             self._all = new.new_empty(*new.shape[:-2], self.length, new.shape[-1])
         stop = start + new.shape[-2]
-        # Past autograd's version counter: what earlier slices saved for their backward lies before `start`.
+        # `.data` does not bump the version counter. That is safe: earlier slices saved only tokens before `start`.
         self._all.data[..., start:stop, :].copy_(new)
         return self._all.data[..., :stop, :]
 
     def gradient(self, of_all: torch.Tensor, start: int) -> torch.Tensor:
-        """The whole gradient of the slice from `start` on, given what this slice reads of all up to its end."""
+        """Return the total gradient of the slice at `start`, given that of what `extend` returned for it.
+
+        Adds the gradients of the tokens before `start` to those that earlier slices will take.
+        """
         own = of_all[..., start:, :]
         later = self.gradient_of_later(start, of_all.shape[-2])
         if start:
             if self._gradients is None:
-                # Of sums over many slices the last bits count.
+                # float32, because sums over many slices lose bits in half precision.
                 self._gradients = of_all.new_zeros(*of_all.shape[:-2], start, of_all.shape[-1], dtype=torch.float32)
             self._gradients[..., :start, :] += of_all[..., :start, :]
         return own if later is None else (own + later).to(of_all.dtype)
 
     def gradient_of_later(self, start: int, stop: int) -> torch.Tensor | None:
-        """What later slices gave to the tokens from `start` to `stop`; None if there are none."""
+        """Return the gradient from later slices for tokens `start` to `stop`; None if there are no later slices."""
         return None if self._gradients is None else self._gradients[..., start:stop, :]
 
 
 class _Extend(torch.autograd.Function):
-    """Keeps a slice, and gives it with all that was kept before."""
-
     @staticmethod
     def forward(ctx: Any, new: torch.Tensor, kept: Kept, start: int) -> torch.Tensor:
         ctx.kept, ctx.start = kept, start
@@ -77,12 +74,7 @@ class _Extend(torch.autograd.Function):
 
 
 class KeptContext:
-    """What a stage keeps of the sequences of one batch slice.
-
-    Args:
-        num_layers: of the model; those of other stages keep nothing.
-        length: tokens of a sequence.
-    """
+    """Keys and values of all layers of the model, for one batch slice. Layers of other stages stay empty."""
 
     def __init__(self, num_layers: int, length: int) -> None:
         self.length = length
@@ -90,14 +82,15 @@ class KeptContext:
         self._new: dict[int, list[tuple[Kept, torch.Tensor]]] = {}
 
     def from_token(self, start: int) -> Cache:
-        """The model's key-value cache for the slice that begins at token `start`."""
+        """Return the KV cache to pass to the model for the slice that begins at token `start`."""
         new = self._new[start] = []
         return Cache(layers=[_Layer(keys, values, start, new) for keys, values in self.layers])
 
     def backward_of_context(self, start: int) -> None:
-        """The backward of a slice that has no loss of its own: later ones read its keys and values.
+        """Run the backward of a slice without a loss, from the gradients of its keys and values in later slices.
 
-        It begins at the highest layer; those below are reached through it, and add what later slices read of them.
+        Starting at the highest layer suffices: lower layers are reached through it, and `Kept.gradient` adds their own
+        gradients from later slices there.
         """
         roots, gradients = [], []
         for kept, new in self._new[start][-2:]:
@@ -109,12 +102,12 @@ class KeptContext:
             torch.autograd.backward(roots, gradients)
 
     def forget(self, start: int) -> None:
-        """The slice's backward is done."""
+        """Drop a slice after its backward."""
         self._new.pop(start, None)
 
 
 class _Layer(CacheLayerMixin):
-    """What the model's code sees of a layer: so many tokens are there, whether this stage holds the layer or not."""
+    """Cache layer for the model's code. It reports `start` tokens even for layers that this stage does not run."""
 
     is_sliding = False
 
@@ -123,7 +116,7 @@ class _Layer(CacheLayerMixin):
         self._keys, self._values, self._start, self._new = keys, values, start, new
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to prepare."""
+        pass  # `Kept` allocates on the first write.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -142,11 +135,9 @@ class _Layer(CacheLayerMixin):
 
 
 class TokenSliceProgram:
-    """Runs another program on slices, with what earlier slices of the same sequences left; and on whole sequences.
+    """Wrapper of a stage program that gives each token slice the keys and values of earlier slices.
 
-    Args:
-        program: runs a slice.
-        num_layers: of the model.
+    Whole sequences (micro-batches without `place`) pass through unchanged. `num_layers` is that of the whole model.
     """
 
     def __init__(self, program: StageProgram, num_layers: int) -> None:
@@ -180,6 +171,7 @@ class TokenSliceProgram:
         if place is None:
             return self.program.backward_input(micro_batch, gradient)
         context = self._contexts[place.batch_slice]
+        # On the last stage a slice without labels has no loss to start a backward from.
         if gradient is None and not micro_batch.weight:
             context.backward_of_context(place.start)
         sent = self.program.backward_input(micro_batch, gradient)

@@ -1,7 +1,7 @@
-"""The weight gradients of linear layers, computed apart from the backward that gives the gradient of the input.
+"""Weight gradients of linear layers, deferred from the backward that computes the input gradient.
 
-Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2: others wait for the gradient of the input, nobody
-waits for that of the weights. What is no linear layer (norms, embeddings, convolutions) gets its gradient at once.
+Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2: the stage below waits for the input gradient, but
+no stage waits for weight gradients. Other layers (norms, embeddings, convolutions) get theirs right away.
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ from hf_pipetransformer.comm.errors import PipelineError
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """The layers whose weight gradients can be put off: linear ones, no subclasses, whose weight is a parameter.
+    """Return the layers whose weight gradients can be deferred: exact `nn.Linear` whose weight is a parameter.
 
-    Old-style `weight_norm` and `spectral_norm` compute the weight from others.
+    With the old `weight_norm` and `spectral_norm` the weight is a plain tensor, computed from other parameters.
     """
     return [m for m in model.modules() if type(m) is nn.Linear and isinstance(m.weight, nn.Parameter)]
 
 
 @dataclass(frozen=True)
 class _PutOff:
-    """Gives the gradients of one linear layer.
+    """Deferred gradients of the trained weight and bias of a linear layer.
 
-    Args:
-        parameters: the trained ones of its weight `(out, in)` and bias `(out,)`.
-        hidden: what entered, `(..., in)`.
-        gradient: of what left, `(..., out)`.
+    `hidden` is the input, `(..., in)`, `gradient` that of the output, `(..., out)`.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -44,7 +41,6 @@ class _PutOff:
     gradient: torch.Tensor
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """As many as there are parameters, in their dtype."""
         gradient, hidden = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (self.gradient, self.hidden))
         for parameter in self.parameters:
             found = gradient.T @ hidden if parameter.dim() == 2 else gradient.sum(0)
@@ -52,11 +48,7 @@ class _PutOff:
 
 
 class WeightGradients:
-    """Puts off the weight gradients of a stage's linear layers, per micro-batch.
-
-    Args:
-        layers: the linear layers.
-    """
+    """Deferred weight gradients of a stage's linear layers, by micro-batch."""
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self.layers = list(layers)
@@ -65,16 +57,16 @@ class WeightGradients:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def clear(self) -> None:
-        """Forget what was put off."""
+        """Drop all deferred gradients."""
         self._put_off.clear()
 
     @contextmanager
     def split_linears(self) -> Iterator[None]:
-        """What the layers run inside has a backward whose weight gradients are put off: it must run in `put_off`."""
+        """Make forwards inside defer their weight gradients. Their backwards must then run inside `put_off`."""
         if not torch.is_grad_enabled():
             yield
             return
-        # A layer that somebody else overrides (the stage view does for embeddings) stays as it is.
+        # Leave layers that are already overridden, for example by the stage view.
         split = [layer for layer in self.layers if "forward" not in vars(layer)]
         for layer in split:
             vars(layer)["forward"] = partial(_split_linear, self, layer)
@@ -86,9 +78,9 @@ class WeightGradients:
 
     @contextmanager
     def put_off(self, index: int) -> Iterator[None]:
-        """Backwards inside, those of micro-batch `index`, leave the weight gradients to `accumulate`.
+        """Collect the weight gradients of backwards inside for `accumulate(index)`.
 
-        What they run again (the model's own activation checkpointing) is split as it was in the forward.
+        Forwards recomputed inside (the model's own activation checkpointing) are deferred as well.
         """
         self._current = self._put_off.setdefault(index, deque())
         try:
@@ -98,7 +90,7 @@ class WeightGradients:
             self._current = None
 
     def accumulate(self, index: int) -> None:
-        """Add what was put off for a micro-batch to the parameters: each gets one gradient, hooks see it as usual."""
+        """Add the deferred gradients of a micro-batch to `.grad`, firing each parameter's hooks once."""
         entries = self._put_off.pop(index, deque())
         left = Counter(id(parameter) for entry in entries for parameter in entry.parameters)
         sums: dict[int, torch.Tensor] = {}
@@ -111,13 +103,14 @@ class WeightGradients:
                 if left[key]:
                     sums[key] = gradient
                 else:
+                    # Not `parameter.grad += gradient`, which would skip the post-accumulate hooks of the reducer.
                     torch.autograd.backward(parameter, gradient)
 
     def take(self, entry: _PutOff) -> None:
-        """Put the gradients of a layer's parameters off.
+        """Defer the gradients of a layer's parameters.
 
         Raises:
-            PipelineError: the backward is none of the pipeline's.
+            PipelineError: the backward runs outside `put_off`, so not under the engine's control.
         """
         if self._current is None:
             raise PipelineError(
@@ -128,7 +121,7 @@ class WeightGradients:
 
 
 def _split_linear(owner: WeightGradients, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """`layer(input)`, under autocast too."""
+    """Compute `layer(input)`, with autocast's casts made by hand."""
     device, dtype = input.device.type, layer.weight.dtype
     if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, dtype):
         dtype = torch.get_autocast_dtype(device)
@@ -140,10 +133,10 @@ def _split_linear(owner: WeightGradients, layer: nn.Linear, input: torch.Tensor)
 
 
 class _SplitLinear(torch.autograd.Function):
-    """A linear layer that hands its weight gradients to their owner.
+    """Linear layer that passes its weight gradients to `WeightGradients`.
 
-    To autograd the parameters are no inputs: their hooks would be told of a gradient that is None. An anchor stands
-    for them where nothing else has the output require a gradient.
+    The parameters are not inputs for autograd, because returning None for them would still fire their hooks. If the
+    hidden input needs no gradient, an anchor tensor makes the output require one.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Programs around a stage program: activation recomputation, and entry from cached activations."""
+"""Wrappers of stage programs: activation recomputation, and starting from cached activations."""
 
 from __future__ import annotations
 
@@ -22,19 +22,15 @@ _RUNS_AGAIN: ContextVar[bool] = ContextVar("runs_again", default=False)
 
 
 def runs_again() -> bool:
-    """Whether a forward is under way that has run before."""
+    """Return True inside a forward that is being recomputed."""
     return _RUNS_AGAIN.get()
 
 
 def recomputed_micro_batches(row: Row, chunk: int, mode: str) -> frozenset[int]:
-    """The micro-batches of a row whose forward is run again before their backward.
+    """Return the micro-batches of an action list whose forward is recomputed before their backward.
 
-    Those are left out whose backward follows at once: there is nothing to free in between.
-
-    Args:
-        row: of a rank.
-        chunk: which of its stages.
-        mode: `never`, `always`, or `except_last` (all but the last micro-batch).
+    Micro-batches whose backward follows immediately are left out, because recomputing them would save no memory.
+    `mode` is `never`, `always`, or `except_last` (all but the last micro-batch).
     """
     forwards = {i for op, i, own in row if (op, own) == (Op.FORWARD, chunk)}
     computations = [action for action in row if action.op in COMPUTATIONS]
@@ -49,20 +45,14 @@ def recomputed_micro_batches(row: Row, chunk: int, mode: str) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class _Start:
-    """What a forward that is run again starts from."""
-
     received: torch.Tensor | None
     random_state: Mapping[str, torch.Tensor]
 
 
 class RecomputingProgram:
-    """Runs another program's forward without keeping anything, and again before its backward.
+    """Wrapper that recomputes a stage program's forward before its backward, instead of saving activations.
 
-    Args:
-        program: what is recomputed.
-        mode: see `recomputed_micro_batches`.
-        chunk: which of its rank's stages it is.
-        device: whose random state is restored with the CPU's.
+    Recomputation restores the RNG state of the CPU and of `device`.
     """
 
     def __init__(self, program: StageProgram, mode: str, chunk: int, device: torch.device) -> None:
@@ -134,17 +124,16 @@ def _restored(states: Mapping[str, torch.Tensor], device: torch.device) -> Itera
 
 
 class CachedEntryProgram:
-    """Brings each sample to the entry unit, from where it is stored, and runs the units from there on.
+    """Program for a stage with frozen units that the activation cache can skip.
+
+    Each sample starts at the first unit that its cached activation does not cover. From the entry unit on, all samples
+    run together.
 
     Args:
-        view: of the model.
-        below: the units of this stage that stored activations go past: frozen ones. Not empty.
-        entry_unit: that stored activations enter, on this stage or a later one.
-        above: the program of this stage's units from there on; None if it has none.
-        whole: the program of all of this stage's units, for micro-batches of which nothing is stored.
-        dtype_entry: of the activation that enters the entry unit.
-        dtype_out: of the activation that leaves the stage.
-        device: where the stage computes.
+        below: this stage's units below the entry unit, all frozen. Not empty.
+        entry_unit: first unit above the cached layers; it may be on a later stage.
+        above: program of this stage's units from the entry unit on; None if there are none.
+        whole: program of all units of this stage, for micro-batches without `tags`.
     """
 
     def __init__(
@@ -207,14 +196,11 @@ class CachedEntryProgram:
 
     @torch.no_grad()
     def _bring_to_entry(self, received: torch.Tensor | None, micro_batch: MicroBatch, tags: CacheTags) -> torch.Tensor:
-        """The activation behind `below`, `(micro-batch, seq, hidden)`.
-
-        Each sample runs through those of these units that its stored activation does not cover.
-        """
+        """Return the activation after the units `below`, `(micro-batch, seq, hidden)`."""
         start, stop = self.below.start, self.below.stop
         hidden = received
         if hidden is None and tags.hidden is not None:
-            # In its stored dtype, which may be half as long.
+            # Copy in the stored dtype and cast on the device, because the stored dtype may be smaller.
             hidden = tags.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
         enters_at = torch.tensor([max(first_above(count), start) for count in tags.num_layers.tolist()])
         for unit in enters_at[enters_at < stop].unique().tolist():

@@ -1,4 +1,4 @@
-"""What the parts of a run share: the event journal, the collective timeouts, the seeds of the ranks."""
+"""State shared by the parts of a run: event journal, collective timeouts, RNG seeds of the ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from hf_pipetransformer.runtime.stage import Stage
 
 @dataclass
 class Journal:
-    """Writes events with the trainer's present step and epoch.
-
-    Args:
-        trainer: tells them.
-        log: the file.
-    """
+    """Writer of events, stamped with the trainer's current step and epoch."""
 
     trainer: Trainer
     log: EventLog
     tried: dict[str, Any] = field(default_factory=dict, init=False)
-    """The layout in force, or that the run moves to, and the conditions of its memory, as JSON values."""
+    """Layout in force or being moved to, and its memory conditions, as JSON values; added to fault events."""
     _place: tuple[int, float | None] | None = field(default=None, init=False)
 
     @contextmanager
     def at(self, step: int, epoch: float | None) -> Iterator[None]:
-        """Events are of this step inside: before a run has begun, Trainer's state is that of an earlier one."""
+        """Stamp events inside with this step and epoch. Before a run begins, Trainer's state is an earlier run's."""
         self._place = (step, epoch)
         try:
             yield
@@ -42,19 +37,14 @@ class Journal:
             self._place = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event with its inputs."""
         state = self.trainer.state
         self.log.write(kind, *(self._place or (state.global_step, state.epoch)), **fields)
 
 
 class Patience:
-    """The limits of waits in a step and at rest, and the report of the first fault. Made by all ranks together.
+    """Timeouts of waits for other ranks, and the report of the first fault. Construct it on every rank.
 
-    Args:
-        topology: the ranks.
-        journal: for the fault event.
-        step_seconds: that a rank waits for another in a step.
-        rest_seconds: that it waits otherwise.
+    `step_seconds` is the timeout inside training steps, `rest_seconds` the one elsewhere.
     """
 
     def __init__(self, topology: Topology, journal: Journal, step_seconds: float, rest_seconds: float) -> None:
@@ -67,23 +57,24 @@ class Patience:
         self._depth = 0
 
     def rest(self) -> None:
-        """Something long may follow on any rank: saving, evaluating, a callback, compiling. All ranks come by."""
+        """Switch to the long timeout before saving, evaluating, a callback or compilation. Call on every rank."""
         self.is_resting = True
         self.topology.limit_waits(self.rest_seconds)
 
     def enter_step(self) -> None:
-        """From here on the ranks wait as long as in a step; after a rest they first gather here."""
+        """Switch to the step timeout, after a barrier if the ranks were at rest. Collective: call on every rank."""
         if self.is_resting:
+            # Under the long timeout: another rank may still be saving or compiling.
             self.topology.barrier("waiting for all ranks to begin a step")
             self.is_resting = False
             self.topology.limit_waits(self.step_seconds)
 
     @contextmanager
     def reporting_faults(self, together: bool = True) -> Iterator[None]:
-        """An error inside ends the run on every rank, with the first cause named.
+        """Report an error inside to all ranks; with `together=False`, where only some ranks enter, to this one only.
 
-        Args:
-            together: whether all ranks come here.
+        Raises:
+            PipelineError: the error inside only says that another rank is gone.
         """
         self._depth += 1
         if self._depth == 1:
@@ -115,13 +106,9 @@ class Patience:
 
 
 class Seeds:
-    """Seeds this rank's generator by its place, the trainings that began, and the transitions of this one.
+    """RNG seeds that differ by rank, by training, and by transition within a training.
 
-    One process draws what Trainer draws.
-
-    Args:
-        topology: the ranks.
-        seed: of the run.
+    With one process torch is not reseeded, so that random numbers equal those of plain Trainer.
     """
 
     def __init__(self, topology: Topology, seed: int) -> None:
@@ -131,13 +118,13 @@ class Seeds:
         self.num_transitions = 0
 
     def begin(self, stage: Stage) -> None:
-        """A training begins on `stage`."""
+        """Seed this rank for a training."""
         self.num_transitions = 0
         self.part(stage)
         self.num_starts += 1
 
     def part(self, stage: Stage) -> None:
-        """From now on this rank draws what no other does."""
+        """Give this rank its own RNG state."""
         if self.topology.world_size > 1:
             place = stage.groups.replica * stage.groups.pipeline_size + stage.groups.position
             times = self.num_starts + 1_009 * self.num_transitions

@@ -1,4 +1,4 @@
-"""Running batches through this rank's stage: a training batch, or a prediction whose output all stages get."""
+"""Execution of training and prediction batches on this rank's stages."""
 
 from __future__ import annotations
 
@@ -39,13 +39,9 @@ from hf_pipetransformer.splitters.structure import ActivationShape
 
 
 class StageRunner:
-    """Cuts batches into micro-batches and runs them through the stage.
+    """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
-    Args:
-        stage: this rank's stage.
-        activation: shape rule at the boundaries.
-        loss_rule: how losses of parts add up.
-        shifts_labels: the loss predicts the next token.
+    `shifts_labels` is True for next-token losses, where the first label of a sequence does not count.
     """
 
     def __init__(self, stage: Stage, activation: ActivationShape, loss_rule: LossRule, shifts_labels: bool) -> None:
@@ -55,7 +51,7 @@ class StageRunner:
         self.shifts_labels = shifts_labels
         num_layers = stage.layout.num_layers
         self._layer_of = {
-            # The squares are those of the layers, the head, the embeddings.
+            # Index into `gradient_squares`: layers, head, embeddings. Block 0, the embeddings, wraps to the last one.
             name: (block_of(units[0]) - 1) % (num_layers + 2)
             for name, units in stage.view.structure.units_of_parameter.items()
         }
@@ -65,16 +61,16 @@ class StageRunner:
         self._places: tuple[int, ...] = ()
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
         self.sends_loss_only = False
-        """Whether predictions give the other stages the loss without the logits."""
+        """True if `predict` sends only the loss, without logits, to the other stages."""
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether a stage of this rank runs right now."""
+        """True while the model runs a stage of this rank."""
         return self.stage.view.is_running
 
     @property
     def is_installed(self) -> bool:
-        """Whether the model runs a part of its units only."""
+        """True if the model is restricted to this rank's units."""
         return self.stage.view.is_installed
 
     def train(
@@ -87,19 +83,18 @@ class StageRunner:
         is_last_batch: bool,
         write: Write | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of one loader batch of this replica, and the reduction if it ends the step.
+        """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
+
+        Collective: call on every rank. Returns this replica's weighted share of the batch loss on the last stage, zero
+        elsewhere.
 
         Args:
-            inputs: the batch as the loader gave it; empty for a replica without samples.
-            prepare: puts a micro-batch on this stage's device.
-            forward: loss of a micro-batch.
-            total_items: items of the batch over all replicas.
-            loss_scale: factor of the loss in the backward; a tensor lies on this stage's device.
-            is_last_batch: whether the optimizer steps after this batch.
+            inputs: the batch from the loader; empty for a replica without samples.
+            prepare: moves a micro-batch to this stage's device.
+            total_items: number of items (samples or label tokens) of the batch over all replicas.
+            loss_scale: factor of the loss in the backward. A tensor must be on this stage's device.
+            is_last_batch: True if the optimizer steps after this batch.
             write: stores the activations that enter the entry unit.
-
-        Returns:
-            This replica's share of the batch's loss on the last stage, zero on the others.
         """
         stage = self.stage
         bounds = self._token_bounds(inputs)
@@ -108,6 +103,7 @@ class StageRunner:
         if cut:
             num_slices = max(1, len(bounds) - 1)
             row = self._row(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
+            # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in row if action.op not in SENDS)
             run = stage.engine.begin(row, OnDevice(cut, uses, prepare, self._copies))
             self._advance(run, row, is_last_batch)
@@ -115,13 +111,13 @@ class StageRunner:
             stage.view.widen()
             loss = torch.stack(shares).sum() if shares else loss
         elif total_items == 0 and stage.groups.is_last:
-            loss += float("nan")  # Nobody had an item: the mean is nan on every replica, and Trainer filters it.
+            loss += float("nan")  # No replica had an item: the mean is nan on all of them, and Trainer filters it.
         if is_last_batch:
             self._reduce()
         return loss
 
     def _advance(self, run: Run, row: Row, is_last_batch: bool) -> None:
-        """Run a row; in the last batch of a step gradients are summed over replicas as soon as they are whole."""
+        """Run an action list. In the last batch of a step, gradients are reduced as soon as they are complete."""
         if is_last_batch and self._reducer.buckets:
             for action, parameters in self._last_gradients_of(row):
                 run.advance(before=action)
@@ -137,10 +133,10 @@ class StageRunner:
         assert self.stage.reducer is not None, "the stage was started for training"
         return self.stage.reducer
 
-    # ---- without a flush ----
+    # ---- asynchronous windows ----
 
     def open_window(self, weights: StageWeights) -> Window:
-        """Steps may follow each other without a flush, with such weights of this rank's stage."""
+        """Open a window of steps without drains between them."""
         stage = self.stage
         return Window(stage.engine, stage.groups, stage.layout.first_active_stage, weights)
 
@@ -152,17 +148,17 @@ class StageRunner:
         total_items: int,
         loss_scale: float | torch.Tensor,
     ) -> Batch:
-        """A batch for a window; arguments as of `train`."""
+        """Cut a batch for a window. Arguments as in `train`."""
         groups, stage = self.stage.groups, self.stage.groups.position
         cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, None)
         has_backward = stage >= self.stage.layout.first_active_stage
-        # Receives, the forward, the backward.
+        # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
         num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
         uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
         return Batch(OnDevice(cut, uses, prepare, self._copies), [part.activation_shape for part in cut])
 
     def train_in(self, window: Window, total_items: int, is_last_batch: bool) -> torch.Tensor:
-        """The next batch of a window; arguments and result as of `train`."""
+        """Run the next batch of a window. Arguments and result as in `train`."""
         device = self.stage.settings.device
         row = window.begin_batch()
         self._advance(window.run, row, is_last_batch)
@@ -177,7 +173,7 @@ class StageRunner:
     # ---- counts and norms ----
 
     def over_replicas(self, counts: list[int]) -> list[int]:
-        """Item counts summed over all replicas, on the last stage; the others, which see no loss, keep their own."""
+        """Sum item counts over replicas. Collective on the last stage; other stages get their own counts back."""
         groups = self.stage.groups
         if groups.replica_control is None or not groups.is_last:
             return counts
@@ -187,26 +183,26 @@ class StageRunner:
         return sums.tolist()
 
     def parameters_with_gradient(self) -> list[torch.nn.Parameter]:
-        """This stage's parameters that have a gradient; one shared with other stages has it at its first user only."""
+        """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
         return [p for p in self.stage.store.held().values() if p.grad is not None]
 
     def gradient_squares(self) -> torch.Tensor:
-        """Squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
+        """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
 
-        One entry a layer, then the head, then the embeddings; each stage's own, summed over the pipeline. Freezing
-        and clipping both live on it, so it costs no pass of its own.
+        One entry per layer, then the head, then the embeddings. Both freezing and gradient clipping use the result.
+        Collective: call on every rank of the pipeline.
         """
         return self.summed_over_stages(self.own_gradient_squares())
 
     def summed_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
-        """What `own_gradient_squares` gave, for all stages. A collective call of the pipeline."""
+        """Sum the result of `own_gradient_squares` over the stages. Collective: call on every rank of the pipeline."""
         group = self.stage.groups.pipeline_group
         if group is not None:
             guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
         return squares
 
     def own_gradient_squares(self) -> torch.Tensor:
-        """`gradient_squares` of this rank's stages alone."""
+        """Return `gradient_squares` of this rank's stages only."""
         num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
         held = self.stage.store.held().items()
@@ -214,34 +210,28 @@ class StageRunner:
         gradients = [gradient for gradient in trained.values() if gradient is not None]
         if gradients:
             found, none = iter(torch._foreach_norm(gradients)), squares.new_zeros(())
-            # Those that a step skips count as zeros: it skips others each time, and the parts stay the same.
+            # Parameters without gradient count as zeros. Without them the cached mask would change from step to step.
             norms = torch.stack([none if each is None else next(found).double() for each in trained.values()])
             parts = self._parts(tuple(self._layer_of[name] for name in trained))
-            # Not index_add_: on a GPU it adds in any order, and replicas must come to the same bits.
+            # Not index_add_, which is nondeterministic on a GPU: replicas must get bitwise equal results.
             squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
         return squares
 
     def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
-        """Which parameters belong to which part of the model, `(num_layers + 2, parameters)`, on the device.
-
-        It is the same in almost every step, and taken there once.
-        """
+        # The mask, `(num_layers + 2, parameters)`, is the same in almost every step; building it copies to the device.
         if self._places != places:
             parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
             self._places, self._mask = places, parts.to(self.stage.settings.device)
         return self._mask
 
     def predict(self, inputs: dict[str, Any], forward: Forward, write: Write | None = None) -> Any:
-        """The model's output for one batch, on every stage of the pipeline; losses are means over the batch.
+        """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        Args:
-            inputs: the batch.
-            forward: output of a micro-batch.
-            write: stores the activations that enter the entry unit.
+        `forward` runs one micro-batch; `write` stores the activations that enter the entry unit.
         """
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
-        # Without num_items_in_batch every loss is a mean, also one that could be a sum.
+        # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
         micro_batches = self._cut(inputs, total, rule, forward, 1.0, write, num_microbatches=count)
@@ -262,7 +252,6 @@ class StageRunner:
         return schedule.table(*shape, num_token_slices)[self.stage.groups.position]
 
     def _last_gradients_of(self, row: Row) -> list[tuple[Action, list[torch.nn.Parameter]]]:
-        """See `last_gradients`; a run has few rows."""
         if row is not self._row_seen:
             stage = self.stage
             layout, users = stage.layout, stage.view.structure.units_of_parameter
@@ -286,7 +275,7 @@ class StageRunner:
         bounds: Sequence[int] = (),
         num_microbatches: int | None = None,
     ) -> list[MicroBatch]:
-        """The micro-batches, by default those of the layout; each in the slices of its tokens between any `bounds`."""
+        """Cut a batch into micro-batches (the layout's number by default), and these into token slices at `bounds`."""
         count = self.stage.layout.num_microbatches if num_microbatches is None else num_microbatches
         cut: list[tuple[dict[str, Any], CacheTags | None, Place | None]] = []
         for number, whole in enumerate(split_batch(inputs, count)):
@@ -305,7 +294,7 @@ class StageRunner:
         ]
 
     def _token_bounds(self, inputs: dict[str, Any]) -> tuple[int, ...]:
-        """Where the slices of a batch's sequences begin and the last ends; nothing where they stay whole."""
+        """Return the start of each token slice and the end of the last; empty if sequences stay whole."""
         plans, value = self.stage.layout.token_slices, inputs.get(self.activation.main_input)
         if not plans or not isinstance(value, torch.Tensor):
             return ()
@@ -319,12 +308,7 @@ class StageRunner:
 
 
 class WritingRunner:
-    """Predicts as another runner does, and stores the activations that enter the entry unit.
-
-    Args:
-        runner: of this rank's stages.
-        write: stores them.
-    """
+    """Wrapper of a runner that also stores the activations that enter the entry unit while predicting."""
 
     def __init__(self, runner: StageRunner, write: Write) -> None:
         self.runner = runner
@@ -332,27 +316,21 @@ class WritingRunner:
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether a stage of this rank runs right now."""
         return self.runner.is_inside_step
 
     @property
     def is_installed(self) -> bool:
-        """Whether the model runs a part of its units only."""
         return self.runner.is_installed
 
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
-        """See `StageRunner.predict`."""
         return self.runner.predict(inputs, forward, self.write)
 
 
 class OnDevice(Sequence[MicroBatch]):
-    """Micro-batches whose inputs come to the device when they are asked for, and those of the next one with them.
+    """Micro-batches that are moved to the device on first lookup, together with a prefetch of the next one.
 
-    Args:
-        parts: the micro-batches on the host.
-        uses: how often each is asked for; after the last time it is let go of.
-        prepare: puts inputs on the device.
-        copies: where that is done while the device computes.
+    `uses` is the number of lookups of each: the device copy is freed after the last one. `prepare` moves inputs to the
+    device, on the stream `copies`.
     """
 
     def __init__(
@@ -388,12 +366,10 @@ class OnDevice(Sequence[MicroBatch]):
 
 
 def _loss_of(output: Any) -> Any:
-    """A model output with nothing but its loss."""
     return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
 
 
 def _as_message(output: Any) -> dict[str, Any]:
-    """A model output as plain containers, with the name of its class."""
     kind = type(output)
     if is_dataclass(output) and isinstance(output, dict):
         return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}

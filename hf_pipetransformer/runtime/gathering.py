@@ -1,4 +1,4 @@
-"""Gathering a model that lies on the ranks of a pipeline: to save it, to give it back, or for the user's code."""
+"""Gathering of a model that is spread over the ranks of a pipeline: to save or return it, or for user code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_pipetransformer.runtime.stage import Stage
 
 
 Owners = Mapping[str, tuple[int, ...]]
-"""Name to the ranks that use it, as positions in the pipeline, first user first."""
+"""Positions in the pipeline of the ranks that use each parameter or buffer, by name, first user first."""
 
 
 def collect_parameters(
@@ -28,19 +28,13 @@ def collect_parameters(
     wanting: Sequence[int] | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The parameters that this rank does not hold, on `device`, from the first ranks that use them.
+    """Fetch the parameters that this rank does not hold, each from its first user.
 
-    A collective call of one pipeline, of whose parameters each rank holds exactly its own.
+    Collective: call on every rank of the pipeline. Each rank must hold exactly the parameters of its own stages.
 
-    Args:
-        named: all parameters of the model by name; those that this rank does not hold are meta tensors.
-        owners: of the parameters.
-        place: this rank's pipeline.
-        device: where what comes is kept. It arrives where the parameters of the run are, at most `ROUND_BYTES` at a
-            time, so that a whole model can be kept that no device holds.
-        timeout: seconds that any rank may wait for another.
-        wanting: positions of the ranks that want the parameters, if not all.
-        only: names of the parameters that they want, if not all.
+    Transfers go through the device of the held parameters, at most `ROUND_BYTES` at a time, so a model too large for
+    it can be gathered on the CPU (`device`). `timeout` is in seconds. `wanting` limits the ranks (positions in the
+    pipeline) that get parameters, `only` the names to fetch.
     """
     wanting = range(place.pipeline_size) if wanting is None else wanting
     run_device = next(p.device for p in named.values() if not p.is_meta)
@@ -62,7 +56,7 @@ def collect_parameters(
 
 
 def share_buffers(named: Mapping[str, torch.Tensor], owners: Owners, place: PipelineGroups, timeout: float) -> None:
-    """Give all ranks the buffers as the first rank that uses them has them. A collective call of one pipeline."""
+    """Copy each buffer from its first user to all ranks. Collective: call on every rank of the pipeline."""
     parcels, arriving = [], {}
     for name, buffer in named.items():
         source = owners[name][0]
@@ -92,7 +86,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def make_whole(stage: Stage) -> None:
-    """Give every rank the whole model back, after training. A collective call."""
+    """Restore the whole model on every rank after training; on the CPU, if there are several stages.
+
+    Collective: call on every rank.
+    """
     if stage.groups.pipeline_size > 1:
         stage.store.fill(_missing(stage, torch.device("cpu")))
         _share_buffers(stage)
@@ -101,17 +98,15 @@ def make_whole(stage: Stage) -> None:
         stage.reducer.remove()
         stage.reducer = None
     stage.shared = []
-    # The model goes back as its user gave it: what the run froze may be trained again.
+    # Unfreeze what the run froze, so that the model goes back as its user gave it.
     stage.store.freeze(frozenset())
 
 
 @contextmanager
 def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> Iterator[None]:
-    """Rank 0 holds the whole model inside, to save it. A collective call of replica 0; the others pass through.
+    """Hold the whole model on rank 0 inside, to save it. Collective: call on every rank of replica 0.
 
-    Args:
-        stage: this rank's.
-        only: names of parameters that are saved, if not all: of other stages' it gets no others.
+    Other replicas do nothing. With `only`, rank 0 fetches only these parameters from other stages.
     """
     if stage.groups.pipeline_size == 1 or stage.groups.replica != 0:
         yield
@@ -127,9 +122,9 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
 
 @contextmanager
 def whole_on_every_rank(stage: Stage) -> Iterator[None]:
-    """Every rank has the whole model with its own forward inside, for code of the user's. A collective call.
+    """Hold the whole model on every rank inside, with its original forward, for user code.
 
-    What that code changes in this stage's part stays.
+    Collective: call on every rank. Changes to parameters that this rank holds only inside are lost.
     """
     if stage.groups.pipeline_size == 1:
         yield
@@ -137,7 +132,7 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
     store, held, device = stage.store, set(stage.store.held()), stage.settings.device
     own = stage.own_names()
     store.fill(_missing(stage, device))
-    # Outside training every rank holds all, its own part on the device.
+    # Outside training every rank holds all parameters, but only its own stages' are on the device.
     store.move(held, device)
     _share_buffers(stage)
     was_installed = stage.view.is_installed
@@ -159,7 +154,6 @@ def _missing(
     wanting: tuple[int, ...] | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The parameters that this rank does not hold, on `device`; only some, at some positions, if not all want all."""
     if not stage.is_spread:
         return {}
     timeout = stage.settings.timeout
@@ -173,7 +167,7 @@ def _share_buffers(stage: Stage) -> None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raises PipelineError for a model that a training which failed has left on several stages."""
+    """Raise PipelineError if a failed training has left the model spread over stages."""
     if not is_whole(model):
         raise PipelineError(
             "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "

@@ -1,4 +1,4 @@
-"""Keeping on a rank only what its stages own."""
+"""Parameter storage of a rank: real tensors for the parameters of its stages, meta tensors for the rest."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hf_pipetransformer.splitters.structure import Structure
 
 
 def frozen_names(structure: Structure, layout: Layout) -> frozenset[str]:
-    """Parameters that a layout freezes: all that any unit of the frozen prefix uses, wherever else they are used."""
+    """Return the parameters that a layout freezes: all that the frozen prefix uses, even if later units do too."""
     units = structure.units_of_parameter
     return frozenset(name for name, users in units.items() if users[0] < layout.first_active_unit)
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Whether this rank holds all parameters of a model."""
+    """Return True if no parameter of a model is a meta tensor."""
     return not any(parameter.is_meta for parameter in model.parameters())
 
 
 class ParameterStore:
-    """The parameters of a model of which a rank may hold only a part; the others are meta tensors without storage.
+    """Parameters of a model of which this rank may hold only a part; the others are meta tensors.
 
     Names, shapes, dtypes and ties stay visible on every rank, so code that counts or names parameters works anywhere.
-    A parameter that is not held has `requires_grad=False`, so that no optimizer takes it.
+    Parameters that are not held have `requires_grad=False`, which keeps them out of the optimizer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,29 +37,27 @@ class ParameterStore:
         self.frozen: frozenset[str] = frozenset()
 
     def named(self) -> dict[str, nn.Parameter]:
-        """All parameters by their first name, held or not."""
+        """Return all parameters by first name, held or not."""
         return dict(self.model.named_parameters())
 
     def held(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank holds."""
         return {name: p for name, p in self.named().items() if not p.is_meta}
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all of them."""
         return is_whole(self.model)
 
     def is_active(self, name: str) -> bool:
-        """Whether a parameter is trained: neither frozen by the user nor by the run."""
+        """Return True if a parameter is frozen neither by the user nor by the run."""
         return self.trainable[name] and name not in self.frozen
 
     @property
     def trains_all(self) -> bool:
-        """Whether everything is trained that the user did not freeze."""
+        """True if the run freezes nothing beyond what the user froze."""
         return not any(self.trainable[name] for name in self.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
-        """Freeze exactly these parameters, beside those that the user froze."""
+        """Freeze these parameters and drop their `.grad`; unfreeze all others except those that the user froze."""
         self.frozen = names
         for name, parameter in self.held().items():
             parameter.requires_grad_(self.is_active(name))
@@ -68,7 +66,7 @@ class ParameterStore:
 
     @contextmanager
     def all_active(self) -> Iterator[None]:
-        """All that the user trains counts as trained inside: an optimizer that is made there has a group for it."""
+        """Lift the run's freezing inside, so that an optimizer created there has groups for all parameters."""
         frozen = self.frozen
         self.freeze(frozenset())
         try:
@@ -77,7 +75,7 @@ class ParameterStore:
             self.freeze(frozen)
 
     def release(self, keep: set[str]) -> None:
-        """Free all parameters whose names are not in `keep`."""
+        """Replace all parameters not in `keep` by meta tensors."""
         self._replace(
             {
                 name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
@@ -87,7 +85,7 @@ class ParameterStore:
         )
 
     def fill(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Hold the given parameters; one that is held already keeps its object and gets the values."""
+        """Hold the given parameters. Those already held keep their object and get the new values."""
         current = self.named()
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -102,7 +100,7 @@ class ParameterStore:
         )
 
     def move(self, names: set[str], device: torch.device) -> None:
-        """Move the named parameters, and all buffers, to `device`; parameters keep their identity."""
+        """Move the named parameters and all buffers to `device`. Parameters stay the same objects."""
         for name, parameter in self.held().items():
             if name in names:
                 parameter.data = parameter.data.to(device)

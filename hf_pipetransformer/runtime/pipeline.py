@@ -1,4 +1,4 @@
-"""A model on its stages, as the run and as Trainer see it."""
+"""Pipeline-parallel model as the run sees it (`Pipeline`) and as Trainer sees it (`PipelineShell`)."""
 
 from __future__ import annotations
 
@@ -22,31 +22,26 @@ from hf_pipetransformer.startup.planner import StartUp
 
 
 class Runner(Protocol):
-    """Runs batches through all stages."""
+    """Part of a runner that `PipelineShell` needs."""
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether the engine runs this stage right now."""
+        """True while the engine runs a stage of this rank."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether the model is that of the stages now; else it is whole and has its own forward."""
+        """True if the model is restricted to this rank's stages; else it has its original forward."""
 
     def predict(self, inputs: dict[str, Any], forward: Callable[[dict[str, Any]], Any]) -> Any:
-        """The model's output for one batch, on every stage; `forward` runs this stage's part of a micro-batch."""
+        """Return the model output for one batch, on every stage. `forward` runs this stage's part of a micro-batch."""
 
 
 class PipelineShell(nn.Module):
-    """Stands where Trainer expects the wrapped model; one object for the whole run.
+    """Wrapper that takes the place of Trainer's wrapped model; the same object for the whole run.
 
-    Inside a pipeline step it runs this stage's part of the model. Called by anybody else (evaluation, a user's
-    `prediction_step`) it runs the batch through the pipeline and returns the whole output on every stage; once the
-    model has its own forward again, the model.
-
-    Args:
-        model: the user's model.
-        autocast: makes the mixed precision context of the run.
-        is_mixed: whether outputs are cast back to float32, as accelerate does under mixed precision.
+    Called by the engine, it runs this stage's part of the model. Called from elsewhere (evaluation, a user's
+    `prediction_step`), it runs the batch through the pipeline and returns the output on every stage, or runs the model
+    directly if that has its original forward. With `is_mixed`, outputs are cast back to float32, as accelerate does.
     """
 
     def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], is_mixed: bool) -> None:
@@ -55,7 +50,7 @@ class PipelineShell(nn.Module):
         self._autocast = autocast
         self._is_mixed = is_mixed
         self.runner: Runner | None = None
-        """Of the stages; None, where there is one only, runs the model directly."""
+        """Runner of the stages; None if there is only one stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.runner is None or self.runner.is_inside_step or not self.runner.is_installed:
@@ -74,27 +69,21 @@ class PipelineShell(nn.Module):
         return self(**inputs)
 
     def _get_name(self) -> str:
-        # Trainer asks for the class name of the model to choose how labels are smoothed.
+        # Trainer chooses the shift of label smoothing by the model's class name.
         return type(bare_model(self.module)).__name__
 
 
 class Settling(Protocol):
-    """What may be in flight between two steps."""
+    """Work that may be in flight between two steps."""
 
     def settle(self) -> None:
-        """Nothing is any more. A collective call of all ranks."""
+        """Finish it. Collective: call on every rank."""
 
 
 class Pipeline:
-    """The model on its stages, from one start to the next. A transition changes the stage and its runner.
+    """Model on its stages, for the lifetime of one start-up. Transitions replace `stage` and `runner`.
 
-    Args:
-        start_up: what was found out about the model.
-        shell: the model as Trainer sees it.
-        settings: of the stages.
-        shifts_labels: the loss predicts the next token.
-        has_labels: the data set that it was started with has labels.
-        stage: this rank's.
+    `shifts_labels` is True for next-token losses; `has_labels`, if the data set used at start-up has labels.
     """
 
     stage: Stage
@@ -115,27 +104,26 @@ class Pipeline:
         self.shifts_labels = shifts_labels
         self.has_labels = has_labels
         self.shared_draws: SharedDraws | None = None
-        """In a training of several ranks they stand for the generators of one process."""
+        """RNG state that one process would have, in a training with several ranks."""
         self.steps: Settling | None = None
-        """Of the training under way."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
-        """Those of evaluations that outlive one."""
+        """Evaluation loaders that are reused from one evaluation to the next."""
         self.warned_events: set[str] = set()
-        """Those of which the user was told that a callback reads the model there."""
+        """Callback events for which the user was already warned that a callback reads the model."""
         self.take(stage)
 
     def settle(self) -> None:
-        """All stages of a training come to the same weights, with nothing in flight. A collective call."""
+        """Drain a running training, so that all stages are at the same step. Collective: call on every rank."""
         if self.steps is not None:
             self.steps.settle()
 
     @property
     def layout(self) -> Layout:
-        """The layout in force."""
+        """Layout in force."""
         return self.stage.layout
 
     def take(self, stage: Stage) -> None:
-        """From now on this rank is `stage`."""
+        """Replace this rank's stage, and create a runner for it."""
         self.stage = stage
         start_up = self.start_up
         self.runner = StageRunner(stage, start_up.probe.activation, start_up.loss_rule.rule, self.shifts_labels)
@@ -143,23 +131,23 @@ class Pipeline:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether the model is that of one of several stages now; it stays so after a training that failed."""
+        """True if the model is restricted to this rank's stages, or left incomplete by a training that failed."""
         stage = self.stage
         return self.layout.pipeline_size > 1 and (stage.view.is_installed or not stage.store.is_whole)
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether the engine runs this stage right now."""
         return self.runner.is_inside_step
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """Inside, the model is whole and has its own forward, on every rank; what is changed in it stays.
+        """Make the model whole inside, on every rank, with its original forward.
 
-        A collective call: every rank enters and leaves it, between two steps of a training or outside.
+        Collective: enter and leave it on every rank, between two steps or outside training. A change to a parameter
+        persists only if the ranks that use the parameter make it, so make the same changes on every rank.
 
         Raises:
-            ValueError: it is called amid a step, where other stages do not come by.
+            ValueError: a step is running, in which other ranks do not call it.
         """
         if not self.is_in_parts:
             yield

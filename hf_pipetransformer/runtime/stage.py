@@ -1,4 +1,4 @@
-"""One rank's part of a running pipeline under one layout."""
+"""State of one rank's part of a pipeline under one layout."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ from hf_pipetransformer.splitters.view import StageView
 
 @dataclass
 class Stage:
-    """This rank's part of a running pipeline, under one layout.
+    """This rank's part of a pipeline, under one layout.
 
     Args:
-        layout: the layout in force.
-        groups: place and process groups of this rank.
-        settings: of the run.
-        view: the stage's view of the model.
-        store: the model's parameters; while training only this rank's are held.
-        engine: runs the schedule.
-        owners: name of every parameter to the ranks that use it, as positions in the pipeline, first user first.
-        shared: the parameters that this rank shares with others.
-        reducer: sums gradients over replicas; None outside training.
+        store: the model's parameters. In training with several stages it holds only this rank's.
+        owners: positions in the pipeline of the ranks that use each parameter, by name, first user first.
+        shared: parameters that this rank shares with other ranks of the pipeline.
+        reducer: gradient all-reduce over replicas; None outside training.
     """
 
     layout: Layout
@@ -46,22 +41,21 @@ class Stage:
     reducer: GradientReducer | None
 
     def own_names(self) -> set[str]:
-        """Names of the parameters that this rank uses."""
         return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
 
     def trained_here(self) -> dict[str, nn.Parameter]:
-        """The parameters whose optimizer state this rank keeps."""
+        """Return the trained parameters whose optimizer state this rank keeps."""
         held = self.store.held().items()
         return {name: p for name, p in held if p.requires_grad and self.owns_state_of(name)}
 
     def owns_state_of(self, name: str) -> bool:
-        """Whether this rank keeps the optimizer state of a parameter: its first user does."""
+        """Return True if this rank is the first user of a parameter, and so keeps its optimizer state."""
         return self.owners[name][0] == self.groups.position
 
     def set_modes(self) -> None:
-        """Training mode; evaluation mode, without dropout, for what the run froze and for what is stored.
+        """Set training mode, except for blocks that the run froze or whose activations are cached.
 
-        What the user froze trains on with dropout, as in Trainer, unless its activations are stored.
+        Blocks that the user froze keep dropout, as in Trainer, unless their activations are cached.
         """
         self.view.model.train()
         for block, modules in self._frozen_blocks():
@@ -70,11 +64,11 @@ class Stage:
                     module.eval()
 
     def stores_what_the_user_froze(self) -> bool:
-        """Whether layers are in evaluation mode for no other reason than that their activations are stored."""
+        """Return True if blocks that the user froze are in evaluation mode because their activations are cached."""
         return not self._trainable_blocks.issuperset(self._cached_blocks())
 
     def _frozen_blocks(self) -> Iterator[tuple[int, list[nn.Module]]]:
-        """The frozen prefix by number and modules: 0 is the embeddings, the layers follow."""
+        """Yield each block of the frozen prefix: 0 is the embeddings, then come the layers."""
         structure, num_frozen = self.view.structure, self.layout.num_frozen_layers
         if num_frozen:
             yield 0, structure.entries
@@ -86,7 +80,6 @@ class Stage:
 
     @cached_property
     def _trainable_blocks(self) -> frozenset[int]:
-        """The blocks with parameters that the user did not freeze."""
         units = self.view.structure.units_of_parameter
         return frozenset(
             block_of(unit) for name, is_trained in self.store.trainable.items() if is_trained for unit in units[name]
@@ -94,14 +87,14 @@ class Stage:
 
     @property
     def is_spread(self) -> bool:
-        """Whether each rank holds its own parameters only: in training, with more than one rank in a pipeline."""
+        """True if each rank holds only its own parameters: in training, with more than one rank per pipeline."""
         return self.reducer is not None and self.layout.pipeline_size > 1
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The model runs only this rank's stages inside; outside it has its own forward."""
+        """Restrict the model to this rank's stages inside; restore its original forward afterward."""
         self.view.install(*self.layout.units_of_rank(self.groups.position))
         try:
             yield
         finally:
-            self.view.remove()  # Also if the layout has changed inside: the view is one.
+            self.view.remove()  # Correct even if the layout changed inside: all layouts share one view.

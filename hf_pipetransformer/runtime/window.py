@@ -1,4 +1,4 @@
-"""A window of asynchronous training: optimizer steps that follow each other through the pipeline without a flush."""
+"""Window of asynchronous training: optimizer steps that follow each other without draining the pipeline."""
 
 from __future__ import annotations
 
@@ -22,27 +22,17 @@ from hf_pipetransformer.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a step, cut into units.
-
-    Args:
-        parts: the units, as they will be asked for.
-        shapes: of their activations.
-    """
+    """Batch of a step, cut into micro-batches, with the shapes of their activations."""
 
     parts: MicroBatches
     shapes: Sequence[tuple[int, ...]]
 
 
 class Window:
-    """Runs the steps between two drains; all ranks of a pipeline at their own pace, each in the same order.
+    """Executor of the steps between two drains of the pipeline.
 
-    A unit is a micro-batch, numbered from the beginning of the window on, as the steps are.
-
-    Args:
-        engine: of this rank's one stage.
-        groups: its place.
-        first_active_stage: stages below it run forwards only.
-        weights: what forwards and backwards see of the stage's.
+    Ranks run at different paces but in the same order, and have one stage each. A unit is a micro-batch; units and
+    steps are numbered from the beginning of the window.
     """
 
     def __init__(self, engine: Engine, groups: PipelineGroups, first_active_stage: int, weights: StageWeights) -> None:
@@ -64,7 +54,7 @@ class Window:
         self.run = own.begin((), self._units)
 
     def add(self, batches: Sequence[Batch]) -> None:
-        """Another step is known, and those before it."""
+        """Append the batches of the next step. Steps added early let forwards run ahead into them."""
         for batch in batches:
             self._units.add(batch, self._num_added)
         self._steps.append(list(batches))
@@ -72,11 +62,11 @@ class Window:
 
     @property
     def num_known(self) -> int:
-        """Steps that are under way or have not begun."""
+        """Number of steps added and not ended, including a running one."""
         return len(self._steps)
 
     def begin_batch(self) -> Row:
-        """This rank's part in the next batch: `advance` runs it, and what of later ones belongs between its units."""
+        """Return the next batch's action list, including forwards of later batches. Execute it with `run.advance`."""
         if not self._rows:
             self._rows.extend(self._rows_of_step())
         row = self._rows.popleft()
@@ -84,7 +74,7 @@ class Window:
         return row
 
     def end_step(self) -> None:
-        """The stage has updated its weights."""
+        """Remove the oldest step. Call after the stage's optimizer step."""
         size = _num_units(self._steps.popleft())
         self._before.append(size)
         while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
@@ -93,7 +83,7 @@ class Window:
         self._first_unit += size
 
     def _rows_of_step(self) -> Iterator[Row]:
-        """The step's row, cut behind the last backward of each batch; a frozen stage runs all of it first."""
+        """Yield the step's action list, cut after each batch's last backward; on a frozen stage all in one part."""
         (present, *later), rank = self._steps, self.groups.position
         sizes = [len(batch.shapes) for batch in present]
         row = step_row(
@@ -117,14 +107,14 @@ class Window:
         yield tuple(shifted[start:])
 
     def drain(self) -> None:
-        """The last step of the window is done: all that was sent has left this rank."""
+        """End the window after its last step, once all sends are complete."""
         self.run.drain()
         self.weights.end()
 
     def abandon(self) -> None:
-        """End the window after the present batch, the same on all ranks of the pipeline; a collective call of them.
+        """End the window after the current batch. Forwards that ran ahead into later batches must run again.
 
-        Forwards that ran ahead are for nothing: their units have to run again.
+        Collective: call on every rank of the pipeline, after the same batch.
         """
         posted = self.run.num_posted
         transfers = (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)
@@ -132,6 +122,7 @@ class Window:
         everyone = [torch.zeros_like(own) for _ in range(self.groups.pipeline_size)]
         group = self.groups.pipeline_control
         guarded(lambda: dist.all_gather(everyone, own, group=group), "agreeing on what is under way between stages")
+        # A receive of this rank matches a send of its neighbor, and a send matches a receive.
         nothing = [0] * len(transfers)
         rank, last = self.groups.position, self.groups.pipeline_size - 1
         below = everyone[rank - 1].tolist() if rank else nothing
@@ -147,14 +138,11 @@ class Window:
 
 
 class _Units:
-    """The units of a window by their number."""
-
     def __init__(self) -> None:
         self._where: dict[int, tuple[Batch, int, int]] = {}
         self._num = 0
 
     def add(self, batch: Batch, step: int) -> None:
-        """Those of a batch of `step`."""
         for position in range(len(batch.shapes)):
             self._where[self._num] = batch, position, step
             self._num += 1
@@ -164,12 +152,10 @@ class _Units:
         return replace(batch.parts[position], index=number, step=step)
 
     def shape(self, number: int) -> tuple[int, ...]:
-        """Of a unit's activation."""
         batch, position, _ = self._where[number]
         return batch.shapes[position]
 
     def forget(self, numbers: range) -> None:
-        """What has run on this rank."""
         for number in numbers:
             del self._where[number]
 
@@ -179,7 +165,10 @@ def _num_units(batches: Sequence[Batch]) -> int:
 
 
 def _behind(row: Sequence[Action], last: Action, start: int) -> int:
-    """Before the first computation behind `last`; the end of the row if `last` is not there from `start` on."""
+    """Return the position of the first computation after `last`, searching from `start`.
+
+    If it is not found, return `start` (the batch is empty), or the end of a list without backwards (a frozen stage).
+    """
     if last not in row[start:]:
         return start if any(action.op is Op.BACKWARD for action in row) else len(row)
     position = row.index(last, start) + 1

@@ -1,4 +1,4 @@
-"""The engine of a layout: this rank's stage programs, and the links between its stages and their neighbours."""
+"""Construction of a rank's engine for a layout: its stage programs and their links to neighboring stages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ from hf_pipetransformer.splitters.view import Compile, StageView
 
 @dataclass(frozen=True)
 class StageSettings:
-    """How the stages of a rank run, whatever the layout.
+    """Settings of a rank's stages that do not depend on the layout.
 
-    Args:
-        device: where this rank computes.
-        timeout: seconds that any rank may wait for another.
-        recompute: which forwards are run again, see `recomputed_micro_batches`.
-        meter: where the time of steps is written down.
-        compiled: what makes layers faster, see `StageView`.
+    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`.
     """
 
     device: torch.device
@@ -41,7 +36,7 @@ class StageSettings:
 def make_engine(
     view: StageView, probe: Probe, layout: Layout, groups: PipelineGroups, settings: StageSettings
 ) -> Engine:
-    """The engine of this rank's stages under `layout`."""
+    """Build the engine of this rank's stages under a layout."""
     stages = layout.stages_of(groups.position)
     programs = [_program(view, probe, layout, stage, settings) for stage in stages]
     links = [_links(probe, layout, groups, stage, settings) for stage in stages]
@@ -81,7 +76,7 @@ def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings
 
 def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, settings: StageSettings) -> StageLinks:
     def link(lower: int, direction: str, what: str) -> Link | Local | None:
-        """Across the boundary between `lower` and the stage above it, which is this stage or the next."""
+        """Return the link over the boundary between stage `lower` and the one above it; `stage` is one of the two."""
         if not 0 <= lower < layout.num_stages - 1:
             return None
         peer = lower if lower < stage else lower + 1

@@ -1,12 +1,12 @@
-"""Direction of the next updates: W^ = W - (sum of the coming learning rates) * dW, in place (PipeOptim, Eq. 5).
+"""Weight prediction in place: W^ = W - (sum of the coming learning rates) * dW (PipeOptim, Eq. 5).
 
-dW by optimizer (PipeOptim, Table I, with the decay of AdamW added):
+The direction dW depends on the optimizer (PipeOptim, Table I, plus the weight decay of AdamW):
 
-    SGD with momentum        the momentum buffer, from which the last update was made
-    Adam, AdamW              m^ / (sqrt(v^) + eps), with amsgrad the largest v; AdamW + decay * W
-    any other                (W before the last update - W after it) / its learning rate
+    SGD with momentum        the momentum buffer as of the last update
+    Adam, AdamW              m^ / (sqrt(v^) + eps), with the maximum v for amsgrad; for AdamW also + decay * W
+    any other                (W before the last update - W after it) / learning rate of that update
 
-`maximize` needs nothing: the optimizers' states are those of the negated gradient.
+`maximize` needs no special case: torch's optimizers negate the gradient before they update their state.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from hf_pipetransformer.schedules.weight_kinds import DirectionName
 Tensors = list[torch.Tensor]
 
 CHUNK_WEIGHTS = 1 << 22
-"""What a multi-tensor operation works on at once: its temporaries are that large, not as large as the stage."""
+"""Elements per multi-tensor operation. It bounds the temporaries, which would otherwise be as large as the stage."""
 
 
 class Buffers:
-    """Hands out room for a copy of the weights and takes it back: large allocations are slow.
-
-    Args:
-        values: the weights of the stage.
-    """
+    """Pool of copies of the weights, because large allocations are slow."""
 
     def __init__(self, values: Tensors) -> None:
         self._values = values
@@ -43,11 +39,10 @@ class Buffers:
 
     @property
     def bytes_held(self) -> int:
-        """Of all that were handed out, also those that came back."""
+        """Bytes of all copies ever made; copies given back are not freed."""
         return self._num_made * self._bytes
 
     def copy(self) -> Tensors:
-        """The weights as they are now, in room of their own."""
         if not self._spare:
             self._spare.append([torch.empty_like(value) for value in self._values])
             self._num_made += 1
@@ -57,12 +52,11 @@ class Buffers:
         return copy
 
     def give_back(self, copy: Tensors) -> None:
-        """Nobody needs that copy any more."""
         self._spare.append(copy)
 
 
 def exchange(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Each gets the other's values, with room for one tensor at a time."""
+    """Swap the values of two lists of tensors, one tensor at a time to save memory."""
     for one, other in zip(first, second, strict=True):
         values = one.clone()
         one.copy_(other)
@@ -70,7 +64,7 @@ def exchange(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> N
 
 
 def chunks(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Which tensors to work on together: as many as fit in `CHUNK_WEIGHTS`, at least one."""
+    """Yield slices of a list of tensors with at most `CHUNK_WEIGHTS` elements each, but at least one tensor."""
     start, total = 0, 0
     for index, tensor in enumerate(tensors):
         if index > start and total + tensor.numel() > CHUNK_WEIGHTS:
@@ -82,17 +76,14 @@ def chunks(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
 
 
 CACHED_WEIGHTS = 1 << 17
-"""What an operation on the host works on at once."""
+"""Elements per operation on the CPU, chosen to stay in its cache."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is moved of a weight. Its rows alone become what they become with all of it.
+    """Weight to be moved in place (number `index` over all parameter groups), or a copy of some of its rows.
 
-    Args:
-        index: of the weight, counted over all groups.
-        values: they are moved in place.
-        rows: `(count,)`, which of the weight's `values` are copies of, `(count, ...)`; None if they are all of it.
+    For the whole weight `rows` is None; else `rows` is `(count,)` and `values` is `(count, ...)`.
     """
 
     index: int
@@ -100,52 +91,45 @@ class Part:
     rows: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What belongs to `values` of something as large as the weight."""
+        """Select from a tensor of the weight's shape what corresponds to `values`."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
 
 class Direction(Protocol):
-    """Knows dW of each parameter."""
+    """Source of dW for each parameter."""
 
     def begin(self) -> None:
-        """A window begins: what an update left is forgotten."""
+        """Start a window: forget earlier updates."""
         ...
 
     def before_update(self) -> None:
-        """The gradients are those that the optimizer will use."""
+        """Observe the gradients that the optimizer is about to use."""
         ...
 
     def after_update(self) -> None: ...
 
     def is_known(self) -> bool:
-        """Whether any parameter has a dW yet."""
+        """Return True if any parameter has a dW yet."""
         ...
 
     def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
-        """Move parts of the weights.
-
-        Args:
-            rates: by how much: per parameter group the sum of the coming learning rates.
-            parts: of current weights.
-        """
+        """Move weights by the sum of the coming learning rates of each parameter group."""
         ...
 
     @property
     def bytes_held(self) -> int:
-        """Of what it keeps itself."""
+        """Bytes of state of this object, excluding the optimizer's state and copies from `Buffers`."""
         ...
 
 
 def make_direction(
     name: DirectionName, optimizer: Optimizer, buffers: Buffers, rates_now: Callable[[], list[float]]
 ) -> Direction:
-    """How predictions go on for an optimizer.
+    """Choose the direction for an optimizer. `buffers` must copy the parameters of all groups, in order.
 
-    Args:
-        buffers: for copies of the parameters of all groups in their order.
-        rates_now: learning rate of each parameter group in the next update.
+    `rates_now` returns the learning rate of each parameter group in the next update.
     """
-    # A class derived from them may step in another way.
+    # Exact types only, because a subclass may override `step`.
     if type(optimizer) in (Adam, AdamW):
         return _Adam(optimizer, with_decay=name == "optimizer")
     if name == "adam":
@@ -163,7 +147,6 @@ def _goes_by_buffer(group: dict[str, Any]) -> bool:
 def _grouped(
     optimizer: Optimizer, parts: Sequence[Part], rates: Sequence[float]
 ) -> Iterator[tuple[dict[str, Any], list[tuple[torch.Tensor, Part]], float]]:
-    """Each parameter group that moves, with its own of `parts`, each after its parameter, and its rate."""
     start = 0
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         own, end = group["params"], start + len(group["params"])
@@ -174,7 +157,7 @@ def _grouped(
 
 
 class _FromState:
-    """What the directions share that need nothing but the optimizer's state."""
+    """Base class of directions that need only the optimizer's state."""
 
     bytes_held = 0
 
@@ -195,7 +178,7 @@ class _FromState:
         return any(state.get(self.key) is not None for state in self.optimizer.state.values())
 
     def with_state(self, pairs: Sequence[tuple[torch.Tensor, Part]]) -> tuple[list[Part], list[dict[str, Any]]]:
-        """The parts that have a state, and that; weights that never had a gradient do not move."""
+        # Parameters without state have never had a gradient, so they do not move.
         states = [(part, self.optimizer.state.get(parameter, {})) for parameter, part in pairs]
         found = [(part, state) for part, state in states if state.get(self.key) is not None]
         return [part for part, _ in found], [state for _, state in found]
@@ -241,7 +224,7 @@ def _of(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Tensors:
 
 
 class _OwnMoments:
-    """Adam's moments of the gradients of this window, beside an optimizer that has none. Its defaults."""
+    """Adam direction for other optimizers: keeps its own moments, from this window, with Adam's default betas."""
 
     betas, eps = (0.9, 0.999), 1e-8
 
@@ -285,7 +268,7 @@ class _OwnMoments:
 
 
 class _LastUpdate:
-    """Goes on as the last update of the window went: dW is its finite difference over its learning rate."""
+    """Direction of the last update in the window: weight difference divided by learning rate."""
 
     def __init__(self, optimizer: Optimizer, buffers: Buffers, rates_now: Callable[[], list[float]]) -> None:
         self.optimizer = optimizer
@@ -313,7 +296,7 @@ class _LastUpdate:
 
     def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
         assert self._before is not None
-        # Where nothing was learnt, as at the first step of a warm-up, there is no direction.
+        # A learning rate of 0, as in the first step of a warm-up, gives no direction.
         updates = [rate / last if last else 0.0 for rate, last in zip(rates, self._rates, strict=True)]
         for _, pairs, num_updates in _grouped(self.optimizer, parts, updates):
             values = [part.values for _, part in pairs]
@@ -332,12 +315,9 @@ def adam_move(
     eps: float,
     rate: float,
 ) -> None:
-    """`values -= rate * m^ / (sqrt(v^) + eps)`, bias-corrected.
+    """Apply `values -= rate * m^ / (sqrt(v^) + eps)`, with the bias correction for `counts` updates.
 
-    Args:
-        first: m of each tensor.
-        second: v of each.
-        counts: updates that made them; on the device, they are not read from there.
+    `first` is m, `second` is v. Counts on a GPU stay there, to avoid a synchronization.
     """
     for part in chunks(values):
         steps: list[Any] = list(counts[part])
@@ -367,7 +347,7 @@ def _adam_move_on_host(
     value: torch.Tensor, first: torch.Tensor, second: torch.Tensor, count: float, betas: Sequence[float], eps: float,
     rate: float,
 ) -> None:  # fmt: skip
-    """`adam_move` of one tensor in pieces that stay in the processor's cache from operation to operation."""
+    # In pieces small enough to stay in the CPU cache between operations.
     correction, scale = (1 - betas[1] ** count) ** 0.5, -rate / (1 - betas[0] ** count)
     parts = (each.view(-1).split(CACHED_WEIGHTS) for each in (value, first, second))
     for own, m, v in zip(*parts, strict=True):

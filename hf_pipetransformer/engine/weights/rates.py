@@ -1,6 +1,6 @@
-"""Learning rates of the updates to come, and errors of predictions on a sample of a stage's weights.
+"""Coming learning rates, and prediction errors measured on a sample of a stage's weights.
 
-Embeddings that are predicted by rows are not sampled, under any kind: no forward sees most of their rows.
+The sample leaves out embeddings that may be predicted by row, because no forward sees most of their rows.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 ComingRates = Callable[[int], list[list[float]]]
-"""Gives per parameter group the learning rates of the next n updates."""
+"""Function of n that returns, for each parameter group, the learning rates of the next n updates."""
 
 
 def coming_rates(
     scheduler: Any, optimizer: torch.optim.Optimizer, num_left: Callable[[], int] | None = None
 ) -> ComingRates:
-    """Asks the schedule of a run where it can tell (a `LambdaLR`, as most of Trainer's are), else the rate stays.
+    """Return a function that looks up coming learning rates in the scheduler, which is stepped after each update.
 
-    What a scheduler of another kind will do depends on what is measured until then. Behind the run's last update
-    nothing moves, and a schedule is not asked: it may know no rate there.
-
-    Args:
-        scheduler: it is stepped after each update; None for none.
-        optimizer: whose parameter groups are meant.
-        num_left: updates until the end of the run; None for no end.
+    That works for a `LambdaLR`, which most of Trainer's schedulers are. Others, such as `ReduceLROnPlateau`, cannot be
+    evaluated in advance, so the current rate is assumed to stay. Rates after the run's last update are 0; `num_left`
+    returns the number of updates until then.
     """
     known: ComingRates = _Current(optimizer)
     if type(scheduler) is LambdaLR and len(scheduler.base_lrs) == len(optimizer.param_groups):
@@ -38,6 +34,7 @@ def coming_rates(
 
 @dataclass(frozen=True)
 class _UntilEnd:
+    # A user's lambda may fail for steps after the last one, so it is not called for them.
     known: ComingRates
     num_left: Callable[[], int]
 
@@ -47,7 +44,7 @@ class _UntilEnd:
 
 
 class _Scheduled:
-    """Rates by a `LambdaLR`: the next one as the group has it, those after it by the schedule."""
+    """Rates of a `LambdaLR`: the next one from the parameter group, later ones from the lambdas."""
 
     def __init__(self, scheduler: LambdaLR, optimizer: torch.optim.Optimizer) -> None:
         self.scheduler = scheduler
@@ -63,7 +60,7 @@ class _Scheduled:
 
 
 class _Current:
-    """The rates that the groups have. One that is a tensor is read once after each change, not at each call."""
+    """Current rates of the parameter groups. Tensor rates are read only after a change, to avoid synchronizing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -83,21 +80,18 @@ class _Current:
 
 
 MEASURED_EVERY = 8
-"""Of the units whose weights change between forward and backward, each so manieth is measured."""
+"""Interval of measured micro-batches, counting those with an update between their forward and backward."""
 
 SAMPLED_WEIGHTS = 1 << 18
-"""Of a stage, at most."""
+"""Maximum number of sampled weights of a stage."""
 
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """Means over the measured units.
+    """Mean prediction errors over `num_units` micro-batches with on average `s` updates from forward to backward.
 
-    Args:
-        num_units: that were measured.
-        s: updates between forward and backward.
-        error: `||W^ - W|| / ||W||`, W^ what the forward saw, W the stage's weights as its backward began.
-        error_unpredicted: the same for the weights that were current in the forward.
+    `error` is `||W^ - W|| / ||W||`, with W^ the weights that the forward used and W those when the backward began;
+    `error_unpredicted` is the same with W^ the current weights at the time of the forward.
     """
 
     num_units: int
@@ -108,7 +102,7 @@ class PredictionErrors:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of a unit in flight: what was current in its forward, and what that saw."""
+    """Weight samples from the forward of a micro-batch: the current weights, and those that the forward used."""
 
     s: int
     current: torch.Tensor
@@ -116,7 +110,7 @@ class Sample:
 
 
 class ErrorMeter:
-    """Sums up on the device; nothing is read from it before `take`."""
+    """Accumulator of prediction errors, on the device; only `take` synchronizes with it."""
 
     def __init__(self) -> None:
         self._num_seen = 0
@@ -125,22 +119,21 @@ class ErrorMeter:
         self._sums: torch.Tensor | None = None
 
     def watch(self, values: Sequence[torch.Tensor]) -> None:
-        """From now on these are the weights of the stage that are sampled."""
         self._values = list(values)
         self._stride = _stride([value.numel() for value in self._values])
 
     def is_due(self) -> bool:
-        """Whether the next unit, one with updates ahead, is to be measured."""
+        """Count a micro-batch that has updates before its backward; return True if it is to be measured."""
         self._num_seen += 1
         return bool(self._values) and (self._num_seen - 1) % MEASURED_EVERY == 0
 
     def sample(self) -> torch.Tensor:
-        """The same weights each time, as one vector."""
+        """Return the sampled weights as one float32 vector: the same elements each time."""
         parts = [value.reshape(-1)[:: self._stride] for value in self._values]
         return torch.cat([part.to(parts[0].device, torch.float32) for part in parts])
 
     def add(self, forward: Sample) -> None:
-        """The backward of that unit begins."""
+        """Add the errors of a micro-batch whose backward is about to begin."""
         now = self.sample()
         scale = torch.linalg.vector_norm(now).clamp_min(torch.finfo(now.dtype).tiny)
         errors = [torch.linalg.vector_norm(was - now) / scale for was in (forward.seen, forward.current)]
@@ -150,7 +143,7 @@ class ErrorMeter:
         self._sum_of_s += forward.s
 
     def take(self) -> PredictionErrors | None:
-        """The means since the last call."""
+        """Return the means since the last call; None if nothing was measured."""
         if self._sums is None:
             return None
         count = self._num_units
@@ -161,6 +154,7 @@ class ErrorMeter:
 
 
 def _stride(sizes: Sequence[int]) -> int:
-    """Odd, as rows are even; what each tensor rounds up fits too."""
+    """Return the sampling stride, odd so that it does not pick the same columns of even-sized rows."""
+    # Each tensor may round its count up by one; `room` leaves space for that.
     total, room = sum(sizes), max(1, SAMPLED_WEIGHTS - len(sizes))
     return 1 if total <= SAMPLED_WEIGHTS else -(-total // room) | 1

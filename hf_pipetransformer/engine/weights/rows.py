@@ -1,8 +1,8 @@
-"""Predicted weights in place of the current ones, and casts that autocast made of them.
+"""Temporary replacement of the current weights by predicted ones, and of autocast's copies of them.
 
-Embeddings are predicted by the rows that are looked up, all other weights whole: the forward of an embedding reads a
-few of its rows, its backward reads none. Autograd keeps a weight by reference, but its cast to a lower precision is a
-copy of the forward's values, so a backward with other weights casts again.
+For embeddings only the looked-up rows are predicted, because the forward reads few rows and the backward none. All
+other weights are predicted whole. Autograd saves a weight by reference, but autocast's low-precision copy of it by
+value, so a backward that must use other weights than its forward has to cast again (`casting_again`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ _CAST = "ToCopyBackward0"
 
 
 def is_autocast_on(device_type: str) -> bool:
-    """Whether computations on such a device are cast here."""
     return torch.is_autocast_enabled(device_type)
 
 
 def casting_again(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Forwards inside keep, in place of a cast of one of `parameters`, what makes it anew in the backward."""
+    """Make forwards inside save a recipe for each autocast copy of `parameters`; the backward casts again."""
     by_identity = {id(parameter): parameter for parameter in parameters}
 
     def pack(saved: torch.Tensor) -> torch.Tensor | _Cast:
         parameter = cast_parameter(saved, by_identity)
         if parameter is not None:
             return _Cast(parameter, saved.dtype, saved.size(), saved.stride(), int(saved.storage_offset()))
-        # What is kept as it is would keep itself alive.
+        # Returning `saved` itself, with its graph, could create a reference cycle and leak memory.
         return saved.detach()
 
     def unpack(kept: torch.Tensor | _Cast) -> torch.Tensor:
@@ -52,14 +51,14 @@ def casting_again(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[
 
 
 def cast_parameter(tensor: torch.Tensor, parameters: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The parameter, one of `parameters` by identity, that `tensor` is a view of a cast of; else None."""
+    """Return the one of `parameters` (keyed by `id`) that `tensor` is a cast of, or a view of a cast; else None."""
     node: Any = tensor.grad_fn
     num_casts = 0
     while node is not None and (name := node.name()) in _VIEWS | {_CAST}:
         if name == _CAST:
             num_casts += 1
         elif num_casts:
-            return None  # A view of the parameter before it was cast: the strides tell nothing of it.
+            return None  # The cast is of a view of the parameter, which `_Cast.again` could not repeat.
         node = node.next_functions[0][0]
     if num_casts != 1 or node is None or not node.name().endswith("AccumulateGrad"):
         return None
@@ -68,8 +67,6 @@ def cast_parameter(tensor: torch.Tensor, parameters: Mapping[int, torch.Tensor])
 
 @dataclass(frozen=True)
 class _Cast:
-    """A view of the cast of a parameter."""
-
     parameter: torch.Tensor
     dtype: torch.dtype
     size: torch.Size
@@ -77,26 +74,22 @@ class _Cast:
     offset: int
 
     def again(self) -> torch.Tensor:
-        """With the values of now."""
         return self.parameter.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class PredictedWeights:
-    """Moves the weights of a stage to where a direction says, and back.
+    """Weights of a stage that can be moved to their predicted values and back.
 
-    An embedding is moved by rows once it was seen to be called: one whose weight is only read in another way (the
-    relative positions of DeBERTa) is moved whole, as all weights are.
+    An embedding is moved by rows only after it has been called once. Until then it is moved whole, like other weights,
+    because a model may read the weight without calling the module (DeBERTa's relative positions do).
 
-    Args:
-        values: of the parameters, sharing their storage.
-        parameters: in the order of the optimizer's groups.
-        modules: of the stage's model, among which embeddings are looked for.
+    `values` must share the storage of `parameters`, which are in the order of the optimizer's parameter groups.
     """
 
     def __init__(self, values: Tensors, parameters: Sequence[torch.Tensor], modules: Iterable[nn.Module] = ()) -> None:
         self._values = values
         self.embeddings = find_embeddings(modules, parameters)
-        """By index, those that may be moved by rows."""
+        """Embedding modules by parameter index, for the parameters that may be moved by rows."""
         self._called: set[int] = set()
         self._rows = frozenset[int]()
         self._buffers = Buffers(values)
@@ -104,17 +97,17 @@ class PredictedWeights:
 
     @property
     def bytes_held(self) -> int:
-        """Of copies of the weights that are moved whole."""
+        """Bytes of the copies of the weights that are moved whole."""
         return self._buffers.bytes_held
 
     @property
     def others(self) -> Tensors:
-        """The weights that are never moved by rows."""
+        """Weights that are never moved by rows."""
         return [value for index, value in enumerate(self._values) if index not in self.embeddings]
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """A forward inside shows which embeddings are called."""
+        """Record which embeddings are called by forwards inside."""
         with ExitStack() as hooks:
             for index in self.embeddings.keys() - self._called:
                 for module in self.embeddings[index]:
@@ -124,7 +117,7 @@ class PredictedWeights:
 
     @contextmanager
     def showing(self, direction: Direction, rates: Sequence[float]) -> Iterator[None]:
-        """Every pass inside sees the weights that `direction` predicts with these sums of rates."""
+        """Replace the weights inside by those predicted for the sum of coming learning rates of each group."""
         parts = self._whole_parts()
         current = self._buffers.copy()
         with ExitStack() as hooks:
@@ -138,7 +131,7 @@ class PredictedWeights:
                         hooks.callback(module.register_forward_hook(self._move_back).remove)
                 yield
             finally:
-                self._move_back()  # After a fault in a call.
+                self._move_back()  # In case a call raised, which skips its forward hook.
                 if parts:
                     torch._foreach_copy_([part.values for part in parts], current)
                 self._buffers.give_back(current)
@@ -155,10 +148,10 @@ class PredictedWeights:
     def _move_rows(
         self, direction: Direction, rates: Sequence[float], index: int, _: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        """An embedding is called. How many different rows it reads is not asked for: a device would have to answer."""
+        # Repeated ids are moved repeatedly: `unique` would synchronize with the device.
         value, ids = self._values[index], (args[0] if args else kwargs["input"]).reshape(-1)
         if ids.numel() < len(value):
-            ids = ids.long()  # What is written by needs them so.
+            ids = ids.long()  # `index_copy_` accepts only int64.
             current = value.index_select(0, ids)
             part = Part(index, current.clone(), ids)
             direction.go(rates, [part])
@@ -180,10 +173,10 @@ class PredictedWeights:
 def find_embeddings(
     modules: Iterable[nn.Module], parameters: Sequence[torch.Tensor]
 ) -> dict[int, tuple[nn.Embedding, ...]]:
-    """Of the parameters that are trained, those that only plain embeddings hold, by index, and these.
+    """Return, by index, the trained parameters that only plain embeddings hold, with these embeddings.
 
-    Not taken are subclasses and modules with a `forward` of their own, which may read the weight in another way, those
-    that write to it as they are called (`max_norm`), and those with sparse gradients.
+    Plain excludes subclasses and instances with an overridden `forward`, which may read the weight in other ways;
+    `max_norm`, which writes to the weight in the forward; and sparse gradients.
     """
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for module in modules:

@@ -1,7 +1,9 @@
-"""The weights of one stage, as its forwards and backwards see them.
+"""Weight versions of one stage in asynchronous training: each forward and backward sees the version it should.
 
-Other values are written into the storage of the parameters, past their version counters, and the current ones come
-back after the pass. What autograd kept by reference (a parameter, its transpose) is read from there in the backward.
+For the duration of a pass, other values are written into the parameters' storage, without bumping autograd's version
+counters. Tensors that autograd saved by reference (a parameter, its transpose) show those values in the backward.
+
+Here a unit is a micro-batch of a window, and version n is the weights after n updates in the window.
 """
 
 from __future__ import annotations
@@ -26,28 +28,20 @@ from hf_pipetransformer.schedules.weight_kinds import ForwardPass, WeightKind
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A unit between the beginning of its forward and the end of its backward."""
-
     version: int
     sample: Sample | None
 
 
 class StageWeights:
-    """Has each pass of a window see the weights that a kind wants, over all updates that come in between.
+    """Weights of a stage, switched to the version that the weight kind demands for each pass of a window.
 
-    Units and steps are counted in the window. Whoever drives it enters `autocast`, if any, before `forward` and
-    `backward`, and calls `before_update` and `after_update` from the optimizer's hooks.
+    Units and steps are numbered from the start of the window. Call `before_update` and `after_update` from the
+    optimizer's step hooks. Enter autocast before `forward` and `backward`, or set `casts`.
 
     Args:
-        kind: which weights.
-        stage: of `num_stages`.
-        num_stages: K.
-        optimizer: as torch has it, of the stage's parameters; those outside its groups stay as they are.
-        coming_rates: per parameter group the learning rates of the next n updates.
-        units_per_step: A, of a complete step; only kinds that predict beyond a unit's own step ask.
-        say: tells the user something once.
-        casts: whether passes run under autocast, which they enter themselves.
-        modules: of the stage's model. Of embeddings among them only the rows that are looked up are predicted.
+        optimizer: torch optimizer of the stage's parameters. Parameters outside its groups always stay current.
+        units_per_step: number of units A of a complete step. Used only by kinds that predict beyond a unit's own step.
+        casts: True if the passes enter autocast themselves.
     """
 
     def __init__(
@@ -78,17 +72,17 @@ class StageWeights:
 
     @property
     def num_updates(self) -> int:
-        """Of the window."""
+        """Number of updates since the window began."""
         return self._num_updates
 
     @property
     def bytes_held(self) -> int:
-        """Of copies right now, and of what predictions need of their own, beside the current weights."""
+        """Bytes of copies of the weights and of the direction's own state."""
         of_direction = 0 if self._direction is None else self._direction.bytes_held
         return self._buffers.bytes_held + self._predicted.bytes_held + of_direction
 
     def begin(self) -> None:
-        """A window begins: nothing is in flight, no update done."""
+        """Start a window with nothing in flight."""
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._values: Tensors = [parameter.data for parameter in self._parameters]
         self._num_updates = 0
@@ -96,7 +90,7 @@ class StageWeights:
         self._meter.watch(self._predicted.others)
 
     def end(self) -> None:
-        """Drained or abandoned: nothing is kept but the current weights."""
+        """End a window that was drained or abandoned: keep only the current weights."""
         self._updating.close()
         self._in_flight: dict[int, _InFlight] = {}
         self._first_units: dict[int, int] = {}
@@ -107,10 +101,10 @@ class StageWeights:
 
     @contextmanager
     def forward(self, unit: int, step: int) -> Iterator[None]:
-        """The forward of `unit`, whose gradient goes into `step`.
+        """Run the forward of `unit` inside. Its gradient belongs to `step`.
 
         Raises:
-            ValueError: that step is done.
+            ValueError: the update of that step is already done.
         """
         if step < self._num_updates:
             raise ValueError(
@@ -134,7 +128,7 @@ class StageWeights:
 
     @contextmanager
     def backward(self, unit: int, step: int) -> Iterator[None]:
-        """The backward of `unit`, whose gradient goes into `step`."""
+        """Run the backward of `unit` inside. Its gradient belongs to `step`."""
         if not self._parameters:
             yield
             return
@@ -145,7 +139,7 @@ class StageWeights:
             yield
 
     def before_update(self) -> None:
-        """`optimizer.step()` comes: what is still needed of the weights is kept."""
+        """Save the weights that later passes need, before `optimizer.step()`."""
         if not self._parameters:
             return
         if self._direction is not None:
@@ -154,11 +148,11 @@ class StageWeights:
         self._drop(needed)
         if self._num_updates in needed:
             self._kept[self._num_updates] = self._buffers.copy()
-        # Backwards of forwards before it are not to be refused: they are meant to see what is there then.
+        # Without this, autograd would reject the backwards of earlier forwards because their saved weights changed.
         self._updating.enter_context(_unsafe_preserve_version_counter(tuple(self._parameters)))
 
     def after_update(self) -> None:
-        """`optimizer.step()` is done."""
+        """Count the update. Call after `optimizer.step()`."""
         self._updating.close()
         self._num_updates += 1
         if not self._parameters:
@@ -173,7 +167,7 @@ class StageWeights:
             del self._first_units[step]
 
     def take_errors(self) -> PredictionErrors | None:
-        """The mean errors of the units measured since the last call; None if none was."""
+        """Return the mean prediction errors since the last call; None if no unit was measured."""
         return self._meter.take()
 
     def _check_storage(self) -> None:
@@ -195,7 +189,7 @@ class StageWeights:
         return make_direction(self.kind.direction, self.optimizer, self._buffers, rates_now)
 
     def _showing(self, version: int) -> AbstractContextManager[None]:
-        """That version is in the parameters."""
+        """Show a version in the parameters: a kept one, a predicted one, or the current one."""
         ahead = version - self._num_updates
         if ahead < 0:
             return self._showing_kept(version)
@@ -224,7 +218,7 @@ class StageWeights:
 
     @contextmanager
     def _casts_forgotten(self) -> Iterator[None]:
-        """Autocast keeps the casts of parameters until its outermost block ends: not those of other values."""
+        """Clear autocast's cache before and after, because it would return casts of values swapped out meanwhile."""
         if not self._is_cast():
             yield
             return
@@ -238,7 +232,7 @@ class StageWeights:
         return self.casts or is_autocast_on(self._parameters[0].device.type)
 
     def _backward_differs(self, version: int, step: int) -> bool:
-        """Whether the backward of a unit of `step`, whose forward sees `version`, may see other values."""
+        """Return True if the backward of a unit of `step` may see other values than its forward at `version`."""
         return self.kind.backward_version(version, step) != version or version > self._num_updates
 
     def _can_predict(self) -> bool:
@@ -262,13 +256,9 @@ class StageWeights:
 
 
 class VersionedProgram:
-    """Runs another program's forwards and backwards, each with weights of its own.
+    """Wrapper of a stage program that runs each pass with the weight version that `weights` selects.
 
-    A forward that is run again before its backward sees the weights of the backward.
-
-    Args:
-        program: what is run.
-        weights: of the stage.
+    A recomputed forward sees the weights of its backward.
     """
 
     def __init__(self, program: StageProgram, weights: StageWeights) -> None:
