@@ -1,8 +1,8 @@
-"""Which draw of a random sample an epoch takes: a new one, or one of the views that are stored. Pure.
+"""Choice of the draw of a random sample in each epoch: a new one, or one of the stored views. Pure.
 
-A *draw* is a sample as a random transform or collator gave it in one epoch, which is its number. A *view* is a place
-for one draw of a sample; there are V of each. An *item* is one integer that names sample, draw and view: loaders, tags
-and the activation cache hand it on where otherwise the sample's index goes.
+A *draw* is a sample as a random transform or collator returned it in one epoch, and its number is that epoch. A *view*
+is a slot for one draw of a sample; each sample has V views. An *item* is one integer that encodes sample, draw and
+view; loaders, tags and the activation cache pass it on where they otherwise use the sample's index.
 """
 
 from __future__ import annotations
@@ -23,36 +23,31 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 @dataclass(frozen=True)
 class ItemCode:
-    """How one integer names a sample, a draw of it and a view. The first ones are draw 0 of each sample, in view 0.
-
-    Args:
-        num_samples: of the data set.
-        num_views: V, 1 or more.
-    """
+    """Encoding of a sample, a draw of it and a view as one integer. Items below `num_samples` are draw 0 in view 0."""
 
     num_samples: int
     num_views: int
 
     def items(self, samples: Numbers, draws: Numbers, views: Numbers) -> Numbers:
-        """`(n,)` from samples, numbers of draws and numbers of views, `(n,)` each."""
+        """Return the items `(n,)` of samples, draw numbers and view numbers, `(n,)` each."""
         return (draws * self.num_views + views) * self.num_samples + samples
 
     def samples_of(self, items: Any) -> Any:
-        """Index in the data set; of an integer, or `(n,)`."""
+        """Return the index in the data set, of an integer or `(n,)`."""
         return items % self.num_samples
 
     def draws_of(self, items: Any) -> Any:
-        """Number of the draw; of an integer, or `(n,)`."""
+        """Return the number of the draw, of an integer or `(n,)`."""
         return items // (self.num_samples * self.num_views)
 
     def rows_of(self, items: Any) -> Any:
-        """Row in a store with V rows a sample; of an integer, or `(n,)`."""
+        """Return the row in a store with V rows per sample, of an integer or `(n,)`."""
         return items % self.num_samples * self.num_views + items // self.num_samples % self.num_views
 
 
 @dataclass
 class _Turns:
-    """Where the samples stand after an epoch: draw of each view, draws made, the view that was last taken."""
+    """State of all samples after an epoch: draw in each view, number of draws made, and the view used last."""
 
     epoch: int
     draws: Numbers
@@ -62,24 +57,22 @@ class _Turns:
 
 @dataclass
 class Views:
-    """The views of all samples of a data set.
+    """Views of all samples of a data set.
 
-    Until views begin each epoch draws anew. From epoch `first` on, with V=2 and one sample that is drawn anew in the
-    fourth epoch:
+    Until views begin, each epoch makes new draws. From epoch `first` on, with V=2 and one sample that is drawn again
+    in the fourth epoch:
 
         epoch - first                        0   1   2   3   4   5
         view                                 0   1   0   0   1   0
         epoch - first in which it was drawn  0   1   0   3   1   3
 
-    The first V epochs draw each sample once and fill its views. Later ones take them in turn, but for a share of the
-    samples, drawn by (seed, epoch, sample), of which a new draw replaces the oldest view; the turn goes on behind it.
-    Nothing here hangs on what is stored, on ranks or on the place in the epoch.
+    The first V epochs draw each sample once and fill its views. Later epochs use the views in turn, except for a share
+    of the samples, chosen by (seed, epoch, sample): a new draw replaces their oldest view, and the turn continues
+    after it. Nothing here depends on what is stored, on ranks or on the position in the epoch.
 
     Args:
-        code: names the items; it knows the number of samples and V.
-        seed: of the draws and of the choice of samples that are drawn anew.
         first: epoch in which views began; None before.
-        shares: first epoch, and the share of the samples that are drawn anew from then on; the last one counts.
+        shares: pairs of a first epoch and the share of samples to draw again from then on; the last one applies.
     """
 
     code: ItemCode
@@ -90,10 +83,10 @@ class Views:
     _turns: _Turns | None = field(default=None, init=False, repr=False)
 
     def follow(self, is_stored: bool, share: float) -> None:
-        """A decision in the present epoch: whether views are stored from now on, and the share to draw anew.
+        """Apply a decision of the present epoch: if views are stored from now on, and the share to draw again.
 
-        It holds from the next epoch on, for part of this one may be drawn. The first V epochs draw anew in
-        any case.
+        It applies from the next epoch on, because part of this one may be drawn already. The first V epochs always
+        make new draws.
         """
         if not is_stored and self.first is None:
             return
@@ -106,7 +99,7 @@ class Views:
         self.shares = (*earlier, (self.epoch + 1, share))
 
     def items(self, samples: list[int]) -> list[int]:
-        """What the present epoch takes of these samples."""
+        """Return the items that the present epoch uses for these samples."""
         index = np.asarray(samples, dtype=np.int64)
         if self.first is None or self.epoch < self.first:
             views, draws = np.zeros_like(index), np.full_like(index, self.epoch)
@@ -150,12 +143,11 @@ class Views:
     # ---- a checkpoint ----
 
     def state(self) -> dict[str, Any]:
-        """As JSON values, what a run that goes on must know."""
         shares = [list(known) for known in self.shares]
         return {"num_views": self.code.num_views, "seed": self.seed, "first": self.first, "shares": shares}
 
     def load_state(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Go on in `epoch`. What was stored as other views, or by another seed, is nothing to these."""
+        """Continue in `epoch`; the state of another number of views or another seed is ignored."""
         self.epoch = epoch
         if state is None or (state["num_views"], state["seed"]) != (self.code.num_views, self.seed):
             return
@@ -164,7 +156,7 @@ class Views:
 
 
 def uniform(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.float64]:
-    """`(num_samples,)` numbers in [0, 1), drawn by seed, epoch and sample (SplitMix64)."""
+    """Return `(num_samples,)` numbers in [0, 1), determined by seed, epoch and sample (SplitMix64)."""
     with np.errstate(over="ignore"):
         start = _mixed(_mixed(np.uint64(seed % 2**64)) ^ np.uint64(epoch % 2**64))
         mixed = _mixed(start + np.arange(1, num_samples + 1, dtype=np.uint64) * _GOLDEN)

@@ -1,4 +1,4 @@
-"""Batches: cutting them into samples, counting what a loss averages over, padding, joining, tags of stored samples."""
+"""Batch operations: splitting, counting the items a loss averages over, padding, joining, tags of stored samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
 
 @dataclass(frozen=True)
 class CacheTags:
-    """The samples of a batch or micro-batch as the activation cache sees them.
+    """Tags of a batch's or micro-batch's samples for the activation cache.
 
     Args:
         samples: index of each sample in the data set, `(batch,)`, int64.
-        num_layers: layers whose output is known for each sample, `(batch,)`, int64; 0: it starts from its input.
-        digests: of each sample's input, `(batch,)`, int64; 0 where the sample was not read.
-        stamp: number of the weights, as the cache counts them, that `num_layers` is about.
-        hidden: the stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows with 0 layers hold
-            nothing. None on later stages, and if nothing is stored.
+        num_layers: number of layers whose output is known for each sample, `(batch,)`, int64; 0: computed from its
+            input.
+        digests: digest of each sample's input, `(batch,)`, int64; 0 if the sample was not read.
+        stamp: the cache's version number of the weights that `num_layers` refers to.
+        hidden: stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows with 0 layers are
+            unused. None on later stages, and if nothing is stored.
     """
 
     samples: torch.Tensor
@@ -35,44 +36,43 @@ class CacheTags:
     hidden: torch.Tensor | None
 
     def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with this in it, so that it is cut, padded and sent on with the batch."""
+        """Return the batch with these tags as entries, so they are cut, padded and sent with it."""
         stamps = torch.full_like(self.samples, self.stamp)
         own = {_SAMPLES: self.samples, _NUM_LAYERS: self.num_layers, _DIGESTS: self.digests, _STAMP: stamps}
         return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
 
 
 def detach_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], CacheTags | None]:
-    """A batch's inputs of the model, and its tags."""
+    """Split a batch into the model's inputs and its tags; None for a batch without tags."""
     inputs = dict(batch)
     about = [inputs.pop(key, None) for key in (_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP)]
     hidden = inputs.pop(_HIDDEN, None)
     if any(values is None for values in about):
         return inputs, None
-    # Trainer puts whole batches on the device in evaluation; indices are for the files.
+    # In evaluation Trainer moves whole batches to the device, but the cache needs its tags on the CPU.
     samples, num_layers, digests, stamps = (values.cpu() for values in about)
     return inputs, CacheTags(samples, num_layers, digests, int(stamps[0]), hidden)
 
 
 def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch as the later stages need it: stored activations reach them through the pipeline."""
+    """Return the batch for the later stages, which get stored activations through the pipeline."""
     return {key: value for key, value in batch.items() if key != _HIDDEN}
 
 
 IGNORED_LABEL = -100
 _UP_TO_THE_END = ("attention_mask",)
-"""What a slice reads of all tokens up to its own end."""
+"""Entries of which a token slice needs all tokens up to its own end."""
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Samples in a batch: the first dimension of its first tensor that has one; 0 for an empty batch."""
+    """Return the first dimension of the first tensor that has one; 0 for an empty batch."""
     return next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0)
 
 
 def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    """Cut a batch along its first dimension into at most `num_microbatches` parts that differ by one sample at most.
+    """Split a batch along its first dimension into at most `num_microbatches` parts of nearly equal size.
 
-    A batch with fewer samples than micro-batches gives one micro-batch a sample. What has no sample dimension goes to
-    every micro-batch.
+    Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch.
     """
     size = batch_size(inputs)
     if size == 0:
@@ -83,13 +83,12 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
 
 
 def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
-    """The given samples of a batch."""
     size = batch_size(inputs)
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
 
 
 def with_shifted_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch that says for each token which one follows: the last token of a slice predicts the next one's first."""
+    """Add `shift_labels`: the last token of a slice predicts the first token of the next slice."""
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or "shift_labels" in inputs:
         return dict(inputs)
@@ -98,13 +97,13 @@ def with_shifted_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[str, Any]]:
-    """The slices of a batch whose sequences have `bounds[-1]` tokens; none without bounds.
+    """Cut a batch whose sequences have `bounds[-1]` tokens into token slices; none without bounds.
 
-    Tensors `(batch, seq, ...)` are cut, of an attention mask each slice gets all up to its end.
+    Tensors `(batch, seq, ...)` are cut; of an attention mask, each slice gets all tokens up to its own end.
 
     Raises:
-        ValueError: an attention mask is no `(batch, seq)`, or rows hold several texts, which models tell apart by
-            their positions in whole rows only.
+        ValueError: the attention mask is not `(batch, seq)`, or rows are packed from several texts, which models tell
+            apart only by position ids in whole rows.
     """
     if not bounds:
         return []
@@ -127,7 +126,7 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
             return value
         own = value[:, 0 if name in _UP_TO_THE_END else start : stop]
-        # Losses flatten labels by `view`.
+        # Transformers' losses flatten labels with `view`, which needs contiguous memory.
         return own.contiguous() if name in ("labels", "shift_labels") else own
 
     whole = with_shifted_labels(inputs)
@@ -137,7 +136,7 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
 
 
 def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """The samples of a batch at the positions `rows`, `(n,)`, int64."""
+    """Return the samples of a batch at the positions `rows`, `(n,)`, int64."""
     size = batch_size(inputs)
 
     def taken(value: Any) -> Any:
@@ -157,13 +156,12 @@ def _has_samples(value: Any, size: int) -> bool:
 
 
 def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
-    """How many items the mean of the model's own loss runs over.
+    """Count the items that the mean of the model's own loss runs over.
 
-    Labels that are not ignored (-100) for class labels of samples or tokens, all elements for float targets, answers
-    inside the sequence for question answering, samples where there are no labels.
+    Class labels count unless ignored (-100), float targets count by element, question answering counts answers inside
+    the sequence, and a batch without labels counts its samples.
 
     Args:
-        inputs: a batch or micro-batch.
         shifts_labels: the loss predicts the next token, so position 0 is never a target.
     """
     labels = inputs.get("shift_labels")
@@ -180,7 +178,7 @@ def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
 
 
 def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The output of a batch from those of its micro-batches: tensors are concatenated, scalars weighted and summed."""
+    """Join the outputs of micro-batches: concatenate tensors, sum scalars with `weights`."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.dim() == 0:
@@ -195,13 +193,13 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
-    """Padded length of a batch of text; 0 for an empty one."""
+    """Return the padded length of a batch of text; 0 for an empty one."""
     value = batch.get(main_input)
     return value.shape[1] if isinstance(value, torch.Tensor) else 0
 
 
 def fill_value(key: str, main_input: str, pad_token_id: int) -> int:
-    """What fills an entry of a batch of text beyond a sample's tokens: a padding token, -100 for labels, else zero."""
+    """Return the padding of a batch entry: the padding token for the main input, -100 for labels, else zero."""
     return pad_token_id if key == main_input else IGNORED_LABEL if key == "labels" else 0
 
 
@@ -214,8 +212,7 @@ def pad_batch(
 ) -> dict[str, Any]:
     """Pad every `(batch, seq, ...)` tensor of a batch on the right to `(batch, length, ...)`.
 
-    Tokens get the padding token, labels -100, everything else (masks, segment ids) zero: what a padding collator that
-    saw the whole global batch would have given.
+    Padding matches a collator that saw the whole global batch: see `fill_value`, which `fills` overrides by entry.
     """
     current = sequence_length(batch, main_input)
     if current == length:

@@ -1,4 +1,4 @@
-"""Loaders that one rank reads for all: dispatched batches, and streams."""
+"""Loaders for which rank 0 reads all samples: dispatched batches and streams."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from hf_pipetransformer.data.rng import SharedDraws, States, present_states, set
 
 
 class DealtLoader(PipelineLoader):
-    """Yields this replica's part of every global batch, on every stage of its pipeline.
+    """Loader that yields this replica's part of every global batch, on every stage of its pipeline.
 
-    Rank 0, which is stage 0 of replica 0 under every layout, reads and collates global batches as one process would,
-    one batch ahead as accelerate does, and sends each replica its samples. So what data set and collator draw from
-    torch, numpy, Python or a generator of their own is what they draw in one process, and a transition changes
-    nothing of it.
+    Rank 0, which is stage 0 of replica 0 under every layout, reads and collates global batches like a single process,
+    one batch ahead as accelerate does, and sends each replica its samples. Random draws of the data set and collator,
+    from global generators or their own, therefore match a single process, and a transition does not change them.
 
-    For the arguments see `PipelineLoader`; `loader` reads global batches, and rank 0 alone iterates it.
+    See `PipelineLoader` for the arguments; `loader` reads global batches.
     """
 
     def __init__(
@@ -43,12 +42,12 @@ class DealtLoader(PipelineLoader):
     ) -> None:
         super().__init__(loader, groups, placeholders, timeout, total_batch_size, is_training, shared)
         self.num_seen = 0
-        """Samples of all replicas since the epoch began."""
+        """Number of samples of all replicas since the epoch began."""
         self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
         self._coming: Iterator[Any] = iter(())
-        # Batches that were read ahead, None behind the last one of an epoch.
+        # Batches that were read ahead; None follows the last one of an epoch.
         self._ahead: deque[Any] = deque()
-        # What the latest batches were drawn from, in the order in which they were.
+        # RNG states before each of the latest batches, oldest first.
         self._drawn_from: deque[States] = deque()
         self._size = 0
         self._last: int | None = None
@@ -58,11 +57,14 @@ class DealtLoader(PipelineLoader):
         self.groups = groups
 
     def ahead(self) -> tuple[States, int] | None:
-        """A run that goes on from here draws these batches again, and then from the generators as they are now."""
+        """Return the RNG states from which a resumed run draws the batches read ahead again, and their number.
+
+        After them it continues from the generators as they are now.
+        """
         is_at_end = not self.num_ahead and (not self._ahead or self._ahead[0] is None)
         if is_at_end or not self._reads:
             return None
-        # An iterator that has come to its end has nothing ahead, and looked once too often.
+        # An exhausted iterator has no batch ahead, but the fetch that found its end may have drawn too: count it.
         count = self.num_ahead + max(1, len(self._ahead))
         return self._drawn_from[-count], count
 
@@ -98,7 +100,7 @@ class DealtLoader(PipelineLoader):
         return self._last is not None and self._next > self._last
 
     def _open(self) -> None:
-        """Begin to read. A run that goes on within an epoch had drawn what is drawn to come to its place."""
+        """Begin to read; skipping to the position of a resumed run leaves the RNG states as they were."""
         (saved, count), self._saved_ahead = self._saved_ahead or (None, 1), None
         present = self._states() if self._next else None
         with self._drawing():
@@ -113,12 +115,12 @@ class DealtLoader(PipelineLoader):
             set_states(present)
 
     def _at_next(self) -> Iterator[Any]:
-        """The loader's iterator, at the next batch."""
+        """Return the loader's iterator, at the next batch."""
         self.batch_sampler.seek(self._next, 0, 1)
         self.batch_sampler.drawn.clear()
         if self.shared is None:
             return iter(self.loader)
-        # What it draws for workers was drawn on all ranks.
+        # The seed for its workers was already drawn on all ranks; do not advance the shared state again.
         with torch.random.fork_rng(devices=[]):
             return iter(self.loader)
 
@@ -144,12 +146,11 @@ class DealtLoader(PipelineLoader):
         self._to_replicas.flush()
 
     def _read_part(self) -> dict[str, Any]:
-        """This replica's part, for stage 0; the later stages of its pipeline get theirs."""
+        """Return this replica's part on stage 0, and send the later stages of its pipeline theirs."""
         groups = self.groups
         if self._reads:
             part = self._dispatch()
         else:
-            # Replica 0's stage 0 is rank 0 under every layout.
             part = take(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
         self._outbox.flush(self.num_under_way)
         if groups.pipeline_size > 1:
@@ -173,7 +174,7 @@ class DealtLoader(PipelineLoader):
         return part_of(0)
 
     def _global_batch(self) -> dict[str, Any]:
-        """The next global batch and its size, whether there is none or none after it, and what torch has drawn."""
+        """Return the next global batch with its size, end-of-data flags and torch's RNG state."""
         batch = self._ahead.popleft()
         is_none = batch is None
         if not self._ahead:
@@ -189,14 +190,14 @@ class DealtLoader(PipelineLoader):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples can only be had one after the other."""
+    """Return True if samples can only be read one after the other."""
     return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
 
 
 class StreamLoader(DealtLoader):
-    """Yields this replica's part of every global batch of a stream, on every stage of its pipeline.
+    """Loader that yields this replica's part of every global batch of a stream, on every stage of its pipeline.
 
-    For the arguments see `PipelineLoader`; `loader` reads global batches, and rank 0 alone iterates it.
+    See `PipelineLoader` for the arguments; `loader` reads global batches, and only rank 0 iterates it.
     """
 
     @property
@@ -213,7 +214,7 @@ class StreamLoader(DealtLoader):
 
     @property
     def num_samples(self) -> int:
-        """Nobody knows."""
+        """Unknown for a stream; 0."""
         return 0
 
     @property

@@ -1,4 +1,7 @@
-"""The loader of a pipeline, and what Trainer asks a loader for."""
+"""Data loader of a pipeline, with the `DataLoader` interface that Trainer expects.
+
+Only stage 0 of each pipeline reads samples; it sends the batches to the later stages.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,12 @@ from hf_pipetransformer.data.rng import SharedDraws, States
 
 @dataclass
 class Request:
-    """What Trainer was asked for when it made a loader: a pipeline can make its own from it.
+    """Arguments that Trainer made a loader with, kept so that a pipeline can build its own loader from them.
 
     Args:
-        dataset: as the user gave it.
-        description: what it is for, in a word.
-        batch_size: samples of a batch by rank.
+        batch_size: samples of a batch per rank.
         sampler_fn: makes Trainer's sampler; None for a stream.
-        is_training: what the loader is for.
-        key: name of an evaluation's loader that may persist.
+        key: name of an evaluation loader that may persist.
     """
 
     dataset: Any
@@ -45,7 +45,7 @@ class Request:
     _made: list[Any] = field(default_factory=list, init=False)
 
     def sampler(self, dataset: Any) -> Any:
-        """Trainer's sampler, made once: making it may draw random numbers."""
+        """Return Trainer's sampler, made only once because making it may draw random numbers."""
         if not self._made:
             self._made.append(None if self.sampler_fn is None else self.sampler_fn(dataset))
         return self._made[0]
@@ -55,67 +55,59 @@ _REQUEST = "pipeline_request"
 
 
 def note_request(loader: Any, request: Request) -> None:
-    """A loader of Trainer's own was made for `request`."""
+    """Attach `request` to a loader that Trainer made."""
     vars(loader)[_REQUEST] = request
 
 
 def request_of(loader: Any) -> Request | None:
-    """What a loader of Trainer's own was made for; None for one of the user's."""
+    """Return the request that Trainer made a loader for; None for the user's own loader."""
     request: Request | None = getattr(loader, "__dict__", {}).get(_REQUEST)
     return request
 
 
 @dataclass(frozen=True)
 class CommonLength:
-    """How replicas pad to one length.
-
-    Args:
-        main_input: the token ids, `(batch, seq)`.
-        pad_token_id: what fills them.
-    """
+    """Rule for padding the batches of all replicas to one length; `main_input` names the token ids, `(batch, seq)`."""
 
     main_input: str
     pad_token_id: int
 
 
 class RowSource(Protocol):
-    """Where samples come from that need not be read from the data set: the activation cache."""
+    """Source of samples that need not be read from the data set: the activation cache."""
 
     def select(self, samples: list[int]) -> list[int]:
-        """Those of `samples` that must be read."""
+        """Return the members of `samples` that must be read from the data set."""
 
     def complete(
         self, samples: list[int], read: list[int], batch: dict[str, Any], agree: Callable[[int], int]
     ) -> dict[str, Any]:
-        """The batch of all `samples`.
+        """Return the batch of all `samples`.
 
         Args:
-            samples: indices in the data set.
-            read: those of them that `batch` holds, in this order.
-            batch: as collated; empty for none.
-            agree: the padded length of this replica's batch to that of all replicas. Called once.
+            read: the members of `samples` that `batch` contains, in the order of its rows.
+            agree: maps the padded length of this replica's batch to that of all replicas. Called once.
         """
 
     def prefetch(self, samples: list[int]) -> None:
-        """These come next."""
+        """Start to load `samples`, which come next."""
 
 
 class PipelineLoader(DataLoaderStateMixin):
-    """Yields this replica's part of every global batch, on every stage of its pipeline.
+    """Loader that yields this replica's part of every global batch, on every stage of its pipeline.
 
-    A replica without samples in a global batch gets an empty dict. Batches stay on the CPU. To whom it may concern it
-    is a `DataLoader`: what it does not know itself, the loader that it reads from does.
+    A replica without samples in a global batch gets an empty dict. Batches stay on the CPU. The class passes for a
+    `DataLoader`: `isinstance` accepts it, and attributes that it lacks are looked up on the wrapped loader.
 
     Args:
         loader: a loader over `ReplicaBatchSampler`; only stage 0 iterates it.
-        groups: this rank's pipeline; a transition changes it (`follow`).
-        placeholders: names of batch entries that only the embeddings read; later stages get a tensor of the same
-            shape and dtype without memory behind it.
+        groups: this rank's pipeline; `follow` replaces it at a transition.
+        placeholders: names of batch entries that only the embeddings read; later stages get a tensor of the same shape
+            and dtype without storage behind it.
         timeout: seconds that a stage may wait for its batch.
-        total_batch_size: samples in a full global batch.
-        is_training: whether a replica may be left without samples.
-        shared: in place of the global generators, torch's of which differs from rank to rank in training: what torch's
-            loader and samplers draw is drawn from it, as in one process.
+        is_training: True if a replica may be left without samples.
+        shared: RNG state from which torch's loader and samplers draw as in one process, while torch's global
+            generators differ by rank; None leaves them to the global generators.
         common_length: makes the replicas pad to one length; None where the loss does not see padding.
     """
 
@@ -155,13 +147,13 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_epochs = 0
         self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
         self.num_under_way = 0
-        """Batches that later stages may not have taken when the first one reads the next."""
+        """Batches that later stages may not have received yet when stage 0 reads the next one."""
         self.num_ahead = 0
-        """Batches that were handed out and are not trained with yet."""
+        """Batches that were yielded but not trained on yet."""
         self.pins_memory = False
-        """Whether batches are handed out in pinned memory, on their way to a device."""
+        """True if batches are yielded in pinned memory, ready for an asynchronous copy to a device."""
         self.rows: RowSource | None = None
-        """Where samples come from that need not be read from the data set."""
+        """Source of samples that need not be read from the data set."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -169,27 +161,26 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
-            raise AttributeError(name)  # Before it is set.
+            raise AttributeError(name)  # Not set yet: looking it up on itself would recurse.
         return getattr(self.loader, name)
 
     @property
     def sampler(self) -> Any:
-        """The order of the samples of all replicas."""
+        """Order of the samples over all replicas."""
         return self.batch_sampler.sampler
 
     @property
     def collate(self) -> Any:
-        """Samples to a batch."""
         return self.loader.collate_fn
 
     @property
     def samples(self) -> Any:
-        """What batches are collated from, by samples or items."""
+        """Data set that batches are collated from, indexed by samples or by items."""
         return self.loader.dataset
 
     @property
     def dataset(self) -> Any:
-        """The data set, as its user gave it."""
+        """Data set as the user gave it."""
         return self.samples.dataset
 
     @property
@@ -198,30 +189,28 @@ class PipelineLoader(DataLoaderStateMixin):
 
     @property
     def views(self) -> Views | None:
-        """Of samples that are random, where their activations shall be stored."""
+        """Views of random samples whose activations are to be stored; None for all other data."""
         views: Views | None = getattr(self.batch_sampler, "views", None)
         return views
 
     def read(self, samples: list[int]) -> Any:
-        """The batch of these samples, or items, as this loader reads it."""
         return self.collate(self.samples.__getitems__(samples))
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch, over all replicas."""
+        """Samples of an epoch, over all replicas."""
         return len(self.sampler)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of `epoch`."""
         self.batch_sampler.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def samples_of_replicas(self) -> list[int]:
-        """Samples of the current global batch that count for each replica; see `ReplicaBatchSampler.repeat_small`."""
+        """Return how many samples of the current global batch count for each replica; see `repeat_small`."""
         num_replicas, size = self.groups.num_replicas, self._batch_size()
         if size < num_replicas:
             return [size] + [0] * (num_replicas - 1)
@@ -229,27 +218,26 @@ class PipelineLoader(DataLoaderStateMixin):
         return [part.stop - part.start for part in slices]
 
     def _batch_size(self) -> int:
-        """Samples of the current global batch."""
         first, num_done = self._origin
         return min(self.total_batch_size, self.num_samples - num_done - (self._index - first) * self.total_batch_size)
 
     @property
     def nodes(self) -> NodeOrder | None:
-        """How the samples of this run's own epochs are dealt to nodes; None where they are not."""
+        """Assignment of samples to nodes in the epochs that this run begins; None if there is none."""
         found: NodeOrder | None = self.batch_sampler.nodes
         return found
 
     def keep_on(self, nodes: NodeOrder) -> None:
-        """Epochs that begin from now on are arranged so that each node reads samples of its own."""
+        """Arrange epochs that begin from now on so that each node always reads the same samples."""
         self.batch_sampler.nodes = nodes
 
     def take_from(self, rows: RowSource) -> None:
-        """From the next batch that is drawn on, samples come from `rows` where it has them."""
+        """Take samples from `rows` where it has them, starting with the next batch that is drawn."""
         self.rows = rows
         self.batch_sampler.select = rows.select if self.groups.is_first else None
 
     def follow(self, groups: PipelineGroups) -> None:
-        """Go on, with the next global batch, as a stage of another layout. Workers that read ahead stay alive."""
+        """Continue with the next global batch as a stage of another layout; workers that read ahead stay alive."""
         self._outbox.flush()
         old, self.groups = self.groups, groups
         if self.rows is not None:
@@ -257,7 +245,7 @@ class PipelineLoader(DataLoaderStateMixin):
         elif (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
             return
         if groups.is_first and self._batches is not None:
-            # What the workers have read ahead was cut for the old replicas.
+            # Batches that the workers have read ahead were cut for the old replicas: skip them.
             self._num_stale = self.batch_sampler.num_drawn - self._num_read
             self.batch_sampler.seek(self._next, groups.replica, groups.num_replicas)
         else:
@@ -266,33 +254,32 @@ class PipelineLoader(DataLoaderStateMixin):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether a stream has nothing more to give in this epoch, of which Trainer does not know the length."""
+        """True if a stream, whose length Trainer does not know, has no more batches in this epoch."""
         return False
 
     @property
     def num_read(self) -> int:
-        """Global batches of this epoch that were handed out."""
+        """Global batches of this epoch that were yielded."""
         return self._next
 
     @property
     def position(self) -> int:
-        """Global batches of this epoch that were trained with."""
+        """Global batches of this epoch that were trained on."""
         return self._next - self.num_ahead
 
     @property
     def num_done(self) -> int:
-        """Samples of this epoch that were trained with, over all replicas."""
+        """Samples of this epoch that were trained on, over all replicas."""
         first, num_done = self._origin
         return min(num_done + (self.position - first) * self.total_batch_size, self.num_samples)
 
     @property
     def arrangement(self) -> Arrangement:
-        """See `ReplicaBatchSampler.arrangement`."""
         found: Arrangement = self.batch_sampler.arrangement
         return found
 
     def order_state(self) -> torch.Tensor | None:
-        """What `starting_at` needs beside the position, between two batches: see `ReplicaBatchSampler.order_state`."""
+        """Return the RNG state that `starting_at` needs besides the position; call between two batches."""
         state: torch.Tensor | None = self.batch_sampler.order_state(0 < self.position < len(self))
         return state
 
@@ -304,19 +291,17 @@ class PipelineLoader(DataLoaderStateMixin):
         arrangement: Arrangement | None = None,
         ahead: tuple[States, int] | None = None,
     ) -> PipelineLoader:
-        """Skip this many global batches of the next epoch that is read: where a resumed run goes on.
+        """Skip the first `num_batches` global batches of the next epoch, which an earlier run had consumed.
 
         Args:
-            num_batches: how many the earlier run had read.
-            order_state: its `order_state` then; None draws the order anew.
-            num_done: samples that it had been trained with, if its batches were of another size: the others are dealt
-                anew, to the batches that are left.
-            arrangement: its `arrangement`, if it had begun that epoch.
-            ahead: its `ahead`.
+            order_state: the earlier run's; None draws the order again. `arrangement` and `ahead` are the earlier run's
+                too.
+            num_done: samples that the earlier run had trained on, if its batch size differed: the remaining samples
+                are then redistributed over the remaining batches.
         """
         self._first, self._order_state, self._saved_ahead = num_batches, order_state, ahead
         self._num_done, self._arrangement = num_done, arrangement
-        # Workers that persist had drawn their seed in the first epoch.
+        # Persistent workers drew their seed in the first epoch.
         self._was_open = self.groups.is_first and (num_batches > 0 or self.loader.persistent_workers)
         self._num_epochs = max(self._num_epochs, 1)
         return self
@@ -331,7 +316,7 @@ class PipelineLoader(DataLoaderStateMixin):
                 self._next += 1
                 batch = self._read() if self.groups.is_first else self._receive()
                 if self.end_of_dataloader:
-                    # Nobody asks for more: this generator stays suspended here, and workers must not live as long.
+                    # Callers stop at the last batch and leave this generator suspended; end the workers now.
                     self._batches = None
                 yield pinned(batch) if self.pins_memory else batch
             self._outbox.flush()
@@ -340,15 +325,14 @@ class PipelineLoader(DataLoaderStateMixin):
             self.end()
 
     def ahead(self) -> tuple[States, int] | None:
-        """What the batches that were read ahead were drawn from, and how many, for `starting_at`; None without."""
+        """Return the RNG states of the batches read ahead, and their number, for `starting_at`; None without any."""
         return None
 
     def _drawing(self) -> AbstractContextManager[None]:
-        """What is drawn from the global generators inside is what one process draws."""
         return nullcontext() if self.shared is None else self.shared.drawing()
 
     def _begin_epoch(self) -> None:
-        """Draw what torch's loader and sampler draw in one process, alike on all ranks, and find the place."""
+        """Draw what torch's loader and sampler draw in one process, identically on all ranks."""
         with self._drawing():
             self._draw_seed()
             self._begin_order()
@@ -363,14 +347,11 @@ class PipelineLoader(DataLoaderStateMixin):
         if self._order_state is not None:
             self.batch_sampler.draw_as_from(self._order_state, dealt_from, self._arrangement)
         if self.shared is not None or not self.groups.is_first:
-            # A later stage may take over the reading in the middle of the epoch; it must know the same order then.
+            # A later stage may become stage 0 in the middle of the epoch and must then know the same order.
             self.batch_sampler.draw()
 
     def _draw_seed(self) -> None:
-        """What torch's loader draws for its workers when it is iterated: once, if they persist.
-
-        A run that goes on in the middle of an epoch had drawn it.
-        """
+        """Draw the seed that torch's loader draws for its workers, unless an earlier epoch or run drew it."""
         drawn = self._first or (self.loader.persistent_workers and self._num_epochs)
         self._seed_state = None
         if self.shared is not None and not drawn:
@@ -379,7 +360,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_epochs += 1
 
     def read_again(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The samples of `batch`, which was handed out, as `rows` has them now. All stages of a pipeline call it."""
+        """Return the samples of an earlier `batch` as `rows` has them now. Call on every stage of a pipeline."""
         if not self.groups.is_first:
             return self._receive()
         _, tags = detach_tags(batch)
@@ -412,9 +393,10 @@ class PipelineLoader(DataLoaderStateMixin):
         return dict(batch)
 
     def _opened(self) -> Iterator[Any]:
-        """The loader's iterator. It draws a seed for its workers; a resumed run's was drawn when the epoch began.
+        """Return the loader's iterator, whose creation draws a seed for its workers.
 
-        The first replica's workers are those of one process, the others' draw from seeds of their own.
+        With `shared`, the workers of replica 0 get the seed of a single process, those of other replicas different
+        ones.
         """
         seed_state = self._seed_state if self.groups.replica == 0 else None
         if not self._was_open and seed_state is None:
@@ -430,7 +412,7 @@ class PipelineLoader(DataLoaderStateMixin):
         return pad_batch(batch, rule.main_input, length, rule.pad_token_id) if batch else {}
 
     def _agreed_length(self, length: int) -> int:
-        """The longest padded length over the replicas, where the loss sees padding; else this replica's own."""
+        """Return the longest padded length over the replicas if the loss sees padding, else `length`."""
         group = self.groups.replica_control
         if self.common_length is None or group is None:
             return length

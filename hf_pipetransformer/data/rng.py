@@ -1,4 +1,4 @@
-"""RNG states: those that ranks share, those that differ by rank, and finding the generators of a data set."""
+"""RNG states: shared between ranks, rank by rank, and those of generators inside a data set or collator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_pipetransformer.data.batches import pad_batch, sequence_length
 
 
 def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The random number generators of this process, as what a file holds."""
+    """Return the state of this process's global generators as tensors and JSON values, ready for a file."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
@@ -35,7 +35,7 @@ def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def set_random_state(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], device: torch.device) -> None:
-    """The inverse of `random_state`."""
+    """Restore what `random_state` returned."""
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))
     kind, *rest = values["numpy"]
@@ -51,26 +51,26 @@ _DEPTH = 4
 _LONGEST_LIST = 32
 
 States = tuple[dict[str, torch.Tensor], dict[str, Any]]
-"""Of the global generators of torch, numpy and Python, as `checkpoint.random_state` gives them."""
+"""RNG states of torch, numpy and Python on the CPU, as `random_state` returns them."""
 
 
 def present_states() -> States:
-    """Those of this process."""
+    """Return the CPU states of this process's global generators."""
     return random_state(_CPU)
 
 
 def set_states(states: States) -> None:
-    """This process draws from them from now on."""
+    """Set the CPU states of this process's global generators."""
     set_random_state(*states, _CPU)
 
 
 def under_name(name: str, states: States) -> States:
-    """States as a file holds them beside others."""
+    """Prefix the keys of `states` so that a file can contain several of them."""
     return {f"{name}|{key}": value for key, value in states[0].items()}, {name: states[1]}
 
 
 def of_name(name: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> States | None:
-    """The inverse of `under_name`; None if a file has none of that name."""
+    """Invert `under_name`; None if the file has no states of that name."""
     if name not in values:
         return None
     prefix = f"{name}|"
@@ -78,13 +78,11 @@ def of_name(name: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str,
 
 
 class SharedDraws:
-    """The global generators of torch, numpy and Python as one process would have them, on each rank of a training.
+    """RNG states that the global generators of a single process would have, kept on each rank during training.
 
-    Models draw from the ranks' own, which differ. Rank 0's are what counts: it alone reads what draws at random.
-    `torch`, which orders are drawn from on all ranks, goes along on every rank.
-
-    Args:
-        states: to begin with.
+    Models draw from the ranks' own generators, which differ. Only rank 0 reads data that draws at random, so its
+    states count. Torch's state advances identically on every rank, since all ranks draw the order of the samples from
+    it.
     """
 
     def __init__(self, states: States) -> None:
@@ -92,7 +90,6 @@ class SharedDraws:
 
     @property
     def torch_state(self) -> torch.Tensor:
-        """That of torch's generator."""
         return self.states[0]["torch"]
 
     @torch_state.setter
@@ -101,7 +98,7 @@ class SharedDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """What is drawn from the global generators inside is drawn from these."""
+        """Swap the shared states into the global generators inside the context, and save them when it ends."""
         own = present_states()
         set_states(self.states)
         try:
@@ -112,14 +109,14 @@ class SharedDraws:
 
 
 def draws_at_random(dataset: Any, collate: Any) -> bool:
-    """Whether reading and collating samples of a data set with indices draws random numbers. It leaves no trace.
+    """Return True if reading and collating some samples of an indexed data set draws random numbers.
 
-    From the global generators, or from such that data set or collator hold.
+    Covers the global generators and those that the data set or collator contains. All of them are restored afterwards.
     """
     count = len(dataset)
     indices = sorted({index * count // _NUM_SAMPLES for index in range(_NUM_SAMPLES)}) if count else []
     with generators_kept(dataset, collate) as has_drawn:
-        # Samples that make no batch are none of this function's business.
+        # Samples that cannot be collated fail later, where the user sees the error in context.
         with suppress(Exception):
             fetch = getattr(dataset, "__getitems__", None)
             collate([dataset[index] for index in indices] if fetch is None else fetch(indices))
@@ -128,15 +125,13 @@ def draws_at_random(dataset: Any, collate: Any) -> bool:
 
 @contextmanager
 def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
-    """No generator is another one after this: neither the global ones, nor such that objects of the user hold.
+    """Restore all generators at the end of the context: the global ones and those inside the user's objects.
 
-    Gives a function that tells whether one is another one now.
-
-    Args:
-        holders: data sets and collators; they are searched a few levels deep.
+    Yields a function that returns True if one of them has been advanced or created since. `holders`, data sets and
+    collators, are searched a few levels deep.
     """
     states = present_states()
-    # Some make their generator when they first need it.
+    # Attributes that are None count too: some objects create their generator on first use.
     slots = [(of, name, value) for of in objects_in(holders) for name, value in list(vars(of).items())]
     held = [(value, state_of(value)) for _, _, value in slots if is_generator(value)]
     made = [(of, name, value) for of, name, value in slots if value is None]
@@ -162,7 +157,7 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
 
 
 def objects_in(holders: Any, depth: int = _DEPTH) -> list[Any]:
-    """The objects with attributes that are reached from `holders`, each once."""
+    """Return the objects with attributes that are reachable from `holders`, each once."""
     found: dict[int, Any] = {}
     level = list(holders)
     for _ in range(depth):
@@ -184,12 +179,12 @@ def objects_in(holders: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it draws random numbers: torch's, numpy's or Python's."""
+    """Return True for a random number generator of torch, numpy or Python."""
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
 def state_of(generator: Any) -> Any:
-    """What `set_state` takes."""
+    """Return a generator's state in the form that `set_state` takes."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -198,7 +193,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Let a generator draw on from a state of its kind."""
+    """Restore a generator to a state that `state_of` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
@@ -210,24 +205,19 @@ def _comparable(state: Any) -> str:
 
 
 class DrawnRow(NamedTuple):
-    """A sample as the data set gave it for an item, see `views`."""
+    """Sample as the data set returned it for an item; `augmentation` defines items."""
 
     item: int
     row: Any
 
 
 def plain_row(row: Any) -> Any:
-    """What a user's collator knows of a sample."""
+    """Return the sample as the user's collator expects it."""
     return row.row if isinstance(row, DrawnRow) else row
 
 
 class SeededGenerators:
-    """The global generators of Python, numpy and torch, and such that objects of the user hold, seeded for each draw.
-
-    Args:
-        holders: data set and collator; they are searched a few levels deep.
-        seed: of the run.
-    """
+    """Generators of Python, numpy and torch, and those inside `holders`, seeded for each draw of a sample."""
 
     def __init__(self, holders: Sequence[Any], seed: int) -> None:
         self.holders = holders
@@ -237,14 +227,14 @@ class SeededGenerators:
         self._has_looked = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker has objects of its own.
+        # A worker process has its own copies of the user's objects, so it must search them again.
         return {**vars(self), "_slots": [], "_held": [], "_has_looked": False}
 
     def drawn(self, draw: Callable[[], Any]) -> Any:
-        """What `draw` gives; the states of all generators are the same after it.
+        """Return the result of `draw`, and restore all generators afterwards.
 
-        It calls `begin` before what it draws for an item. If the user's objects make a generator meanwhile, it is
-        called once more, for that one was not seeded.
+        `draw` must call `begin` before it draws for an item. If the user's objects create a generator during the call,
+        `draw` runs a second time, because the new generator was not seeded.
         """
         self._look()
         found = self._drawn_once(draw)
@@ -255,13 +245,13 @@ class SeededGenerators:
             return draw()
 
     def _look(self) -> bool:
-        """Find the generators that are held, if they are others than they were; whether they are."""
+        """Find the generators inside the user's objects if they may have changed; return True if it searched."""
         now = [(vars(owner).get(name), value) for owner, name, value in self._slots]
         changed = [pair for pair in now if pair[0] is not pair[1]]
         if self._has_looked and not any(is_generator(value) for pair in changed for value in pair):
             return False
         slots = [(owner, *slot) for owner in objects_in(self.holders) for slot in list(vars(owner).items())]
-        # Some make their generator when they first need it.
+        # Attributes that are None count too: some objects create their generator on first use.
         self._slots = [slot for slot in slots if slot[2] is None or is_generator(slot[2])]
         self._held = list({id(value): value for _, _, value in self._slots if value is not None}.values())
         self._has_looked = True
@@ -278,7 +268,7 @@ class SeededGenerators:
                 set_state(generator, state)
 
     def begin(self, sample: int, draw: int, what: str) -> None:
-        """What is drawn from here on is of this draw of a sample; `what` says by whom it is drawn."""
+        """Seed all generators for one draw of a sample; `what` is part of the seed."""
         random.seed(self._seed(what, sample, draw, 0))
         np.random.seed(self._seed(what, sample, draw, 1) % 2**32)
         # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
@@ -287,7 +277,7 @@ class SeededGenerators:
             _seed(generator, self._seed(what, sample, draw, number))
 
     def _seed(self, what: str, sample: int, draw: int, number: int) -> int:
-        """63 bits; no two generators draw alike."""
+        """Return a 63-bit seed, different for each generator."""
         return xxhash.xxh3_64_intdigest(f"{what} {self.seed} {sample} {draw} {number}".encode()) >> 1
 
 
@@ -301,13 +291,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 class SeededSamples(Dataset[Any]):
-    """A data set by items; the first ones are draw 0 of each sample.
-
-    Args:
-        dataset: the user's.
-        code: says what an item is.
-        generators: of the data set.
-    """
+    """Data set indexed by items; items below the number of samples are draw 0 of each sample."""
 
     def __init__(self, dataset: Any, code: ItemCode, generators: SeededGenerators) -> None:
         self.dataset = dataset
@@ -332,14 +316,10 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededCollator:
-    """A collator that draws for each sample apart, so that no draw hangs on the others in a batch.
+    """Collator that draws for each sample separately, so the draws do not depend on the rest of the batch.
 
     Args:
-        collate: the user's.
-        code: says what an item is.
-        generators: of the collator.
-        main_input: name of the input that the embeddings read.
-        pad_token_id: what fills it.
+        main_input: name of the input that the embeddings read, padded with `pad_token_id`.
     """
 
     def __init__(
@@ -374,13 +354,7 @@ class SeededCollator:
 
 @dataclass(frozen=True)
 class SeededReading:
-    """How random samples are read of which views are stored.
-
-    Args:
-        samples: by items.
-        collate: what they give to a batch.
-        views: which items an epoch takes.
-    """
+    """Parts for reading random samples whose views are stored; `samples` is indexed by items."""
 
     samples: SeededSamples
     collate: SeededCollator | PlainRows
@@ -388,11 +362,7 @@ class SeededReading:
 
 
 class PlainRows:
-    """A collator of rows of `SeededSamples` that draws nothing itself.
-
-    Args:
-        collate: the user's.
-    """
+    """Collator of rows of `SeededSamples` that draws nothing itself."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate

@@ -1,4 +1,4 @@
-"""Which samples of a global batch a replica draws. Pure."""
+"""Samplers: the order of a run's samples and each replica's part of a global batch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch that was handed out.
+    """Batch that the sampler returned.
 
     Args:
         samples: all of its samples.
         read: those of them that are read from the data set.
-        is_single: nobody else draws any of them in this epoch.
+        is_single: True if none of them is drawn a second time in this epoch or by another replica.
     """
 
     samples: list[int]
@@ -39,20 +39,17 @@ class Drawn:
 
 
 class ReplicaBatchSampler(Sampler[list[int]]):
-    """Cuts the batches of a global batch sampler into the part of one replica.
+    """Sampler that cuts one replica's part out of each global batch.
 
-    Which samples form step `t` is decided by `global_batches`, and by `nodes` where a node reads the same ones in
-    each epoch, never by the number of replicas. The sampler is
-    its own iterator, so that one that is being read, also by workers that read ahead, can be sent to another place in
-    the epoch and to another replica (`seek`).
+    The samples of step `t` depend on `global_batches`, and on `nodes` where each node always reads the same samples,
+    never on the number of replicas. The sampler is its own iterator, so that `seek` can move it to another position
+    and replica while it is being read, even by workers that read ahead.
 
     Args:
         global_batches: yields lists of sample indices, one list per global batch.
-        replica: index of this replica.
-        num_replicas: R.
-        repeat_small: for evaluation. A global batch smaller than R goes whole to every replica, so that each has
-            something of the right shape to gather (only replica 0's copy is counted). For training False: a replica
-            may then get an empty list.
+        repeat_small: for evaluation. A global batch smaller than the number of replicas goes whole to every replica,
+            so that each has something of the right shape to gather (only replica 0's copy is counted). If False, for
+            training, a replica may get an empty list.
     """
 
     def __init__(
@@ -67,46 +64,44 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.num_replicas = num_replicas
         self.repeat_small = repeat_small
         self.num_drawn = 0
-        """Batches handed out since the sampler was made."""
+        """Batches returned since the sampler was created."""
         self.drawn: deque[Drawn] = deque()
-        """The batches handed out and not yet taken from here."""
+        """Batches returned by `__next__` that the loader has not popped from here yet."""
         self.draws_once = True
-        """Whether no sample comes twice in this epoch."""
+        """True if no sample comes twice in this epoch."""
         self.select: Callable[[list[int]], list[int]] | None = None
-        """Which samples of a batch must be read from the data set; None: all."""
+        """Function that returns the samples of a batch that must be read from the data set; None: all."""
         self.nodes: NodeOrder | None = None
-        """Which node reads which samples; None where that is all the same."""
+        """Assignment of samples to nodes; None if any node may read any sample."""
         self.views: Views | None = None
-        """Where samples are random: from here on items stand for them, see `autodp.views`."""
+        """Views of random samples. If set, the sampler returns items in place of samples, see `augmentation`."""
         self._batches: list[list[int]] | None = None
         self._num_done = 0
         self._drawn_from: torch.Tensor | None = None
         self._arrangement: Arrangement | None = None
-        """Of this epoch, if an earlier run began it."""
+        """Arrangement of this epoch, if an earlier run began it."""
         self._position = 0
 
     @property
     def sampler(self) -> Any:
-        """The order that global batches are cut from, if there is one."""
+        """Sampler that global batches are cut from, if there is one."""
         return getattr(self.global_batches, "sampler", None)
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a global batch."""
         return getattr(self.global_batches, "batch_size", None)
 
     @property
     def drop_last(self) -> bool:
-        """Whether a last batch that is not full is left out."""
         return bool(getattr(self.global_batches, "drop_last", False))
 
     def begin_epoch(self, num_done: int = 0, arrangement: Arrangement | None = None) -> None:
-        """Forget the order of the last epoch; the new one is drawn when it is first needed.
+        """Discard the order of the last epoch; the next one is drawn when it is first needed.
 
         Args:
-            num_done: samples at the beginning of the new one that an earlier run was trained with, in batches of
-                another size. The others are dealt anew: the epoch's last batches hold them, those before are empty.
-            arrangement: of the earlier run that began this epoch; None for one of this run's own.
+            num_done: samples of the new epoch that an earlier run was trained on with another batch size. The
+                remaining ones are redistributed over the epoch's last batches; the batches before are empty.
+            arrangement: of the earlier run that began this epoch; None for an epoch that this run begins.
         """
         self._batches = None
         self._num_done = num_done
@@ -114,7 +109,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self._arrangement = arrangement
 
     def draw(self) -> list[list[int]]:
-        """The global batches of this epoch."""
         if self._batches is None:
             self._drawn_from = self._stream().get_state()
             with self._grouping():
@@ -125,7 +119,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return self._batches
 
     def _dealt(self) -> list[list[int]]:
-        """The samples of this epoch that are not done, in their order."""
+        """Return the batches of a resumed or node-arranged epoch: the samples that are not done, in their order."""
         batches: Any = self.global_batches
         size, order, nodes = batches.batch_size, list(batches.sampler), self.arrangement.nodes
         rest = (order if nodes is None else nodes.arranged(order))[self._num_done :]
@@ -134,12 +128,11 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return [[]] * (len(self) - num_batches) + cut
 
     def _stream(self) -> torch.Generator:
-        """Where the order of an epoch comes from: the underlying sampler's own generator, or torch's global one."""
         own: torch.Generator | None = getattr(self.sampler, "generator", None)
         return torch.default_generator if own is None else own
 
     def order_state(self, is_mid_epoch: bool) -> torch.Tensor | None:
-        """What `draw_as_from` needs to draw this epoch again, or the next one if this one is at its end.
+        """Return the RNG state for `draw_as_from` to draw this epoch again, or the next one between epochs.
 
         None if the next epoch's order comes from a generator that the run itself saves.
         """
@@ -150,7 +143,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def arrangement(self) -> Arrangement:
-        """What the order of this epoch hangs on, beside the numbers that are drawn."""
+        """Settings that the order of this epoch depends on, besides the random numbers."""
         own, begun = Arrangement(self._own_group_size(), self.nodes), self._arrangement
         return own if begun is None else replace(begun, group_size=begun.group_size or own.group_size)
 
@@ -159,7 +152,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @contextmanager
     def _grouping(self) -> Iterator[None]:
-        """The underlying sampler draws as for the batches of this epoch's arrangement inside."""
+        """Set the underlying sampler's batch size to that of this epoch's arrangement inside the context."""
         own, wanted = self._own_group_size(), self.arrangement.group_size
         if own is None or wanted is None or own == wanted:
             yield
@@ -174,12 +167,9 @@ class ReplicaBatchSampler(Sampler[list[int]]):
     def draw_as_from(
         self, order_state: torch.Tensor, num_done: int = 0, arrangement: Arrangement | None = None
     ) -> None:
-        """Draw the order of this epoch as an earlier run did; a generator that the run saves stays where it is.
+        """Draw the order of this epoch as an earlier run did from its `order_state`; see `begin_epoch` for the rest.
 
-        Args:
-            order_state: the earlier run's `order_state`.
-            num_done: see `begin_epoch`.
-            arrangement: see `begin_epoch`.
+        A generator that the run itself saves is restored afterwards.
         """
         stream = self._stream()
         before = stream.get_state()
@@ -190,7 +180,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
             stream.set_state(before)
 
     def seek(self, position: int, replica: int, num_replicas: int) -> None:
-        """Go on with global batch number `position` of this epoch, as `replica` of `num_replicas`."""
         self._position, self.replica, self.num_replicas = position, replica, num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -206,14 +195,14 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self._position += 1
         self.num_drawn += 1
         own = self._items(self._part(indices))
-        # A sample that comes twice, or on several replicas, is read each time: a row has one writer at a time.
+        # A sample that comes twice, or on several replicas, is always read: a cache row must have a single writer.
         is_single = self.draws_once and not self._repeats(indices)
         read = self.select(own) if self.select is not None and is_single else own
         self.drawn.append(Drawn(own, read, is_single))
         return read
 
     def upcoming(self) -> list[int]:
-        """The samples of the batch that comes after the last one taken from `drawn`, as far as it is known."""
+        """Return the samples of the batch after the last one popped from `drawn`; empty if unknown."""
         if self.drawn:
             return self.drawn[0].samples
         if self._batches is None or self._position >= len(self._batches) or not self.draws_once:
@@ -227,7 +216,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return self.repeat_small and len(indices) < self.num_replicas
 
     def _part(self, indices: list[int]) -> list[int]:
-        """This replica's samples of a global batch."""
         if self._repeats(indices):
             return indices
         part_of = replica_slice if self.nodes is None else self.nodes.part
@@ -238,7 +226,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return len(self.global_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Reseed the order for `epoch`, where the underlying sampler knows epochs."""
         if self.views is not None:
             self.views.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
@@ -256,18 +243,14 @@ def indexed_reader(
     shared: SharedDraws | None,
     seeded: SeededReading | None = None,
 ) -> DataLoader[Any]:
-    """Torch's loader over one replica's part of each global batch.
+    """Return torch's loader over one replica's part of each global batch.
 
     Args:
-        dataset: samples by index.
-        collate: samples to a batch.
-        sampler: Trainer's sampler; None reads in order. One that is random becomes the same on every rank.
+        sampler: Trainer's sampler; None reads in order. A random one becomes identical on every rank.
         batch_size: samples of a global batch.
-        args: for the loader's own options and seeds.
-        groups: this rank's pipeline.
-        is_training: whether a replica may be left without samples, and workers are seeded.
+        is_training: True if a replica may be left without samples, and workers are seeded.
         shared: see `PipelineLoader`.
-        seeded: how random samples are read of which views are stored; None for all others.
+        seeded: how to read random samples whose views are stored; None for all others.
     """
     order = order_of_run(dataset, sampler, args, shared)
     global_batches = BatchSampler(order, batch_size, args.dataloader_drop_last)
@@ -284,12 +267,11 @@ def indexed_reader(
 
 
 def stream_reader(dataset: Any, collate: Any, batch_size: int, args: PipeTransformerArguments) -> DataLoader[Any]:
-    """Torch's loader over the global batches of a stream; for the arguments see `indexed_reader`."""
+    """Return torch's loader over the global batches of a stream; `batch_size` is that of a global batch."""
     return DataLoader(dataset, batch_size=batch_size, collate_fn=SkipEmpty(collate), **_worker_options(args))
 
 
 def _worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
-    """What torch's loader is told of workers and memory."""
     return {
         "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -303,10 +285,7 @@ def _worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
 def order_of_run(
     dataset: Any, given: Sampler[int] | None, args: PipeTransformerArguments, shared: SharedDraws | None
 ) -> Any:
-    """Trainer's order for this seed, not drawn from generators in which ranks differ; a sampler.
-
-    For the arguments see `indexed_reader`.
-    """
+    """Return Trainer's order for this seed, drawn from generators that are the same on every rank."""
     sampler: Any = given or SequentialSampler(dataset)
     seed = args.data_seed if args.data_seed is not None else args.seed
     if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
@@ -319,9 +298,9 @@ def order_of_run(
         )
     if args.world_size == 1:
         return sampler
-    sampler = copy.copy(sampler)  # The user's own may be asked again.
+    sampler = copy.copy(sampler)  # Leave the user's own sampler as it is; it may be used again.
     if isinstance(sampler, LengthGroupedSampler):
-        # It sorts within some batches; those are global ones here.
+        # It sorts by length within groups of batches, which are global batches here.
         sampler.batch_size = args.global_batch_size(sampler.batch_size)
     if shared is None and getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
@@ -329,7 +308,7 @@ def order_of_run(
 
 
 def draws_each_once(order: Any, num_samples: int) -> bool:
-    """Whether an order is known to hold each sample of a data set once: of another class than these nobody knows."""
+    """Return True if an order is known to contain each sample of a data set once."""
     if type(order) in (RandomSampler, SeedableRandomSampler) and order.replacement:
         return False
     known = (RandomSampler, SeedableRandomSampler, SequentialSampler, LengthGroupedSampler)
@@ -337,7 +316,7 @@ def draws_each_once(order: Any, num_samples: int) -> bool:
 
 
 class Samples(Dataset[Any]):
-    """A data set that is not asked for a batch of no samples: a user's transform need not take one."""
+    """Data set wrapper that answers an empty batch itself, since a user's transform need not accept one."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -356,7 +335,7 @@ class Samples(Dataset[Any]):
 
 
 class SkipEmpty:
-    """A collator that turns an empty list of samples into an empty batch instead of calling the user's collator."""
+    """Collator that turns an empty list of samples into an empty batch instead of calling the user's collator."""
 
     def __init__(self, collate: Any) -> None:
         self.collate = collate

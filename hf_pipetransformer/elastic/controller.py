@@ -1,6 +1,6 @@
-"""Watches a training run on every rank and says before each optimizer step whether the layout changes.
+"""Monitor of training on every rank that decides before each optimizer step whether the layout changes.
 
-Rank 0 decides, the others hear of it and check that they stand where rank 0 stands.
+Rank 0 decides; the other ranks receive its decision and check that they are at the same step and layout.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ from hf_pipetransformer.schedules.placement import block_of
 
 
 WEIGHTS, ACTIVATIONS, SAMPLES = "weights", "activations", "samples"
-"""What `LayoutController.tensors` holds: a key begins with one of them."""
+"""Prefixes of the keys of `LayoutController.tensors`."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What to do before the next step, the same on every rank.
+    """Change to make before the next optimizer step, the same on every rank.
 
     Args:
-        layout: the next layout.
         moves: False if only the number of micro-batches changes.
-        reason: in a few words.
-        predicted: seconds that a step is expected to take.
-        alternatives: the same for every K that was considered.
-        measured: median seconds of a step under the layout so far, if there were enough.
+        predicted: expected seconds of a step.
+        alternatives: predicted seconds of a step for every pipeline size K that was considered.
+        measured: median seconds of a step under the old layout, if enough were timed.
     """
 
     layout: Layout
@@ -56,17 +54,12 @@ class Change:
 
 
 class LayoutController:
-    """Gathers what decisions are taken from, has rank 0 take them, and tries numbers of micro-batches.
+    """Gathers measurements for rank 0's decisions, and tries numbers of micro-batches.
 
     Args:
-        decisions: what rank 0 decides with.
-        topology: the ranks.
-        stage: this rank's stage at the start.
-        write: writes an event.
-        meter: measures the steps.
-        probe: says what the layers give, for policies that ask.
-        replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
-        learning_rate: gives that of the step that comes, see `FreezeSignal`.
+        probe: returns the outputs of the layers, for policies that need them.
+        replay: layouts of an earlier run by the optimizer step from which they applied; None to decide.
+        learning_rate: returns the learning rate of the coming step, see `FreezeSignal`.
     """
 
     def __init__(
@@ -87,7 +80,7 @@ class LayoutController:
         self.probe = probe
         self.replay = replay
         self.learning_rate = learning_rate
-        # Nobody asks what has been measured since the last decision of a run that takes none.
+        # A replayed run takes no decisions, so it needs no monitors.
         num_layers, needs = stage.layout.num_layers, decisions.policy.needs if replay is None else ()
         self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
         units = stage.view.structure.units_of_parameter
@@ -105,7 +98,7 @@ class LayoutController:
     # ---- moments of a step ----
 
     def decides_before(self, step: int) -> bool:
-        """Whether rank 0 asks the policy before optimizer step number `step`. At first a collective call."""
+        """Return True if rank 0 asks the policy before this step; collective when that step is not known yet."""
         if self.replay is not None:
             return False
         if self._next_decision is None:
@@ -113,13 +106,13 @@ class LayoutController:
         return step == self._next_decision
 
     def coming_decisions(self) -> list[int]:
-        """Steps before which the layout may change, as far as it is known."""
+        """Return the steps before which the layout may change, as far as they are known."""
         if self.replay is not None:
             return list(self.replay)
         return [] if self._next_decision is None else [self._next_decision]
 
     def change_before(self, step: int, stage: Stage) -> Change | None:
-        """What changes before optimizer step number `step`. A collective call whenever something may change."""
+        """Return the change before optimizer step number `step`. Collective whenever something may change."""
         layout = stage.layout
         if self.replay is not None:
             return self._replayed(self.replay[max(start for start in self.replay if start <= step)], layout)
@@ -133,9 +126,10 @@ class LayoutController:
         return self._try_microbatches(layout)
 
     def change_without_cache(self, step: int, stage: Stage) -> Change | None:
-        """What changes before step number `step` if activations that the layout has stored cannot be; then collective.
+        """Return the change before `step` if the layout stores activations and they cannot be stored; collective then.
 
-        Asked once the change before it is made: what the policy measures from has not begun, so it may move.
+        Call it after the change of `change_before` was made: the policy's baselines are not taken yet, so weights may
+        move.
         """
         layout = stage.layout
         if self.replay is not None or not layout.cache_level or self._has_cache:
@@ -143,7 +137,7 @@ class LayoutController:
         return self._adapt_to_cache(step, layout)
 
     def begin_step(self, stage: Stage) -> None:
-        """An optimizer step begins. At first a collective call."""
+        """Begin an optimizer step. Collective when a baseline of the policy is due."""
         if self.replay is None:
             self._take_up_measurements()
             if self._weights is not None and not self._weights.has_begun:
@@ -153,12 +147,11 @@ class LayoutController:
         self.meter.begin_step()
 
     def watch_gradients(self, squares: torch.Tensor) -> None:
-        """Squared gradient norms of this step's layers and head, see `GradientNormMonitor.record`."""
+        """Record the squared gradient norms of this step's layers and head, see `GradientNormMonitor.record`."""
         if self._norms is not None:
             self._norms.record(squares)
 
     def end_step(self) -> None:
-        """An optimizer step is done."""
         if self.meter.end_step() and self._trial is not None:
             self._trial.record(self.meter.last_seconds, max(1, self.meter.num_tokens))
 
@@ -166,7 +159,7 @@ class LayoutController:
 
     def _decide(self, step: int, stage: Stage) -> Change | None:
         layout = stage.layout
-        # Steps of a trial ran with several M: they say nothing of one layout.
+        # Steps of a trial ran with several numbers of micro-batches, so their times describe no single layout.
         reports = self.topology.gather({} if self._trial is not None else self.meter.medians())
         measured = self._measured(stage)
         answer = self.topology.decide(
@@ -184,7 +177,7 @@ class LayoutController:
         return self._begun(answer["change"])
 
     def _measured(self, stage: Stage) -> dict[str, tuple[float, ...]]:
-        """What the policy asked for, since the last decision. A collective call."""
+        """Return the measurements for the policy since the last decision. Collective: call on every rank."""
         found = {}
         self._take_up_measurements()
         if self._norms is not None:
@@ -193,7 +186,7 @@ class LayoutController:
         if self._weights is not None:
             report = self._weights.report(stage.trained_here(), stage.layout.num_layers)
             reports = self.topology.gather(report if self._weights.has_begun else None)
-            # Replicas hold the same bits: those of the first pipeline tell all.
+            # Replicas have identical weights: the first pipeline's reports suffice.
             own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
             found[WEIGHT_CHANGES] = relative_changes(own) if own else ()
             self._weights.forget()
@@ -202,7 +195,6 @@ class LayoutController:
         return found
 
     def _begin_with_cache(self, step: int, layout: Layout) -> Change | None:
-        """Layers may be frozen from the start, and their activations stored from the first step on."""
         if self.decisions.cache is None or not layout.num_frozen_layers or layout.cache_level:
             return None
         return self._adapt_to_cache(step, layout)
@@ -214,7 +206,7 @@ class LayoutController:
 
     @property
     def _has_cache(self) -> bool:
-        """Whether activations can be stored; every rank knows, unless rank 0 has said so by a layout without them."""
+        """True if activations can be stored, as far as this rank knows: rank 0 may find out otherwise later."""
         cache = self.decisions.cache
         return cache is not None and cache.mode != "off"
 
@@ -223,8 +215,8 @@ class LayoutController:
         return Change(**{**change, "layout": self._begin_layout(Layout.from_event(change["layout"]))}, moves=True)
 
     def _begin_layout(self, layout: Layout) -> Layout:
-        """Measure afresh; `layout` itself, or with the first number of micro-batches to try."""
-        # A step that brings stored activations to a new level tells little of the steps that read them.
+        """Restart the measurements; return `layout` itself, or with the first number of micro-batches to try."""
+        # Steps that write activations of a new level take longer than the later steps that read them.
         cache, inputs = self.decisions.cache, self.decisions.inputs
         self.meter.reset(skip=cache.writing_steps if cache and layout.cache_level else 0)
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
@@ -239,9 +231,8 @@ class LayoutController:
     # ---- measurements ----
 
     def _report_measurement(self, layout: Layout) -> None:
-        """Set the measured step time of a layout beside the predicted one, once it is known."""
         if self._trial is not None:
-            self._predicted = None  # It was for another M than the one that will be chosen.
+            self._predicted = None  # It was for another number of micro-batches than the trial will choose.
         if not self.meter.is_done or self._predicted is None:
             return
         reports = self.topology.gather(self.meter.medians())
@@ -310,10 +301,10 @@ class LayoutController:
     # ---- resuming ----
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to take the same decisions; rank 0's counts.
+        """Return the state that a checkpoint needs to continue with the same decisions; rank 0's counts.
 
         Raises:
-            ValueError: the state of the policy is none for JSON.
+            ValueError: the state of the policy is not JSON.
         """
         state = {
             **self.decisions.state(),
@@ -323,11 +314,10 @@ class LayoutController:
         return dict(plain(state, "What decides on layouts"))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank's weights, and on rank 0 the activations of some samples, were at the last decision.
+        """Return this rank's weights and, on rank 0, the activations of some samples, as of the last decision.
 
-        For a checkpoint. A run that goes on with batches of another size would look at other samples.
-
-        Empty unless the policy asks for them.
+        For a checkpoint; empty unless the policy needs them. The samples themselves are included, since a run resumed
+        with another batch size would pick others.
         """
         found = {}
         if self._weights is not None:
@@ -344,12 +334,13 @@ class LayoutController:
         is_elsewhere: bool,
         is_same_policy: bool,
     ) -> None:
-        """Go on from `state`, under the same layout or elsewhere, where measured times say nothing.
+        """Continue from `state`.
 
         Args:
-            recall: reads the `tensors` of all ranks, as far as this one needs them. It is called when the layout of
-                the first step is in force: a transition before it takes weights to other ranks.
-            is_same_policy: the policy's class is that of the run that was saved; another one begins anew.
+            recall: reads the `tensors` of all ranks, as far as this one needs them. It is called under the layout of
+                the first step, because a transition before it moves weights to other ranks.
+            is_elsewhere: True under another layout than the saved run's, where its measured times do not apply.
+            is_same_policy: False if the policy's class is not that of the saved run; it then starts fresh.
         """
         self.decisions.load_state(state, is_same_policy)
         if self._norms is not None and state["gradient_norms"] is not None:
@@ -358,13 +349,13 @@ class LayoutController:
             self._recall = recall
         if is_elsewhere:
             return
-        # The run that was saved decided on its cache; one that is switched on since then needs no decision on times.
+        # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.
         cache = self.decisions.cache
         self._is_first = cache is not None and cache.mode == "on"
         self._known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})
 
     def _take_up_measurements(self) -> None:
-        """What is measured from, of the run that is gone on with. A collective call, once."""
+        """Restore the baselines of the resumed run's measurements. Collective on the first call after `load_state`."""
         if self._recall is None:
             return
         recall, self._recall = self._recall, None

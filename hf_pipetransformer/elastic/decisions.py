@@ -1,6 +1,6 @@
-"""What rank 0 decides for all ranks: how many layers freeze or thaw, which layout follows, what is stored where.
+"""Decisions that rank 0 takes for all ranks: layers to freeze or unfreeze, the next layout, and what is stored.
 
-Called through `Topology.decide`, so on rank 0 alone; nothing here knows of other ranks or waits for them.
+Called through `Topology.decide`, so on rank 0 alone; nothing here communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from hf_pipetransformer.schedules.placement import attention_of
 
 
 Write = Callable[..., None]
-"""Writes an event: its kind and its fields."""
+"""Function that writes an event, from its kind and its fields."""
 
 NUM_FRUITLESS_DECISIONS = 2
-"""So many in a row, beside those at which the policy only looks, are worth a warning."""
+"""Number of decisions in a row without a change that triggers a warning, besides those at which the policy only
+observes."""
 NEVER = -1
-"""In place of the step of the next decision: there is none."""
+"""Stands for the step of the next decision if there is none."""
 
 
 @dataclass
@@ -45,16 +46,10 @@ class Decisions:
     """Asks the freeze policy, and plans the layout that follows.
 
     Args:
-        policy: the freeze policy.
-        clock: when it is asked.
-        args: the options.
-        inputs: for planning.
         num_frozen: layers frozen at the start.
-        world_size: ranks.
         units_of_parameter: name of each parameter that the user trains to the units that use it.
-        write: writes an event.
-        cache: says at each freeze and thaw how far up activations are stored; None without a cache.
-        num_frozen_by_user: layers that the script froze, which are never thawed.
+        cache: decides at each change of the frozen layers which activations are stored; None without a cache.
+        num_frozen_by_user: layers that the script froze, which are never unfrozen.
     """
 
     policy: FreezePolicy
@@ -74,7 +69,7 @@ class Decisions:
         self._calibrated = (self.inputs.units, self.inputs.overheads)
 
     def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
-        """What may freeze and when, in words, and whether stored activations can be read."""
+        """Describe what may freeze and when, and whether stored activations can be read."""
         num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
         policy, kept = self.policy, self.args.freeze_min_active_layers
         coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
@@ -82,7 +77,7 @@ class Decisions:
         return in_words(coming, num_layers, num_frozen, clock.max_steps, writing, policy.num_watched, policy.may_thaw)
 
     def next_step(self, step: int) -> int:
-        """The first optimizer step, `step` or later, before which the policy is asked; `NEVER` if there is none."""
+        """Return the first optimizer step from `step` on before which the policy is asked; `NEVER` if none."""
         steps = range(step, self.clock.max_steps)
         return next((later for later in steps if self.policy.is_due(later, self.clock)), NEVER)
 
@@ -98,15 +93,13 @@ class Decisions:
         """Ask the policy before optimizer step number `step`.
 
         Args:
-            layout: in force.
-            reports: by rank, of the steps under it; empty ones did not measure.
-            measured: what the policy needs of the ranks: fields of `FreezeSignal`.
-            known_microbatches: the M that trials found best, by K and V.
-            learning_rate: see `FreezeSignal`.
+            reports: step timings by rank under `layout`; empty if a rank did not measure.
+            measured: fields of `FreezeSignal` that the policy needs from the ranks.
+            known_microbatches: the number of micro-batches M that trials found best, by K and V.
 
         Returns:
-            As JSON values the step of the next decision, the `change`: None, or the next layout and why, and whether
-            activations can be stored, which measuring for the decision may have found out.
+            JSON values: `next_step` of the next decision; `change`, None or the next layout and why; and `has_cache`,
+            False if activations cannot be stored, which measuring for the decision may have revealed.
         """
         num_layers, num_frozen = layout.num_layers, layout.num_frozen_layers
         found = dict(measured)
@@ -140,7 +133,7 @@ class Decisions:
     def adapt_to_cache(
         self, step: int, layout: Layout, known_microbatches: Mapping[tuple[int, int], int]
     ) -> dict[str, Any] | None:
-        """The change to a layout that stores what the frozen layers give, if that pays, or no longer does."""
+        """Return the change to a layout that starts or stops storing activations; None if nothing changes."""
         plan = self._plan(layout.num_frozen_layers, layout, step, known_microbatches)
         if plan.layout.cache_level == layout.cache_level:
             return None
@@ -154,21 +147,20 @@ class Decisions:
     def _predicted_seconds(
         self, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
     ) -> tuple[float, ...]:
-        """See `FreezeSignal.predicted_seconds`."""
         kept = self.args.freeze_min_active_layers if self.policy.keeps_minimum else 0
         costs, overheads = self._calibrated
         samples, accumulation = self.inputs.samples_per_device, self.args.gradient_accumulation_steps
         found = [0.0] * (layout.num_layers + 1)
         for num_frozen in range(layout.num_frozen_layers, max(layout.num_layers - kept, layout.num_frozen_layers) + 1):
             level, passes = self._foreseen(num_frozen, layout, step)
-            # Nothing moves while nothing freezes.
+            # Without new frozen layers the run keeps its layout, so that one is costed as it is.
             is_new = num_frozen > layout.num_frozen_layers
             planned = self._plan_with(num_frozen, layout, level, known_microbatches).layout if is_new else layout
             found[num_frozen] = seconds_left(planned, passes, costs, overheads, samples, accumulation)
         return tuple(found)
 
     def _foreseen(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, tuple[Pass, ...]]:
-        """The layers that would be stored with `num_frozen` frozen, and the steps to come."""
+        """Return the layers that would be stored with `num_frozen` frozen, and the steps to come."""
         now, last = layout.cache_level, self.clock.max_steps
         if self.cache is None:
             return 0, (Pass(last - step),)
@@ -201,7 +193,7 @@ class Decisions:
         )
 
     def _cached(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, float]:
-        """Layers whose output is stored from now on, and the share of the samples that a pass draws anew."""
+        """Return the layers whose output is stored from now on, and the share of samples to draw again per epoch."""
         if self.cache is None:
             return 0, 0.0
         prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)
@@ -210,18 +202,17 @@ class Decisions:
         return decision.level if decision.use else 0, decision.fresh_share
 
     def _active_seconds(self, num_frozen: int) -> float:
-        """Seconds per sample of forward and backward above `num_frozen` layers."""
         costs, _ = self._calibrated
         return sum(unit_forwards(costs, num_frozen)) + sum(unit_backwards(costs, num_frozen))
 
     def _prefix_seconds(self, num_frozen: int) -> list[float]:
-        """By number of layers, up to `num_frozen`: seconds per sample of the forward of embeddings and layers."""
+        """Return the forward seconds per sample of embeddings and layers, by number of layers."""
         costs, _ = self._calibrated
         sums = [0.0, *accumulate(costs.forward)]
         return [sums[attention_of(level)] for level in range(num_frozen + 1)]
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
-        """Parameters that freeze with the prefix although units above it use them too."""
+        """Return the parameters that freeze with the prefix although units above it use them too."""
         return [
             name
             for name, units in self.units_of_parameter.items()
@@ -253,7 +244,7 @@ class Decisions:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to take the same decisions."""
+        """Return the state that a checkpoint needs to continue with the same decisions."""
         return {
             "num_wanted": self._num_wanted,
             "num_fruitless": self._num_fruitless,
@@ -261,7 +252,7 @@ class Decisions:
         }
 
     def load_state(self, state: Mapping[str, Any], is_same_policy: bool) -> None:
-        """Go on from `state`; what one policy answered and remembers is nothing to another."""
+        """Continue from `state`; another policy ignores it."""
         if not is_same_policy:
             return
         self._num_wanted = float(state["num_wanted"])

@@ -1,7 +1,8 @@
-"""Moving weights, buffers and optimizer state between ranks when the layout changes (PipeTransformer section 3.3).
+"""Migration of weights, buffers and optimizer state between ranks at a layout change (PipeTransformer section 3.3).
 
-What moves together is a bundle: the parameters and buffers that the same units use. That is one bundle a unit, and one
-for each set of tied weights. A bundle travels as one flat message, point to point, from a rank that has it.
+The unit of transfer is a bundle: the parameters and buffers that the same units use. There is one bundle per unit, and
+one per set of tied weights. A bundle is sent point to point from a rank that has it: small tensors packed together,
+large ones by themselves.
 """
 
 from __future__ import annotations
@@ -20,21 +21,14 @@ from hf_pipetransformer.schedules.layout import Layout
 
 
 Bundle = tuple[int, ...]
-"""The units that use it, in increasing order."""
+"""Units that use the bundle, in increasing order."""
 Content = tuple[Bundle, bool]
-"""A bundle, with its optimizer state or without."""
+"""A bundle, and True if its optimizer state is included."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One bundle that a rank needs and does not have.
-
-    Args:
-        bundle: which.
-        source: rank that has it under the old layout.
-        destination: rank that needs it under the new one.
-        with_state: whether optimizer state goes with it.
-    """
+    """Transfer of one bundle from a rank that has it under the old layout to one that needs it under the new."""
 
     bundle: Bundle
     source: int
@@ -43,15 +37,15 @@ class Move:
 
     @property
     def content(self) -> Content:
-        """What is sent: moves with equal content carry the same tensors."""
+        """Content of the message: moves with equal content carry the same tensors."""
         return self.bundle, self.with_state
 
 
 def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move]:
-    """Who sends what to whom, the same list on every rank. Pure.
+    """Return all moves from the old layout to the new one, the same list on every rank. Pure.
 
-    A bundle has its optimizer state at its first user, if it is active. A rank that has what it needs gets nothing;
-    the others are served in turn by the ranks that have it.
+    The optimizer state of an active bundle is kept at its first user. Ranks that lack a bundle are served round-robin
+    by the ranks that have it.
     """
     ranks = range(old.pipeline_size * old.num_replicas)
     moves: list[Move] = []
@@ -74,29 +68,23 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
 
 
 Collect = Callable[[Sequence[Move]], list[dict[str, Any]]]
-"""What this rank sends for each of some moves: a tree of tensors and JSON values."""
+"""Function that returns what this rank sends for each of some moves: a tree of tensors and JSON values."""
 TakeIn = Callable[[Sequence[Bundle], list[dict[str, Any]]], None]
-"""Called after each round: the bundles that have been moved, and what came of them."""
+"""Callback after each round: the bundles that have been moved, and the contents that this rank received."""
 
 
 def exchange(
     moves: Sequence[Move], collect: Collect, take_in: TakeIn, topology: Topology, device: torch.device
 ) -> int:
-    """Carry out `moves`, in rounds of whole bundles. A collective call of all ranks.
+    """Carry out `moves`, in rounds of whole bundles, and return the bytes that all ranks sent together.
 
-    Tensors travel from where they are to where they are needed, on the device's own backend; what describes them, and
-    small tensors on the CPU, over the control group. A rank makes one copy at most of what it sends, however many it
-    sends it to.
+    Collective: call on every rank. Tensors go from device to device on the device's own backend; their descriptions,
+    and small CPU tensors, go over the control group. A rank copies what it sends at most once, however many ranks it
+    serves.
 
     Args:
-        moves: from `plan_moves`.
         collect: called once, with one move of each content that this rank sends.
-        take_in: what came lies on `device`, or on the CPU if it did so at its source.
-        topology: the ranks.
-        device: where this rank computes.
-
-    Returns:
-        The bytes that all ranks sent.
+        take_in: received tensors are on `device`, or on the CPU if they were there at their source.
     """
     if not moves:
         return 0
@@ -120,7 +108,7 @@ def exchange(
                 parcels += _parcels(move, large, topology)
                 arrived.append((content["tree"], large))
         carry(parcels, topology.control, topology.timeout)
-        # Nothing here may keep the memory of what the caller lets go.
+        # Drop the references, so that `take_in` frees the memory of what leaves this rank.
         parcels.clear()
         for content_key in [key for key in leaving if key[0] in done]:
             del leaving[content_key]
@@ -129,7 +117,7 @@ def exchange(
 
 
 def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: Topology) -> list[tuple[int, int]]:
-    """Bytes of each move, on every rank: of its description, and of its tensors."""
+    """Return the bytes of each move, on every rank: of its description, and of its tensors."""
     own = [leaving[m.content] if m.source == topology.rank else None for m in moves]
     sizes = torch.tensor([[s.message.numel(), _num_bytes(s.large)] if s is not None else [0, 0] for s in own])
     guarded(lambda: dist.all_reduce(sizes, group=topology.control), "agreeing on what moves between the ranks")
@@ -139,7 +127,6 @@ def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: T
 def _send_descriptions(
     moves: Sequence[Move], sizes: Sequence[int], leaving: Mapping[Content, _Split], topology: Topology
 ) -> dict[Move, torch.Tensor]:
-    """The descriptions of what comes to this rank."""
     messages: dict[Move, torch.Tensor] = {}
     parcels = []
     for move, size in zip(moves, sizes, strict=True):
@@ -160,7 +147,7 @@ def _parcels(move: Move, tensors: Sequence[torch.Tensor], topology: Topology) ->
 
 
 LARGE_BYTES = 2**16
-"""Tensors from this size on travel by themselves, out of and into their own memory; smaller ones share a message."""
+"""Tensors of at least this size are sent by themselves, without packing; smaller ones share a message."""
 
 _LARGE = "large tensor"
 _PACKED = "packed tensor"
@@ -169,7 +156,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _Split:
-    """A tree without its large tensors, packed, and these in order; on a device the last one holds the small ones."""
+    """Tree packed without its large tensors, and these in order; the last one may hold the small device tensors."""
 
     message: torch.Tensor
     large: list[torch.Tensor]
@@ -189,6 +176,7 @@ def _split(tree: Any) -> _Split:
         if node.numel() * node.element_size() >= LARGE_BYTES:
             large.append(node.detach().contiguous())
             return {_LARGE: len(large) - 1}
+        # CPU tensors go into the description; device tensors never do, packing them would synchronize the device.
         if _travels_in_description(node):
             return node
         start, piece = num_packed, node.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -204,14 +192,12 @@ def _split(tree: Any) -> _Split:
 
 
 def _travels_in_description(tensor: torch.Tensor) -> bool:
-    """Small tensors do if they are on the CPU: a description never makes a device wait."""
     return tensor.is_cpu
 
 
 def _joined(tree: Any, large: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `_split`; small tensors get memory of their own."""
     if isinstance(tree, torch.Tensor):
-        return tree.clone()
+        return tree.clone()  # A view would keep the whole message alive.
     if not isinstance(tree, dict):
         return tree
     if _LARGE in tree:
@@ -240,18 +226,16 @@ def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class OptimizerState:
-    """The optimizer of this rank, whose parameters come and go; groups are kept by the names of their members.
+    """Optimizer of this rank as its set of parameters changes; groups are remembered by the names of their members.
 
     Args:
-        optimizer: this rank's optimizer, not wrapped.
-        named: the model's parameters by name, in its order, those of other ranks too.
-        topology: the ranks; together they know the group of every parameter. A collective call.
-        may_move: whether parameters may come from other ranks.
-        group_of: name to group of parameters that the optimizer does not hold now.
+        named: all of the model's parameters by name, in its order, those of other ranks included.
+        may_move: True if parameters may come from other ranks. The constructor is then collective: call on every rank.
+        group_of: name to group index of parameters that the optimizer does not contain now.
 
     Raises:
-        ValueError: parameters may move, and the ranks have different groups: which group a parameter of another rank
-            belongs to is then unknown.
+        ValueError: parameters may move, and the groups differ between ranks, so the group of a parameter that arrives
+            is unknown.
     """
 
     def __init__(
@@ -265,7 +249,7 @@ class OptimizerState:
         self.optimizer = optimizer
         name_of = {id(parameter): name for name, parameter in named.items()}
         self.group_of = dict(group_of)
-        # A user's optimizer may train parameters that are not the model's (a loss's, say): they stay.
+        # A user's optimizer may train parameters outside the model (of a loss, say): they stay.
         self._foreign: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -288,17 +272,16 @@ class OptimizerState:
                 )
             self.group_of.update(answer["group_of"])
         if any(list(answer["group_of"]) != list(answers[0]["group_of"]) for answer in answers):
-            # Each made its own part: an optimizer for the whole model has them in the model's order.
+            # Each rank built its own part of the optimizer. One for the whole model has the model's order.
             place = {name: index for index, name in enumerate(order)}
             self.group_of = dict(sorted(self.group_of.items(), key=lambda item: place[item[0]]))
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """The state of one parameter: tensors and plain numbers."""
         state: dict[str, Any] = dict(self.optimizer.state.get(parameter, {}))
         return state
 
     def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Free parameters that this rank no longer trains, and their state, before others come; `hold` follows."""
+        """Remove parameters that this rank no longer trains and free their state; call `hold` afterwards."""
         gone = set(parameters)
         for parameter in gone:
             self.optimizer.state.pop(parameter, None)
@@ -306,9 +289,9 @@ class OptimizerState:
             group["params"] = [parameter for parameter in group["params"] if parameter not in gone]
 
     def hold(self, named: Mapping[str, torch.nn.Parameter], received: Mapping[str, dict[str, Any]]) -> None:
-        """Train exactly the parameters `named`; state of others is dropped, `received` state is taken in."""
+        """Train exactly the parameters `named`: drop the state of all others and install `received` state."""
         groups = [list(foreign) for foreign in self._foreign]
-        for name, index in self.group_of.items():  # In the order of an optimizer that one stage made.
+        for name, index in self.group_of.items():  # Keeps the parameter order of an optimizer on a single stage.
             if name in named:
                 groups[index].append(named[name])
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
@@ -328,17 +311,16 @@ class OptimizerState:
 def keep_parameters(
     optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], kept: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, int]:
-    """Leave a rank what it trains of an optimizer that was built for the whole model.
+    """Reduce an optimizer that was built for the whole model to what this rank trains, in place.
 
-    Groups stay with their options, empty ones too, and so does a scheduler that knows them.
+    Parameter groups stay, even when empty, so a learning rate scheduler built on them stays valid.
 
     Args:
-        optimizer: changed in place.
         name_of: id of each parameter of the model to the parameter's name.
-        kept: what this rank trains, by name.
+        kept: parameters that this rank trains, by name.
 
     Returns:
-        Name of each parameter that was in the optimizer to its group.
+        Name of each parameter that was in the optimizer to the index of its group.
 
     Raises:
         ValueError: the optimizer trains parameters that are not the model's.
@@ -361,18 +343,16 @@ def keep_parameters(
 
 
 def _to(value: Any, parameter: torch.nn.Parameter, are_scalars_beside: bool) -> Any:
-    """Received state where torch's optimizers keep it: beside the parameter, but for scalars (step counts).
-
-    Those stay on the CPU, unless a fused or capturable optimizer counts on the device.
-    """
+    """Put received state where torch's optimizers keep it: on the parameter's device, except scalars (step counts)."""
+    # Scalars stay on the CPU unless a fused or capturable optimizer counts steps on the device.
     is_tensor = isinstance(value, torch.Tensor)
     return value.to(parameter.device) if is_tensor and (value.dim() or are_scalars_beside) else value
 
 
 def digests(named: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
-    """By name a sum over the bits of its tensors, as 64-bit words: unequal sums prove unequal bits.
+    """Return a checksum per name, the sum of the tensors' bits as 64-bit words: unequal sums prove unequal bits.
 
-    Sums are taken where the tensors are, and each device is read once.
+    Sums are taken on the tensors' devices, and each device is synchronized once.
     """
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensors in named.items():
@@ -387,10 +367,9 @@ def digests(named: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
 
 
 def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum modulo 2**64, as an int64 scalar on the tensor's device."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD_BYTES:
-        flat = flat.clone()  # A view of words must begin at a word.
+        flat = flat.clone()  # `view(torch.int64)` needs an aligned offset.
     num_whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
     return flat[:num_whole].view(torch.int64).sum() + flat[num_whole:].sum(dtype=torch.int64)
 
@@ -400,11 +379,7 @@ _MODULUS = 2**62
 
 
 def check_replicas(digests: Mapping[str, int], place: Any) -> None:
-    """Compare what should be bit-identical on the replicas of a stage. A collective call of theirs.
-
-    Args:
-        digests: name to digest.
-        place: this rank's `PipelineGroups`.
+    """Compare tensors that must be bit-identical on the replicas of a stage. Collective: call on every replica.
 
     Raises:
         PipelineError: names the first tensor that differs.

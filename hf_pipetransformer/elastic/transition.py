@@ -1,8 +1,8 @@
-"""Moving a run from one layout to the next. A fresh start is the transition from nothing: all comes from rank 0.
+"""Transition of a run from one layout to another (PipeTransformer sections 3.2 and 3.3).
 
-A transition lies between two optimizer steps and changes no bit of what is trained: frozen parameters leave the
-optimizer, each rank gets what its new stage needs from a rank that has it, and the view, engine and reduction are made
-anew around it (PipeTransformer sections 3.2 and 3.3).
+A transition lies between two optimizer steps and changes no bit of the weights: frozen parameters leave the optimizer,
+each rank receives what its new stage needs from a rank that has it, and the engine and gradient reduction are rebuilt.
+A run starts by broadcasting the whole model from rank 0.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def apply_layout(
     settings: StageSettings,
     is_training: bool,
 ) -> Stage:
-    """Bring this rank into `layout`, from a model that is whole on every rank. A collective call.
+    """Bring this rank into `layout`, from a model that is whole on every rank. Collective: call on every rank.
 
-    Rank 0's parameters and buffers are given to everybody; what this stage uses is put on its device, and in training
+    Rank 0's parameters and buffers are broadcast to all ranks. What this stage uses moves to its device; in training
     the rest is freed.
     """
     send_model_from_first_rank(model, topology)
@@ -66,22 +66,22 @@ def apply_layout(
 def change_layout(
     stage: Stage, layout: Layout, probe: Probe, topology: Topology, settings: StageSettings, optimizer: OptimizerState
 ) -> tuple[Stage, int]:
-    """Bring a run in training from one layout to another, between two optimizer steps. A collective call.
+    """Move a training run to another layout, between two optimizer steps. Collective: call on every rank.
 
     Returns:
         This rank's stage under `layout`, and the bytes that moved between all ranks.
 
     Raises:
-        PipelineError: replicas that must hold the same bits do not.
+        PipelineError: replicas that must be bit-identical are not.
     """
     check_replicas_agree(stage, optimizer)
     assert stage.reducer is not None, "only a run in training changes its layout"
     stage.reducer.remove()
-    stage.reducer = None  # Its buffers make room.
+    stage.reducer = None  # Frees its flat buffers before the parameters of the new stage arrive.
     new = _make_stage(stage.view, stage.store, probe, topology, layout, settings)
     bundles = _bundles(probe.structure)
     moves = plan_moves(list(bundles), stage.layout, layout)
-    # The optimizer lets go of what is newly frozen first: its state does not travel.
+    # Newly frozen parameters move without optimizer state, see `plan_moves`.
     stage.store.freeze(frozen_names(probe.structure, layout))
     arrivals = _Arrivals(new, bundles, settings.device, optimizer)
     num_bytes = exchange(
@@ -104,7 +104,7 @@ def _make_stage(
 
 
 def _prepare_training(stage: Stage, topology: Topology, settings: StageSettings) -> None:
-    """What only training needs: who is frozen, and who sums which gradient with whom."""
+    """Freeze parameters and set up gradient reduction, which only training needs."""
     groups, store = stage.groups, stage.store
     store.freeze(frozen_names(stage.view.structure, stage.layout))
     stage.shared = _shared_parameters(stage, topology)
@@ -114,11 +114,10 @@ def _prepare_training(stage: Stage, topology: Topology, settings: StageSettings)
 
 
 Bundles = dict[Bundle, tuple[list[str], list[str]]]
-"""The names of the parameters and of the buffers that move together."""
+"""Names of the parameters and of the buffers of each bundle."""
 
 
 def _bundles(structure: Structure) -> Bundles:
-    """All bundles of a model, in the order of their units."""
     bundles: Bundles = {}
     for kind, users in enumerate((structure.units_of_parameter, structure.units_of_buffer)):
         for name, units in users.items():
@@ -142,13 +141,10 @@ def _collect(stage: Stage, bundles: Bundles, moves: Sequence[Move], optimizer: O
 
 
 class _Arrivals:
-    """Takes in what comes for a new stage, and lets go of what it no longer needs, round by round.
+    """Installs what arrives for a new stage and frees what it no longer needs, round by round.
 
     Args:
-        stage: the new one; its store still holds what the old one needed.
-        bundles: of the model.
-        device: where this rank computes.
-        optimizer: this rank's.
+        stage: the new stage, whose store still contains the parameters of the old one.
     """
 
     def __init__(self, stage: Stage, bundles: Bundles, device: torch.device, optimizer: OptimizerState) -> None:
@@ -159,7 +155,7 @@ class _Arrivals:
         self._states: dict[str, dict[str, Any]] = {}
 
     def take_in(self, done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
-        """After a round: what came, and what may go since nobody needs it from here any more."""
+        """Install the contents of a round, and free bundles that no rank needs from here any more."""
         store = self.stage.store
         gone = {name for bundle in done for name in self.bundles[bundle][0]} - self.stage.own_names()
         self._let_go(gone & set(store.held()))
@@ -173,7 +169,7 @@ class _Arrivals:
         store.fill(arrived)
 
     def finish(self) -> None:
-        """After all rounds: the optimizer trains what the stage has."""
+        """Make the optimizer train what the stage has, after all rounds."""
         store, stage = self.stage.store, self.stage
         self._let_go(set(store.held()) - stage.own_names())
         self.optimizer.hold(stage.trained_here(), self._states)
@@ -186,10 +182,10 @@ class _Arrivals:
 
 
 def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
-    """Compare the replicas of every unit, which must be bit-identical after every step. A collective call.
+    """Compare the replicas of every unit, weights and optimizer state. Collective: call on every rank.
 
     Raises:
-        PipelineError: they are not.
+        PipelineError: replicas are not bit-identical.
     """
     if stage.groups.num_replicas == 1:
         return
@@ -202,9 +198,9 @@ def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
 
 
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
-    """Overwrite all parameters and buffers by rank 0's: a head that a script initialised unseeded becomes one head.
+    """Broadcast all parameters and buffers from rank 0: a head initialized without a seed becomes the same.
 
-    Over the device's own backend if the model is on a device on every rank, else over the control group.
+    Uses the device's own backend if the model is on a device on every rank, else the control group.
     """
     check_whole(model)
     if topology.world_size == 1:

@@ -1,4 +1,4 @@
-"""Where layers may be thawed, and how long pipelines may grow then."""
+"""Execution of layout changes during training, and the limits on unfreezing and on pipeline growth."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from hf_pipetransformer.schedules.layout import Layout, counted
 def longest_pipeline(
     layout: Layout, first: Layout | None, policy: FreezePolicy, replay: Mapping[int, Layout] | None
 ) -> int:
-    """The longest K that a run may have from here on: it grows where layers are thawed, or as it is replayed.
+    """Return the largest pipeline size K that a run may have from here on.
+
+    Pipelines grow when layers unfreeze, or as the replayed run did.
 
     Args:
-        layout: in force.
-        first: under which the run began, if that was another one.
-        policy: decides what freezes.
-        replay: optimizer step to the layout from then on, of an earlier run; then the policy is not asked.
+        layout: layout in force.
+        first: layout under which the run began, if it was another; unfreezing may return to it.
+        replay: layouts of an earlier run by the optimizer step from which they applied; the policy is then not asked.
     """
     coming = [] if replay is None else list(replay.values())
     if replay is None and policy.may_thaw and first is not None:
@@ -42,16 +43,10 @@ def longest_pipeline(
 def check_thawing(
     args: PipeTransformerArguments, policy: FreezePolicy, replay: Mapping[int, Layout] | None, pipeline_size: int
 ) -> None:
-    """Refuse to thaw under schedules with which it has not been verified.
-
-    Args:
-        args: the options.
-        policy: decides what freezes.
-        replay: optimizer step to the layout from then on, of an earlier run; then the policy is not asked.
-        pipeline_size: the longest K that the run may have.
+    """Refuse to unfreeze layers under schedules with which that has not been verified.
 
     Raises:
-        ValueError: layers may be thawed on stages that are at different steps or run slices of sequences.
+        ValueError: layers may unfreeze under an asynchronous schedule or one that cuts sequences into slices.
     """
     counts = [] if replay is None else [layout.num_frozen_layers for _, layout in sorted(replay.items())]
     thaws = policy.may_thaw if replay is None else counts != sorted(counts)
@@ -65,20 +60,7 @@ def check_thawing(
 
 @dataclass
 class Transitions:
-    """Changes the layout of a training as its controller says.
-
-    Args:
-        trainer: tells the step.
-        topology: the ranks.
-        journal: for the events.
-        patience: ranks wait longer for each other while something changes.
-        seeds: of the ranks' generators, new after each transition.
-        pipeline: that is moved.
-        controller: decides.
-        optimizer: its state moves with the parameters.
-        cache: follows; None where nothing may be stored.
-        loader: follows; None for one of the user's own.
-    """
+    """Changes the layout of a training run as its controller decides; cache, loader and optimizer state follow."""
 
     trainer: Trainer
     topology: Topology
@@ -92,10 +74,10 @@ class Transitions:
     loader: PipelineLoader | None
 
     def before_step(self) -> Change | None:
-        """Have the controller decide, and take what it decided into effect; the move to another layout, if any."""
+        """Ask the controller and apply its decision; return the move to another layout, if any."""
         step, pipeline, moved = self.trainer.state.global_step, self.pipeline, None
         if self.controller.decides_before(step):
-            self.patience.rest()  # Rank 0 may measure the disk while the others wait.
+            self.patience.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
         for ask in (self.controller.change_before, self.controller.change_without_cache):
             change = ask(step, pipeline.stage)
             if change is not None and change.moves:
@@ -109,7 +91,7 @@ class Transitions:
         return moved
 
     def move(self, change: Change) -> None:
-        """A transition: the run goes on under another layout, with the same weights and the same next batch."""
+        """Continue the run under another layout, with the same weights and the same next batch."""
         start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
         pipeline.settle()
         if self.cache is not None:

@@ -1,4 +1,4 @@
-"""What a layout costs: seconds and bytes of an optimizer step, from what each unit costs. Pure."""
+"""Cost model of a layout: seconds and bytes of an optimizer step, computed from the costs of each unit. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GRADIENT_BYTES = 4
 """Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
 
 WEIGHT_BYTES = 4
-"""Bytes of an element of a weight where nothing else is said: fp32."""
+"""Bytes of a weight's element unless given otherwise: fp32."""
 
 STATE_COPIES = 4
-"""What a trained weight takes, in weights: itself, its gradient and the two moments of Adam."""
+"""Memory of a trained weight in multiples of the weight: itself, its gradient and the two moments of Adam."""
 
 WEIGHT_SHARE = 0.5
-"""Share of a unit's backward that the gradients of its weights take: the two products of a linear layer are alike."""
+"""Share of a unit's backward for the gradients of its weights: one of the two equal products of a linear layer."""
 
 UPDATE_WORK = 280.0
 """Operations in the time of one trained parameter's update: Adam reads and writes some 28 bytes, and a device computes
@@ -39,24 +39,24 @@ Shared = tuple[tuple[tuple[int, ...], int], ...]
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """What each unit of the model costs, one entry a unit.
+    """Costs of each unit of the model, one entry per unit.
 
     Args:
         forward: seconds per sample of the forward.
         backward: seconds per sample of the whole backward.
-        edge_backward: seconds per sample of the backward if the unit's input needs no gradient, as that of the first
-            active unit.
-        parameters: elements; what several units use is counted at the first.
+        edge_backward: seconds per sample of the backward if the unit's input needs no gradient, as in the first active
+            unit.
+        parameters: elements; those of several units count at the first one.
         activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
-        shared: what several units use, not by unit: stages that share it hold a copy each.
-        kept: elements of `parameters` that the user froze; empty where all are trained.
-        kept_shared: as `shared`, of what the user froze.
-        trained_bytes: bytes of the weights that are trained unless their layer freezes; empty where all are fp32.
-        kept_bytes: bytes of the weights that the user froze; empty where all are fp32.
-        slices: what slices of tokens cost; None where sequences stay whole.
+        shared: parameters of several units, not by unit: each stage that uses them has a copy.
+        kept: elements of `parameters` that the user froze; empty if all are trained.
+        kept_shared: like `shared`, for parameters that the user froze.
+        trained_bytes: bytes of the weights that are trained unless their layer freezes; empty if all are fp32.
+        kept_bytes: bytes of the weights that the user froze; empty if all are fp32.
+        slices: costs of token slices; None where sequences stay whole.
 
     Raises:
-        ValueError: the entries are not as many everywhere.
+        ValueError: the fields differ in length.
     """
 
     forward: tuple[float, ...]
@@ -85,21 +85,19 @@ class UnitCosts:
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
-        """Elements by unit that the user froze."""
         return self.kept or (0,) * len(self.parameters)
 
     @property
     def trained_sizes(self) -> tuple[int, ...]:
-        """`trained_bytes`, whatever the weights are in."""
+        """`trained_bytes`, or the bytes in fp32 if that is empty."""
         return self.trained_bytes or tuple(WEIGHT_BYTES * count for count in self.trained)
 
     @property
     def kept_sizes(self) -> tuple[int, ...]:
-        """`kept_bytes`, whatever the weights are in."""
+        """`kept_bytes`, or the bytes in fp32 if that is empty."""
         return self.kept_bytes or tuple(WEIGHT_BYTES * count for count in self.kept_elements)
 
     def scaled(self, forward: float, backward: float) -> UnitCosts:
-        """The same units with the times of forwards and of backwards multiplied by a factor each."""
         return replace(
             self,
             forward=tuple(forward * seconds for seconds in self.forward),
@@ -110,14 +108,14 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a step costs beside the computation of its samples.
+    """Costs of a step besides the computation of its samples.
 
     Args:
-        hop: seconds that a message between neighbouring stages takes.
-        per_microbatch: seconds that each forward and each backward of a stage costs beside its samples.
-        reduction_per_byte: seconds per byte of gradient of the all-reduce over R=2 replicas, as far as the backward
-            does not hide it; over R replicas it is `2 (R - 1) / R` times that (a ring).
-        optimizer_per_parameter: seconds per trained parameter of the optimizer step.
+        hop: seconds of a message between neighboring stages.
+        per_microbatch: fixed seconds of each forward and each backward of a stage.
+        reduction_per_byte: seconds per byte of gradient of the all-reduce over 2 replicas, as far as the backward does
+            not hide it; over R replicas a ring takes `2 (R - 1) / R` times that.
+        optimizer_per_parameter: seconds of the optimizer step per trained parameter.
         per_step: seconds of everything else: loader, logging, callbacks.
     """
 
@@ -130,15 +128,12 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of one optimizer step, and their parts.
+    """Predicted seconds of one optimizer step: the total, its four parts, and the compute time of each rank.
 
     Args:
-        seconds: the whole step; the sum of the four that follow.
-        pipeline: forwards, backwards and the bubble, of all batches of the step; where stages update themselves, what
-            the slowest takes with its share of the next two.
+        pipeline: forwards, backwards and the bubble, of all batches of the step. Under an asynchronous schedule, the
+            time of the slowest stage, its reduction and optimizer step included.
         reduction: all-reduce over the replicas.
-        optimizer: the optimizer step.
-        other: everything else.
         rank_seconds: seconds that each rank of a pipeline computes in the step.
     """
 
@@ -151,29 +146,24 @@ class Prediction:
 
 
 WORK_OVERHEADS = Overheads(reduction_per_byte=REDUCTION_WORK, optimizer_per_parameter=UPDATE_WORK)
-"""In operations where `Overheads` has seconds: what stands in for them where no clock may choose."""
+"""`Overheads` in operations instead of seconds, for plans that must not depend on measured times."""
 
 
 def costs_by_work(costs: UnitCosts, work: Sequence[float]) -> UnitCosts:
-    """The units with operations in place of seconds: a backward takes two forwards, for weights alone one.
-
-    Args:
-        costs: of the model's units.
-        work: operations per sample of the forward of each.
-    """
+    """Return the costs in operations instead of seconds: a backward takes two forwards, for weights alone one."""
     forward = tuple(work)
     backward = tuple(2 * each for each in forward)
     return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None)
 
 
 def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
-    """Seconds per sample of each unit's backward with `num_frozen_layers` frozen: none below the first active unit."""
+    """Return each unit's backward in seconds per sample; zero below the first active unit."""
     first = first_above(num_frozen_layers)
     return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
 
 
 def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
-    """Seconds per sample of each unit's forward with the activations after `cache_level` layers stored."""
+    """Return each unit's forward in seconds per sample; zero for units whose stored activations replace it."""
     first = first_above(cache_level)
     return [0.0] * first + list(costs.forward[first:])
 
@@ -181,16 +171,13 @@ def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
 def unit_loads(
     costs: UnitCosts, num_frozen_layers: int, cache_level: int = 0, update_per_parameter: float = 0.0
 ) -> list[float]:
-    """Seconds per sample that each unit costs: what a partition evens out.
+    """Return the seconds per sample of each unit, which a partition balances.
 
     A frozen unit only runs its forward, and not even that for a sample whose activation is stored.
 
     Args:
-        costs: of the model's units.
-        num_frozen_layers: F.
-        cache_level: layers whose activations are stored.
-        update_per_parameter: seconds per sample of an optimizer step and trained parameter, where stages update
-            themselves; where all wait for the slowest update it is no matter of cuts alone.
+        update_per_parameter: seconds per sample of an optimizer step and trained parameter, for asynchronous
+            schedules. Otherwise all stages wait for the slowest update, which boundaries alone do not determine.
     """
     first, trained = first_above(num_frozen_layers), costs.trained
     updates = [update_per_parameter * count * (unit >= first) for unit, count in enumerate(trained)]
@@ -201,22 +188,20 @@ def unit_loads(
 def predict_step(
     layout: Layout, costs: UnitCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
 ) -> Prediction:
-    """How long one optimizer step takes: the schedule's table, simulated, and what comes after it.
+    """Predict one optimizer step: simulate the schedule's table and add the costs after it.
 
-    The all-reduce and the optimizer take as long as they take on the rank with the most trained parameters. Under an
-    asynchronous schedule each stage does both for itself, and a step takes what one of a long window does.
+    The all-reduce and the optimizer step take the time of the rank with the most trained parameters. Under an
+    asynchronous schedule each stage runs both on its own, and the result is the steady-state time per step of a long
+    window.
 
     Args:
-        layout: how the model lies on the ranks.
-        costs: of the model's units, on one of the devices.
-        overheads: of this machine.
         samples_per_pipeline: samples of one batch of one pipeline.
         accumulation: batches per optimizer step.
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
     backwards = unit_backwards(costs, layout.num_frozen_layers)
-    # The gradients of the first active unit's weights take no less for being all that its backward computes.
+    # The first active unit's backward computes weight gradients only, at the cost they have in a full backward.
     weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
 
@@ -256,7 +241,7 @@ def predict_step(
 
 
 def trained_elements(layout: Layout, costs: UnitCosts) -> list[float]:
-    """What each rank of a pipeline trains; what several use is counted at the first."""
+    """Return the elements that each rank of a pipeline trains; those of several units count at the first."""
     return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
 
 
@@ -268,19 +253,16 @@ def rank_bytes(
     weights: str = "pipeoptim",
     optim: str = "adamw_torch",
 ) -> list[float]:
-    """Bytes that each rank of a pipeline needs for training.
+    """Return the bytes that each rank of a pipeline needs for training.
 
-    With replicas the gradients that a rank reduces lie in flat buffers too, beside those that the backward makes. A
-    rank that shares a parameter with an earlier user holds its own copy and gradient, without optimizer state. Where
-    stages update themselves, they hold several versions of what they train.
+    With replicas, reduced gradients also lie in flat buffers besides those that the backward creates. A rank that uses
+    a parameter but is not its first user has a copy and a gradient, without optimizer state. Under an asynchronous
+    schedule, stages keep several versions of the weights they train; `accumulation`, `weights` and `optim` matter only
+    then.
 
     Args:
-        layout: how the model lies on the ranks.
-        costs: of the model's units; their parameters and activation bytes are read.
         samples_per_pipeline: samples of one batch of one pipeline.
-        accumulation: batches per optimizer step; read, like the next ones, where the schedule is asynchronous.
-        weights: which versions passes see, a `pipeline_weights`.
-        optim: Trainer's name of the optimizer.
+        weights: weight versions that passes see, a value of `pipeline_weights`.
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
@@ -301,11 +283,11 @@ def rank_bytes(
         first, *others = layout.ranks_of(units)
         is_trained = is_trained and units[0] >= layout.first_active_unit
         for rank in others:
-            # Of what is shared alone only the number of elements is known.
+            # Only the number of elements is known here: assume the average element size of the first unit.
             copy = elements * size_of[units[0]] / count_of[units[0]]
             loads[rank] += copy + (GRADIENT_BYTES * elements if is_trained else 0)
         if others and is_trained:
-            # Summed over all ranks that use it, by itself.
+            # A shared parameter has an all-reduce outside the flat buffers.
             reduced[first] -= elements
     if layout.is_asynchronous:
         kind, num_stages = find_weights(weights), layout.num_stages
@@ -319,7 +301,6 @@ def rank_bytes(
 
 
 def _shares(layout: Layout, costs: UnitCosts, samples: float) -> tuple[float, ...]:
-    """What each slice of the tokens takes of the time of whole sequences; nothing where they stay whole."""
     if costs.slices is None or not layout.token_slices:
         return ()
     bounds = slice_bounds(layout.token_slices, costs.slices.length)
@@ -327,21 +308,18 @@ def _shares(layout: Layout, costs: UnitCosts, samples: float) -> tuple[float, ..
 
 
 def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
-    """A micro-batch has at least one sample."""
     return max(1, min(layout.num_microbatches, samples_per_pipeline))
 
 
 def _active(layout: Layout, values: Sequence[float]) -> list[float]:
-    """`values` with nothing for the frozen units."""
+    """Return `values` with zeros for the frozen units."""
     first = layout.first_active_unit
     return [0.0] * first + list(values[first:])
 
 
 def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Sum of `values` over the units of each stage."""
     return [sum(values[unit] for unit in layout.units_of(stage)) for stage in range(layout.num_stages)]
 
 
 def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Sum of `values`, one a stage, over the stages of each rank of a pipeline."""
     return [sum(values[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_size)]

@@ -1,4 +1,4 @@
-"""How long the rest of a run takes under a layout, whose cache must be filled before it is read. Pure."""
+"""Forecast of the remaining time of a run under a layout, including the filling of its cache. Pure."""
 
 from __future__ import annotations
 
@@ -33,18 +33,11 @@ def seconds_left(
     samples_per_device: int,
     accumulation: int = 1,
 ) -> float:
-    """Predicted seconds of all steps of `passes`; the transition to the layout is not counted.
+    """Return the predicted seconds of all steps of `passes`, without the transition to the layout.
 
-    A step of which a share of the samples has rows takes that share of a step that reads all, and the rest of one that
-    computes all. What rows save of reading samples is at most what a step takes beside its computation.
-
-    Args:
-        layout: how the model lies on the ranks.
-        passes: the steps to come.
-        costs: of the model's units.
-        overheads: of this machine.
-        samples_per_device: samples of a batch, by device.
-        accumulation: batches per optimizer step.
+    A step in which a share of the samples has cache rows takes that share of the time of a step that reads all of
+    them, plus the rest of one that computes all. Reading rows in place of samples saves at most the step's overhead
+    outside the computation.
     """
     samples = samples_per_device * layout.pipeline_size
 
@@ -61,12 +54,12 @@ def seconds_left(
 
 
 MOVED_BYTES = 12
-"""Of a trained parameter that goes to another rank: the weight and two moments of Adam."""
+"""Bytes per trained parameter that moves to another rank: the weight and two moments of Adam."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Optimizer steps in a row with as many layers frozen."""
+    """Consecutive optimizer steps with the same number of frozen layers."""
 
     num_steps: int
     num_frozen: int
@@ -74,13 +67,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Storing:
-    """What storing activations takes, and when it is done.
+    """Costs of storing activations, and the rule that decides on it.
 
     Args:
         costs: measured times, `prefix` for all layers.
         mode: `auto`, `on` or `off`.
         fits_share: share of the samples whose rows fit.
-        num_views: rows of a sample, see `autodp.views`; 0 where samples are not random, which have one.
+        num_views: rows of a random sample, see `augmentation`; 0 where samples are not random and have one row.
     """
 
     costs: CacheCosts
@@ -89,7 +82,6 @@ class Storing:
     num_views: int = 0
 
     def views(self, units: UnitCosts, num_frozen: int) -> ViewCosts:
-        """What views change with so many layers frozen."""
         active = sum(unit_forwards(units, num_frozen)) + sum(unit_backwards(units, num_frozen))
         new = fresh_share(self.costs, num_frozen, active) if self.num_views else 0.0
         return ViewCosts(max(1, self.num_views), new)
@@ -97,16 +89,12 @@ class Storing:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicts how long runs from one start take that differ in their length.
+    """Predictor of the duration of runs from one starting layout.
 
     Args:
-        layout: of the start.
-        costs: of the model's units.
-        overheads: of this machine.
-        samples_per_device: samples of a batch, by device.
+        samples_per_device: samples of a batch per device.
         accumulation: batches per optimizer step.
-        steps_per_epoch: optimizer steps.
-        plan: the layout that follows one, for a number of frozen layers and a number of stored ones.
+        plan: returns the layout that follows one, for a number of frozen and a number of stored layers.
         storing: None where nothing is stored.
     """
 
@@ -120,16 +108,12 @@ class Forecast:
     storing: Storing | None = None
 
     def full_seconds(self, num_steps: int) -> float:
-        """Of a run that goes on as it starts: nothing more is frozen, nothing is stored."""
+        """Return the seconds of a run that freezes nothing more and stores nothing."""
         samples = self.samples_per_device * self.layout.pipeline_size
         return num_steps * predict_step(self.layout, self.costs, self.overheads, samples, self.accumulation).seconds
 
     def seconds(self, spans: Sequence[Span]) -> float:
-        """Of a run that freezes so, transitions counted.
-
-        Args:
-            spans: one after the other, with more and more layers frozen.
-        """
+        """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
         layout, share, total = self.layout, 0.0, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
@@ -143,7 +127,7 @@ class Forecast:
                 layout = moved
             if self.storing is not None:
                 own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
-                # Overheads are those of the start, where all samples are read.
+                # The overheads were measured at the start, when all samples were read from the data set.
                 saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
                 views = self.storing.views(self.costs, span.num_frozen)
                 ahead = passes_ahead(*own, steps_left, self.steps_per_epoch, views)
@@ -159,7 +143,6 @@ class Forecast:
         return total
 
     def _level(self, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
-        """Layers whose output is stored from now on."""
         if self.storing is None:
             return 0
         epochs_left = steps_left / self.steps_per_epoch
@@ -169,19 +152,17 @@ class Forecast:
         return decision.level if decision.use else 0
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:
-        """What weights and optimizer state take on their way; nothing while no rank gets other units."""
+        """Return the seconds to move weights and optimizer state; 0 if no rank gets other units."""
         if (old.places, old.boundaries) == (new.places, new.boundaries):
             return 0.0
         return MOVED_BYTES * self.overheads.reduction_per_byte * sum(trained_elements(new, self.costs))
 
 
 def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:
-    """A run of `num_steps` in parts, from optimizer steps and the layers that are frozen from then on.
+    """Split a run of `num_steps` into spans.
 
     Args:
-        coming: in order of steps.
-        num_frozen: layers frozen at the start.
-        num_steps: of the run.
+        coming: optimizer steps, in order, and the number of layers frozen from then on.
     """
     starts = [(0, num_frozen)]
     for step, frozen in coming:
@@ -193,7 +174,7 @@ def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int)
 
 
 def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
-    """Those of the first `num_steps` steps."""
+    """Return the passes of the first `num_steps` steps."""
     found, left = [], float(num_steps)
     for each in passes:
         steps = min(each.steps, left)

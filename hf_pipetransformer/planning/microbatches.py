@@ -1,4 +1,4 @@
-"""Measured steps: numbers of micro-batches on trial, and costs scaled by what steps took."""
+"""Use of measured step times: trials of numbers of micro-batches, and calibration of the cost model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from hf_pipetransformer.schedules.layout import Layout
 
 
 Report = Mapping[str, float]
-"""Median seconds of the parts of a step on one rank (`pipeline.timing.PARTS`), and its `samples`."""
+"""Median seconds of the parts of a step on one rank (`engine.timing.PARTS`), and its `samples`."""
 
 
 def calibrate(
     costs: UnitCosts, overheads: Overheads, layout: Layout, reports: Sequence[Report]
 ) -> tuple[UnitCosts, Overheads]:
-    """Scale unit costs so that they add up to what was measured, and split the rest of the step into its causes.
+    """Scale unit costs to match measured times, and attribute the rest of the step to the overheads.
 
-    Forwards and backwards have one factor each, over all ranks: the shares of the units come from the profile, the
-    level from real steps.
-
-    Args:
-        costs: relative costs of the units.
-        overheads: what is known so far; kept where this layout tells nothing (no reduction without replicas).
-        layout: under which was measured.
-        reports: by rank; empty ones did not measure.
+    Forwards and backwards have one factor each over all ranks: the units' shares come from the profile, the scale from
+    real steps. Overheads stay where this layout does not measure them (the reduction without replicas). `reports` are
+    by rank, empty if a rank did not measure.
     """
     ranks = [rank for rank, report in enumerate(reports) if report]
     if not ranks:
@@ -62,7 +57,8 @@ def calibrate(
 
 
 def _other(layout: Layout, report: Report) -> float:
-    """Seconds of a step that no part explains. With one rank, all that the pipeline does is compute."""
+    """Return the seconds of a step that no part explains."""
+    # A pipeline of one rank does nothing but compute.
     inside = report["forward"] + report["backward"] if layout.pipeline_size == 1 else report["pipeline"]
     return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
 
@@ -76,27 +72,20 @@ def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:
 
 
 MULTIPLES = (6, 4, 3, 2, 1)
-"""M is tried from 6K down to K (PipeTransformer, section 3.2.3)."""
+"""Multiples of K that are tried as the number of micro-batches M, 6K down to K (PipeTransformer, section 3.2.3)."""
 
 
 def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
-    """The M to try for `pipeline_size` ranks, none above the number of samples, each once, large to small.
+    """Return the M to try for `pipeline_size` ranks, at most the number of samples, in decreasing order.
 
-    Large first: the smallest micro-batches need the least memory.
+    Large M comes first because the smallest micro-batches need the least memory.
     """
     tried = {max(1, min(multiple * pipeline_size, samples_per_pipeline)) for multiple in MULTIPLES}
     return sorted(tried, reverse=True)
 
 
 def fitting_candidates(layout: Layout, costs: UnitCosts, samples_per_device: int, device_bytes: float) -> list[int]:
-    """The M to try under a layout: fewer micro-batches hold more activations, so some may not fit.
-
-    Args:
-        layout: whose M is searched.
-        costs: of the model's units.
-        samples_per_device: samples of a batch, by device.
-        device_bytes: memory of the smallest device.
-    """
+    """Return the M to try that fit the smallest device's memory; at least the largest, which needs the least."""
     samples = samples_per_device * layout.pipeline_size
     tried = candidates(layout.pipeline_size, samples)
 
@@ -108,17 +97,13 @@ def fitting_candidates(layout: Layout, costs: UnitCosts, samples_per_device: int
 
 
 class MicrobatchTrial:
-    """Tries each M for a few optimizer steps; the caller runs and times them.
+    """Trial of each number of micro-batches M for a few optimizer steps; the caller runs and times them.
 
-    Seconds count per token, since batches differ in length. The first step of each M is a warm-up and dropped, and of
-    the others the fastest counts: disturbances only ever make a step slower.
-
-    Args:
-        candidates: the M to try, in this order.
-        steps_each: steps per M, the warm-up included.
+    Times count per token, since batches differ in length. The first step of each M is a warm-up and dropped. Of the
+    others the fastest counts, because disturbances only make a step slower.
 
     Raises:
-        ValueError: nothing to try, or no step beside the warm-up.
+        ValueError: nothing to try, or no step besides the warm-up.
     """
 
     def __init__(self, candidates: Sequence[int], steps_each: int = 3) -> None:
@@ -135,15 +120,14 @@ class MicrobatchTrial:
 
     @property
     def is_done(self) -> bool:
-        """Whether every M has been tried."""
         return self._position == len(self._candidates)
 
     def current(self) -> int:
-        """The M of the next step: the one on trial, and the best once all are done."""
+        """Return the M of the next step: the one on trial, or the best once all are done."""
         return self.best() if self.is_done else self._candidates[self._position]
 
     def record(self, seconds: float, tokens: int) -> None:
-        """What a step with `current()` took. A step without tokens says nothing and is not counted."""
+        """Record a step with `current()`. A step without tokens is not counted."""
         if self.is_done or tokens < 1:
             return
         if self._steps > 0:
@@ -155,9 +139,9 @@ class MicrobatchTrial:
             self._steps = 0
 
     def best(self) -> int:
-        """The M with the least seconds per token so far; before any measurement the first to be tried."""
+        """Return the M with the least seconds per token so far; before any measurement, the first to try."""
         return min(self._least, key=self._least.__getitem__) if self._least else self._candidates[0]
 
     def as_event(self) -> dict[int, float]:
-        """Seconds per token of each M measured so far."""
+        """Return the seconds per token of each M measured so far."""
         return dict(self._least)

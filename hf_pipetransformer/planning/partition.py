@@ -1,4 +1,4 @@
-"""Cutting the blocks of a model into stages, and the paper's rule for fewer stages."""
+"""Partition of a model's blocks into stages, and the rules for shortening a pipeline."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from hf_pipetransformer.schedules.layout import Layout
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cut `costs` into `num_stages` contiguous, non-empty stages, the most expensive one as cheap as possible.
+    """Cut `costs` into contiguous, non-empty stages whose most expensive one is as cheap as possible.
 
-    Exact, by dynamic programming over the cuts; PipeTransformer section 3.2.1 (balanced partitioning), with the greedy
-    rule of Algorithm 1 replaced by the optimum. Among cuts of the same largest cost the one with the smallest sum of
-    squared stage costs wins, so that the other stages are even as well.
-
-    Args:
-        costs: cost of each unit, any unit of measure, not negative.
-        num_stages: at most `len(costs)`.
+    Exact, by dynamic programming over the cuts: PipeTransformer section 3.2.1 (balanced partitioning), with the greedy
+    rule of Algorithm 1 replaced by the optimum. Ties in the largest cost go to the smallest sum of squared stage
+    costs, so the other stages are even as well.
 
     Returns:
         `num_stages + 1` increasing indices; stage `k` is `range(result[k], result[k + 1])`.
@@ -54,17 +50,16 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 TIE = 0.01
-"""Predicted times closer than this share of the least are equal: fewer ranks then leave less to go wrong."""
+"""Predicted times within this share of the least are equal; the pipeline with fewer ranks then wins."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that could come next.
+    """Layout that could come next.
 
     Args:
-        layout: the layout.
-        predicted_seconds: of one optimizer step.
-        fits: whether what its fullest rank holds fits a device.
+        predicted_seconds: seconds of one optimizer step.
+        fits: True if its fullest rank fits a device.
     """
 
     layout: Layout
@@ -78,18 +73,14 @@ def compress_by_memory(
     initial_largest: float,
     allowed: Sequence[int],
 ) -> int:
-    """Halve the pipeline as long as no rank gets more than the fullest had at the start.
+    """Halve the pipeline size K as long as no rank needs more memory than the fullest had at the start.
 
     PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with sizes as the measure of memory.
 
     Args:
-        current_size: K.
-        largest_rank_size: size of what the fullest rank holds for a K, frozen layers counted by their factor.
+        largest_rank_size: returns the size of the fullest rank for a K, frozen layers weighted by their factor.
         initial_largest: the same at the start of the run, in the same unit.
-        allowed: lengths that the pipeline may have.
-
-    Returns:
-        The new K; `current_size` if it stays.
+        allowed: values that K may have.
     """
     size = current_size
     while size % 2 == 0 and size // 2 in allowed and largest_rank_size(size // 2) <= initial_largest:
@@ -98,9 +89,9 @@ def compress_by_memory(
 
 
 def choose_by_throughput(candidates: Sequence[Candidate]) -> Candidate:
-    """The fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
+    """Return the fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
 
-    If none fits, the longest pipeline: it needs the least memory.
+    If none fits, return the longest pipeline, which needs the least memory.
 
     Raises:
         ValueError: no candidates.

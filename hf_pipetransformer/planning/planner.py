@@ -1,4 +1,4 @@
-"""Choosing a layout: pipeline length, stages of a rank, their boundaries, number of micro-batches. Pure."""
+"""Choice of a layout: pipeline size, stages per rank, stage boundaries and number of micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -27,39 +27,38 @@ MEMORY_RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
 
 SAMPLES_PER_MICROBATCH = 4
-"""A micro-batch is not made smaller than this by choice: below it, launch costs outweigh the smaller bubble."""
+"""Least samples of a micro-batch chosen by rule: below it, launch costs outweigh the smaller bubble."""
 
 WORTH_MOVING = 0.02
-"""Share of a step that new cuts of the same number of stages must save: less is not worth moving the weights."""
+"""Share of a step that new boundaries of the same number of stages must save to be worth moving the weights."""
 
 FROZEN_FACTOR = 1 / 6
-"""Memory of a frozen layer over that of the same layer active (PipeTransformer, section 3.2.1, lambda_frozen)."""
+"""Memory of a frozen layer relative to an active one (PipeTransformer, section 3.2.1, lambda_frozen)."""
 
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan may do.
+    """Constraints on a plan.
 
     Args:
-        compression: how K is chosen: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted seconds).
+        compression: rule for the pipeline size K: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted
+            seconds).
         cut_positions: unit indices where a stage may begin, from 0 to the number of units.
-        device_bytes: memory of one device.
         elastic: False keeps K and the boundaries for the whole run.
-        num_microbatches: M if the user fixed it, else None.
-        known_microbatches: the M that trials found best, by K and V.
-        unfit: lengths K that ran out of memory.
-        initial_largest_size: `largest_rank_size` of the layout of the start.
-        initial_size: K of that layout, which thawing may bring back; 0 keeps pipelines from growing.
-        num_chunks: V that pipelines of several ranks shall have.
-        token_slices: how sequences are cut, if the user says so.
-        weights: which versions of the weights passes see where the schedule is asynchronous, a `pipeline_weights`.
-        optim: Trainer's name of the optimizer.
-        work: operations per sample of each unit's forward, which decide the cuts in place of measured times; empty
-            where cuts change no number.
-        is_timeless: whether they decide K too.
+        num_microbatches: the number of micro-batches M if the user fixed it, else None.
+        known_microbatches: the M that trials found best, by K and stages per rank V.
+        unfit: values of K that ran out of memory.
+        initial_largest_size: `largest_rank_size` of the initial layout.
+        initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
+        num_chunks: V for pipelines of several ranks.
+        token_slices: token slices if the user fixed them.
+        weights: weight versions that passes see under an asynchronous schedule, a value of `pipeline_weights`.
+        work: operations per sample of each unit's forward, which decide the boundaries instead of measured times;
+            empty where boundaries do not affect results.
+        is_timeless: True if `work` decides K too.
 
     Raises:
-        ValueError: unknown compression, or no work where K follows it.
+        ValueError: unknown compression, or `is_timeless` without `work`.
     """
 
     compression: str
@@ -87,13 +86,7 @@ class PlanRules:
 
 @dataclass(frozen=True)
 class Plan:
-    """The next layout, and why.
-
-    Args:
-        layout: the layout to move to.
-        prediction: what a step of it is expected to take.
-        alternatives: predicted seconds of a step for every K considered, the chosen one included.
-    """
+    """Next layout, its prediction, and the predicted seconds of a step for every K considered."""
 
     layout: Layout
     prediction: Prediction
@@ -101,12 +94,7 @@ class Plan:
 
 
 def stage_boundaries(unit_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Boundaries of `num_stages` stages of even cost that fall on allowed cut positions only.
-
-    Args:
-        unit_costs: cost of every unit.
-        cut_positions: unit indices where a stage may begin, from 0 to the number of units.
-        num_stages: K * V.
+    """Return boundaries of stages of even cost, at allowed cut positions only.
 
     Raises:
         ValueError: more stages than pieces between allowed cuts.
@@ -116,16 +104,9 @@ def stage_boundaries(unit_costs: Sequence[float], cut_positions: Sequence[int], 
 
 
 def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> int:
-    """V for a pipeline of K ranks: what is wanted, or less where there cannot be so many stages.
+    """Return the number of stages per rank V: `wanted`, or less where the model has too few cuts.
 
-    Args:
-        schedule: its name.
-        wanted: V as the user or the schedule has it.
-        pipeline_size: K; one rank has one stage.
-        most_stages: stages that there may be.
-
-    Returns:
-        V; 0 if the schedule wants more stages than there may be.
+    Returns 0 if the schedule needs more stages than `most_stages`. A pipeline of one rank has one stage.
     """
     if pipeline_size == 1:
         return 1
@@ -134,7 +115,7 @@ def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stage
 
 
 def reachable_shapes(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> list[tuple[int, int]]:
-    """K and V of every layout that may follow one of `pipeline_size` ranks; arguments as of `choose_num_chunks`."""
+    """Return K and V of every layout that may follow one of `pipeline_size` ranks; see `choose_num_chunks`."""
     divisors = [k for k in range(1, pipeline_size + 1) if pipeline_size % k == 0]
     counts = range(1, most_stages + 1)
     return sorted({(k, v) for k in divisors for most in counts if (v := choose_num_chunks(schedule, wanted, k, most))})
@@ -143,13 +124,7 @@ def reachable_shapes(schedule: str, wanted: int, pipeline_size: int, most_stages
 def choose_pipeline_size(
     candidates: Sequence[int], largest_rank_bytes: Callable[[int], float], device_bytes: float
 ) -> int:
-    """The smallest K whose fullest rank fits a device; the largest candidate if none does.
-
-    Args:
-        candidates: allowed pipeline lengths.
-        largest_rank_bytes: training bytes of the fullest rank for a K.
-        device_bytes: memory of one device.
-    """
+    """Return the smallest K whose fullest rank fits a device; the largest candidate if none does."""
     budget = device_bytes * (1 - MEMORY_RESERVE)
     fitting = [k for k in sorted(candidates) if largest_rank_bytes(k) <= budget]
     return fitting[0] if fitting else max(candidates)
@@ -162,17 +137,11 @@ def choose_num_microbatches(
     accumulation: int = 1,
     weights: str = "pipeoptim",
 ) -> int:
-    """M by rule of thumb: 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, at least K.
+    """Return the number of micro-batches M by a rule of thumb.
 
-    Under an asynchronous schedule there is no bubble to shrink: batches stay whole, unless the weights that passes see
-    take more micro-batches an optimizer step.
-
-    Args:
-        pipeline_size: K.
-        pipeline_batch_size: samples of a batch of one pipeline.
-        schedule: its name.
-        accumulation: batches per optimizer step; read, like the next, where the schedule is asynchronous.
-        weights: which versions passes see, a `pipeline_weights`.
+    It is 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, and at least K. An asynchronous schedule
+    has no bubble to shrink: batches stay whole, unless the weight versions need more micro-batches per optimizer step.
+    Only such a schedule reads `accumulation`, the batches per optimizer step, and `weights`.
     """
     if pipeline_size == 1:
         return 1
@@ -185,7 +154,10 @@ def choose_num_microbatches(
 
 
 def evaluation_microbatches(layout: Layout, pipeline_batch_size: int) -> int:
-    """M of evaluation: that of training, unless training fills its pipeline with the batches of several steps."""
+    """Return M of evaluation: that of training, or at least M by rule under an asynchronous schedule.
+
+    Such a schedule fills its pipeline with the batches of several steps, which evaluation cannot.
+    """
     if not layout.is_asynchronous:
         return layout.num_microbatches
     by_rule = choose_num_microbatches(layout.pipeline_size, pipeline_batch_size)
@@ -212,7 +184,7 @@ def plan_layout(
     cache_level: int = 0,
     num_chunks: int = 1,
 ) -> Layout:
-    """The layout with evenly loaded stages.
+    """Return the layout with evenly loaded stages.
 
     Raises:
         ValueError: more stages than the model can be cut into.
@@ -240,12 +212,10 @@ def plan_layout(
 
 
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
-    """Size of what the fullest rank holds, a frozen unit counted `frozen_factor` times: M_GPU of Eq. 2.
+    """Return the size of the fullest rank, M_GPU of Eq. 2: each frozen unit counts `frozen_factor` times.
 
     Args:
         parameters: elements of each unit.
-        layout: how the model lies on the ranks.
-        frozen_factor: lambda_frozen.
     """
     first = layout.first_active_unit
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
@@ -264,23 +234,19 @@ def plan_transition(
     accumulation: int = 1,
     cache_level: int = 0,
 ) -> Plan:
-    """The layout to move to when `num_frozen_layers` are frozen. Deterministic: equal inputs give an equal plan.
+    """Return the layout to move to when `num_frozen_layers` are frozen. Equal inputs give an equal plan.
 
-    Every divisor of the current K is considered, of the initial K where layers are thawed, each with its most even
-    cuts, frozen units at the cost of their forward. Stages may hold frozen units only, but there are no more stages
-    than active units: ranks have fewer stages then, or the pipeline is not considered. If no layout fits without them,
-    the current cuts stay if they do. Where cuts change numbers, the rules name the work that decides, not times.
+    Candidates are all divisors K of the current pipeline size (of the initial one when layers unfreeze), each with its
+    most even boundaries, frozen units counted with their forward only. Stages may consist of frozen units, but there
+    are at most as many stages as active units: V shrinks, or K is not considered. If no candidate fits the memory and
+    the current boundaries do, they stay. Where boundaries affect results, `rules.work` decides instead of measured
+    times.
 
     Args:
-        current: the layout that runs now.
-        num_frozen_layers: F from now on.
-        costs: of the model's units.
-        overheads: of this machine.
-        rules: what the plan may do.
-        world_size: ranks; those that a shorter pipeline frees become replicas.
-        samples_per_device: samples of a batch, by device; a pipeline's batch has K times as many.
+        world_size: number of ranks; those that a shorter pipeline frees become replicas.
+        samples_per_device: samples of a batch per device; a pipeline's batch has K times as many.
         accumulation: batches per optimizer step.
-        cache_level: layers whose activations will be stored; the plan is for the passes that read them.
+        cache_level: layers whose activations will be stored; the plan is for the epochs that read them.
     """
 
     def predict(layout: Layout) -> Prediction:
@@ -335,13 +301,13 @@ def plan_transition(
 
 
 def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
-    """Whether new cuts of the same number of stages save enough, and do not cost the memory that the old ones fit."""
+    """Return True if new boundaries save enough time and still fit the memory if the old ones do."""
     saves = recut.predicted_seconds <= (1 - WORTH_MOVING) * unmoved.predicted_seconds
     return saves and (recut.fits or not unmoved.fits)
 
 
 def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[int, int]:
-    """The K to consider, from short to long, and their V: what runs now is not unfit, and the last resort."""
+    """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
     most = min(current.num_units - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
     is_thawing = num_frozen_layers < current.num_frozen_layers
     longest = max(current.pipeline_size, rules.initial_size if is_thawing else 0)
@@ -354,7 +320,6 @@ def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[i
 
 
 def _choose(candidates: Sequence[Candidate], costs: UnitCosts, rules: PlanRules) -> Candidate:
-    """The candidate that `rules.compression` prefers."""
     if rules.compression == "throughput":
         return choose_by_throughput(candidates)
     by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
@@ -367,14 +332,11 @@ def _choose(candidates: Sequence[Candidate], costs: UnitCosts, rules: PlanRules)
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Measured at the start, the same for all plans of a run.
+    """Measurements and rules from the start of a run, shared by all of its plans.
 
     Args:
-        units: measured on one micro-batch.
-        overheads: of the machine.
-        rules: what a plan may do.
-        samples_per_device: samples of a loader batch by rank.
-        measures_microbatches: whether M is tried on training steps; else it follows a rule.
+        samples_per_device: samples of a loader batch per rank.
+        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
     """
 
     units: UnitCosts

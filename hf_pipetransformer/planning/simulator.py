@@ -1,4 +1,4 @@
-"""A schedule table and how long its computations take, as a timeline. Pure; the table is the one the engine runs."""
+"""Simulator of schedule tables, the ones the engine runs, with given durations of the computations. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hf_pipetransformer.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class Durations:
-    """How long a table's actions take, one entry a stage.
+    """Durations of a table's actions in seconds, one entry per stage.
 
     Args:
-        forward: seconds of one micro-batch's forward.
-        backward: seconds of one micro-batch's whole backward; what stands at a frozen stage is not read.
-        hop: seconds from a send to its arrival on another rank.
-        backward_input: seconds of the part of a backward that gives the gradient of the stage's input; only read, like
-            the next, for a table that splits backwards.
-        backward_weight: seconds of the part that gives the gradients of the weights.
-        factors: by which all these are longer for each micro-batch, by its number; nothing where all are alike.
-        update: seconds of the stage's optimizer step, where the table has updates; nothing where they take no time.
+        forward: forward of one micro-batch.
+        backward: whole backward of one micro-batch; unused at frozen stages.
+        hop: time from a send to its arrival on another rank.
+        backward_input: part of a backward for the gradient of the stage's input; like the next, only for tables that
+            split backwards.
+        backward_weight: part of a backward for the gradients of the weights.
+        factors: multiplier of all of these by number of the micro-batch; empty if all are alike.
+        update: optimizer step of the stage, where the table has updates; empty if updates take no time.
     """
 
     forward: tuple[float, ...]
@@ -34,7 +34,6 @@ class Durations:
     update: tuple[float, ...] = ()
 
     def of(self, stage: int, op: Op, micro_batch: int) -> float:
-        """Seconds that the computation `op` of a micro-batch takes on `stage`, or its update."""
         if op is Op.UPDATE:
             return self.update[stage] if self.update else 0.0
         by_op = {
@@ -47,7 +46,7 @@ class Durations:
 
 
 class Span(NamedTuple):
-    """One computation or update: from `start` to `end`, in seconds since the first rank began."""
+    """One computation or update, from `start` to `end` in seconds since the first rank began."""
 
     rank: int
     action: Action
@@ -57,13 +56,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank computes when.
-
-    Args:
-        spans: all computations, by start and rank.
-        end: seconds until the last computation ends.
-        busy: seconds that each rank computes.
-    """
+    """Computations and updates of every rank, sorted by start and rank; `busy` is each rank's compute time."""
 
     spans: tuple[Span, ...]
     end: float
@@ -71,23 +64,19 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they wait, 0 to 1; `(K - 1) / (M + K - 1)` for 1F1B if all are equal."""
+        """Share of the ranks' time spent waiting, 0 to 1; `(K - 1) / (M + K - 1)` for 1F1B with equal stages."""
         return 1 - sum(self.busy) / (len(self.busy) * self.end) if self.end else 0.0
 
 
 def simulate(table: Table, durations: Durations, placement: Placement | None = None) -> Timeline:
-    """Run `table` as the engine does.
+    """Run `table` as the engine does; stages without backwards are frozen.
 
-    A rank takes its actions in order. A computation waits until its input is there, then takes its duration. A send
-    costs the sender nothing and arrives `hop` later; posting a receive costs nothing.
-
-    Args:
-        table: one row of actions a rank; stages without backwards are frozen.
-        durations: one entry a stage.
-        placement: where the stages lie; by default one on each rank.
+    A rank takes its actions in order. A computation waits for its input, then takes its duration. A send costs the
+    sender nothing and arrives `hop` later; posting a receive costs nothing. `placement` defaults to one stage per
+    rank.
 
     Raises:
-        ValueError: the durations are not one a stage.
+        ValueError: the durations do not have one entry per stage.
         ScheduleError: a computation waits for a message that is never sent.
     """
     placement = placement or Placement(len(table))
@@ -111,16 +100,11 @@ def simulate_equal(
     hop: float = 0.0,
     num_token_slices: int = 1,
 ) -> Timeline:
-    """The timeline of stages with equal loads, in units of time: a forward through all stages of a rank takes 1.
+    """Simulate stages with equal loads, in units of time where a forward through all stages of a rank takes 1.
 
     Args:
-        schedule: of which a table is run.
-        placement: where the stages lie.
-        num_microbatches: M.
-        first_active_stage: stages below it are frozen.
-        backward: of a backward through all stages of a rank; half of it is for the gradients of weights.
-        hop: of a message to another rank.
-        num_token_slices: S, slices of a micro-batch that are alike.
+        backward: time of a backward through all stages of a rank; half of it is for the gradients of weights.
+        num_token_slices: number of equal token slices S of a micro-batch.
     """
     size, num_chunks, _ = placement
     table = schedule.table(size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
@@ -130,29 +114,27 @@ def simulate_equal(
 def equal_durations(
     placement: Placement, backward: float = 2.0, hop: float = 0.0, num_token_slices: int = 1
 ) -> Durations:
-    """Those of stages with equal loads, for the arguments of `simulate_equal`."""
+    """Return the durations of stages with equal loads; see `simulate_equal`."""
     share = 1 / (placement.num_chunks * num_token_slices)
     forward, whole, half = ((each * share,) * placement.num_stages for each in (1.0, backward, backward / 2))
     return Durations(forward, whole, hop, half, half)
 
 
 STEADY_UNITS = 24
-"""Units by which two windows differ whose difference tells what a step takes: a multiple of the periods that delays
-between neighbours make in pipelines of up to 4, 6 and 8 ranks."""
+"""Difference in micro-batches between the two windows of `steady_seconds`, at least. It is a multiple of the periods
+that delays between neighbors create in pipelines of up to 4, 6 and 8 ranks."""
 
 
 def steady_seconds(placement: Placement, first_active_stage: int, step_size: int, durations: Durations) -> float:
-    """Seconds of an optimizer step of an asynchronous window without end, which fills and drains nothing.
+    """Return the steady-state seconds of an optimizer step under an asynchronous schedule, without fill and drain.
 
-    That is the slope between two windows, one as long as the other twice, after each of which as much is drained. It
-    is what the slowest stage computes, its update included, or more where messages are slow: a rank that alternates
-    forwards and backwards waits for both.
+    It is the slope between two windows, one twice as long as the other, which drain equally. The result is the time of
+    the slowest stage, its update included, or more if messages are slow: a rank that alternates forwards and backwards
+    waits for both.
 
     Args:
-        placement: one stage on each rank.
-        first_active_stage: stages below it are frozen.
-        step_size: units of each step, 1 or more.
-        durations: one entry a stage.
+        placement: one stage per rank.
+        step_size: micro-batches of each step, 1 or more.
     """
     steps = -(-STEADY_UNITS // step_size)
     once, twice = (
@@ -170,8 +152,6 @@ def _check_durations(durations: Durations, num_stages: int, splits_backward: boo
 
 
 class _Run:
-    """State of one simulation."""
-
     def __init__(self, table: Table, durations: Durations, placement: Placement) -> None:
         self.table = table
         self.durations = durations
@@ -184,14 +164,13 @@ class _Run:
         self.spans: list[Span] = []
 
     def advance(self, rank: int) -> bool:
-        """Run `rank` until it waits or ends; False if it could not move."""
+        """Run `rank` until it waits or ends; return False if it could not move."""
         row, before = self.table[rank], self.position[rank]
         while self.position[rank] < len(row) and self._run_one(rank, row[self.position[rank]]):
             self.position[rank] += 1
         return self.position[rank] > before
 
     def waiting(self) -> dict[int, str]:
-        """The action that each rank stands before, of those that have not ended."""
         rows = zip(self.table, self.position, strict=True)
         return {rank: str(row[at]) for rank, (row, at) in enumerate(rows) if at < len(row)}
 
@@ -215,18 +194,14 @@ class _Run:
 
 
 def draw(timeline: Timeline, columns: int = 80) -> str:
-    """A text chart, one line a rank, time from left to right.
+    """Draw a text chart, one line per rank, time from left to right.
 
-    Each computation is its name, filled up to its length with `-` (forward), `=` (backward), `+` (that of weights
-    alone) or `~` (update); `.` is waiting. What is shorter than its name shows the beginning of it. `1f1b`, K=2, M=2,
-    a backward twice a forward:
+    Each computation is its name, filled up to its length with `-` (forward), `=` (backward), `+` (weight gradients
+    alone) or `~` (update); `.` is waiting. Computations shorter than their name are truncated. `1f1b`, K=2, M=2, a
+    backward twice a forward:
 
         rank 0 |F0-F1-......B0====...B1====|
         rank 1 |...F0-B0====F1-B1====......|
-
-    Args:
-        timeline: what `simulate` returned.
-        columns: width of a line, in characters.
     """
     labels = [f"rank {rank} |" for rank in range(len(timeline.busy))]
     margin = max(map(len, labels))

@@ -1,8 +1,8 @@
-"""Lengths of token slices, and their costs: TeraPipe's dynamic programme over length and batch. Pure.
+"""Costs and lengths of token slices: TeraPipe's dynamic program over length and batch. Pure.
 
-TeraPipe (Li et al., ICML 2021), sections 3.3 and 3.4: a pipeline of K stages takes the sum of its slices' times plus
-K - 1 times the slowest one (Eq. 5). For a bound on the slowest slice the best sum is a shortest path; the bounds worth
-trying are times of slices.
+TeraPipe (Li et al., ICML 2021), sections 3.3 and 3.4, Eq. 5: a pipeline of K stages takes the sum of its slices' times
+plus K - 1 times the slowest one. Under a bound on the slowest slice, the best sum is a shortest path. The bounds worth
+trying are the times of slices.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 
 
 Times = NDArray[np.float64]
-"""Seconds of forward and backward, `(batch sizes, granules, granules)`: `times[b - 1, x - 1, c]` is that of a slice of
-`x` granules of tokens of `b` sequences, after a context of `c` granules on one stage. Entries with `x + c` beyond the
-sequence are never read."""
+"""Seconds of forward and backward on one stage, `(batch sizes, granules, granules)`.
+
+`times[b - 1, x - 1, c]` is the time of a slice of `x` granules of tokens of `b` sequences after a context of `c`
+granules. Entries with `x + c` beyond the sequence are never read.
+"""
 
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Slices of a batch.
+    """Slices of a batch, with the seconds that Eq. 5 predicts for the pipeline.
 
     Args:
-        slices: of each batch slice its number of sequences, and the lengths of its token slices in granules.
-        seconds: that the pipeline is expected to take, by Eq. 5.
+        slices: for each batch slice, its number of sequences and the lengths of its token slices in granules.
     """
 
     slices: tuple[tuple[int, tuple[int, ...]], ...]
@@ -35,25 +36,24 @@ class SlicePlan:
 
 
 def pipeline_seconds(slice_times: list[float], num_stages: float) -> float:
-    """Eq. 5: the sum of the slices' times and K - 1 times the longest."""
+    """Return the sum of the slices' times plus K - 1 times the longest (Eq. 5)."""
     return sum(slice_times) + (num_stages - 1) * max(slice_times)
 
 
 def plan_slices(times: Times, num_stages: float, batch_size: int, tolerance: float = 1e-3) -> SlicePlan:
-    """The best slices of a batch: those with the least time by Eq. 5.
+    """Return the slices of a batch with the least time by Eq. 5.
 
-    The least sum under a bound on the slowest slice only falls as the bound rises. An interval of bounds is therefore
-    left out when the sum at its upper end, with the bound at its lower end, is no better than what was found; and
-    bounds between the slowest slice of a solution and the bound that it was found for have the same solution.
+    The least sum under a bound on the slowest slice only falls as the bound rises. The search therefore skips an
+    interval of bounds when the sum at its upper end, combined with the bound at its lower end, does not beat the best
+    plan so far. It also skips bounds between the slowest slice of a solution and the bound it was found for: they have
+    the same solution.
 
     Args:
-        times: for batch sizes from 1 on.
-        num_stages: K; what is above 1 is how often the slowest slice counts beside the sum.
-        batch_size: sequences of the batch.
-        tolerance: the plan's time is at most this share above the least; 0 for the least itself.
+        num_stages: K; may be fractional, since the slowest slice counts K - 1 times besides the sum.
+        tolerance: allowed relative excess over the least time; 0 for the exact optimum.
 
     Raises:
-        ValueError: there is nothing to slice.
+        ValueError: the batch, the stages or `times` are empty, or `times` is not square.
     """
     if min(batch_size, num_stages, *times.shape) < 1 or times.shape[1] != times.shape[2]:
         raise ValueError(
@@ -79,11 +79,7 @@ class _Search:
         self.found = SlicePlan((), np.inf)
 
     def look(self, low: int, high: int, least: float) -> None:
-        """Try the bounds from `low` to `high`, both included, as far as they may be better than what is known.
-
-        Args:
-            least: no bound among them allows a smaller sum.
-        """
+        """Try the bounds with indices `low` to `high`, both included; none allows a sum below `least`."""
         if low > high or self._cannot_improve(low, least):
             return
         plan, least, slowest = self._solve(float(self.bounds[high]))
@@ -100,7 +96,7 @@ class _Search:
         return bool(least + (self.num_stages - 1) * self.bounds[low] >= (1 - self.tolerance) * self.found.seconds)
 
     def _solve(self, bound: float) -> tuple[SlicePlan, float, float]:
-        """The plan with the least sum under a bound, that sum, and its slowest slice; infinite where there is none."""
+        """Return the plan with the least sum under a bound, that sum, and its slowest slice; infinite if none."""
         sums, begins = self._over_tokens(bound)
         of_batches, lasts = self._over_batch(sums[-1])
         least = float(of_batches[-1])
@@ -120,8 +116,8 @@ class _Search:
         return SlicePlan(tuple(slices), least + (self.num_stages - 1) * slowest), least, slowest
 
     def _over_tokens(self, bound: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Least sums for the first granules, `(granules + 1, batch sizes)`, and where their last slices begin."""
         length_and_one, num_sizes, _ = self.by_end.shape
+        # Least sums for the first granules, and where the last slice of each begins.
         sums = np.zeros((length_and_one, num_sizes))
         begins = np.zeros((length_and_one, num_sizes), np.int64)
         for end in range(1, length_and_one):
@@ -132,7 +128,7 @@ class _Search:
         return sums, begins
 
     def _over_batch(self, of_sizes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Least sums for so many sequences, `(batch_size + 1,)`, and the size of their last batch slice."""
+        # Least sums by number of sequences, and the size of the last batch slice of each.
         sums, lasts = np.zeros(self.batch_size + 1), np.zeros(self.batch_size + 1, np.int64)
         for count in range(1, self.batch_size + 1):
             sizes = np.arange(1, min(count, len(of_sizes)) + 1)
@@ -144,14 +140,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class SliceTime:
-    """One measurement.
-
-    Args:
-        sequences: of the batch slice.
-        context: tokens of each sequence before the slice.
-        tokens: of each sequence in the slice.
-        seconds: of forward and backward.
-    """
+    """Measured seconds of forward and backward of a slice: `tokens` of each sequence after `context` tokens."""
 
     sequences: int
     context: int
@@ -161,19 +150,13 @@ class SliceTime:
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """`launch + sequences (sequence + context L + token x + attention (2 L x + x^2))` seconds, all stages together.
+    """Fitted seconds of forward and backward of a slice over all stages, for context length L and slice length x:
 
-    TeraPipe (Li et al., ICML 2021), section 3.3, takes `a0 + a1 x + a2 L + a3 x L` for what L tokens of context add;
-    this form knows that a slice attends to itself too.
+        launch + sequences (sequence + context L + token x + attention (2 L x + x^2))
 
-    Args:
-        launch: of any slice.
-        sequence: of each sequence.
-        context: of a token of context.
-        token: of a token of the slice.
-        attention: of a pair of tokens.
-        length: tokens of the sequences that were measured.
-        error: largest relative difference to what was measured.
+    TeraPipe (Li et al., ICML 2021), section 3.3, fits `a0 + a1 x + a2 L + a3 x L` for the cost of L tokens of context;
+    this form also includes the attention of a slice to itself. `length` is the number of tokens of the measured
+    sequences, `error` the largest relative error of the fit.
     """
 
     launch: float
@@ -185,26 +168,22 @@ class TokenCosts:
     error: float = 0.0
 
     def seconds(self, sequences: float, context: float, tokens: float) -> float:
-        """Of forward and backward of a slice."""
         pairs = 2 * context * tokens + tokens**2
         each = self.sequence + self.context * context + self.token * tokens + self.attention * pairs
         return self.launch + sequences * each
 
     def shares(self, sequences: float, lengths: Sequence[int]) -> list[float]:
-        """What each slice of whole sequences takes of their time."""
+        """Return each slice's time as a share of the time of whole sequences."""
         whole = self.seconds(sequences, 0, sum(lengths))
         starts = [sum(lengths[:number]) for number in range(len(lengths))]
         return [self.seconds(sequences, start, own) / whole for start, own in zip(starts, lengths, strict=True)]
 
     def times(self, sequences: float, length: int, granules: int, share: float, hop: float = 0.0) -> Times:
-        """As `plan_slices` takes them, `(1, granules, granules)`, for batch slices of so many sequences.
+        """Return the times `(1, granules, granules)` that `plan_slices` takes, for sequences of `length` tokens.
 
         Args:
-            sequences: of a batch slice.
-            length: tokens of a sequence.
-            granules: parts that slices are made of.
-            share: of the model's time that a stage takes.
-            hop: seconds that a slice costs a stage beside its computation.
+            share: share of the model's time that one stage takes.
+            hop: seconds that a slice costs a stage besides its computation.
         """
         sizes = length / granules
         tokens, context = np.meshgrid(np.arange(1, granules + 1) * sizes, np.arange(granules) * sizes, indexing="ij")
@@ -214,12 +193,11 @@ class TokenCosts:
         return times
 
     def as_event(self) -> dict[str, Any]:
-        """As JSON values."""
         return asdict(self)
 
 
 def fit_token_costs(times: Sequence[SliceTime]) -> TokenCosts:
-    """The costs that come nearest to what was measured, none below zero; relative errors count.
+    """Fit the costs to measurements: least squares of relative errors, without negative coefficients.
 
     Raises:
         ValueError: nothing was measured.
@@ -246,7 +224,7 @@ def fit_token_costs(times: Sequence[SliceTime]) -> TokenCosts:
 
 
 def _non_negative(columns: np.ndarray) -> np.ndarray:
-    """Least squares for ones, without negative coefficients: the best over all sets of columns; there are few."""
+    """Solve least squares for ones without negative coefficients, by trying all sets of the few columns."""
     num_columns, best, found = columns.shape[1], np.inf, np.zeros(columns.shape[1])
     for chosen in range(1, 2**num_columns):
         used = [column for column in range(num_columns) if chosen >> column & 1]

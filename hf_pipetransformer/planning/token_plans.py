@@ -1,4 +1,4 @@
-"""How a batch is cut over samples and tokens, by what slices cost on this machine. Pure."""
+"""Cuts of a batch into micro-batches and token slices, chosen by the measured cost of slices. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hf_pipetransformer.schedules.placement import Plans
 
 
 GRANULE = 8
-"""Tokens that slices are made of (TeraPipe, section 4), or more where that would be too many to plan with."""
+"""Tokens per granule, the unit that slices are made of (TeraPipe, section 4); more where `MOST_GRANULES` limits it."""
 MOST_GRANULES = 64
 BUCKETS = (0.25, 0.5, 1.0, 2.0)
-"""Lengths of sequences that are planned for, as shares of the length that was measured."""
+"""Sequence lengths to plan for, as shares of the measured length."""
 WORTH = 0.97
-"""Slices that take a larger share of the time of whole sequences are not worth it: costs err by more than that."""
+"""Slices must take less than this share of the time of whole sequences: the cost model errs by some percent."""
 FORWARD_SHARE = 1 / 3
-"""Of the time of a slice: a backward takes twice a forward."""
+"""Share of a slice's time spent in the forward: a backward takes twice a forward."""
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """How a batch is cut.
+    """Cut of a batch.
 
     Args:
-        num_microbatches: M, batch slices.
-        lengths: of the token slices of each.
-        seconds: that a pipeline of equal stages is expected to take.
+        num_microbatches: the number of batch slices M.
+        lengths: tokens of each token slice, the same in every batch slice.
+        seconds: predicted time on a pipeline of equal stages.
     """
 
     num_microbatches: int
@@ -41,15 +41,13 @@ class TokenPlan:
 def cut_layout(
     layout: Layout, fixed: Plans | None, costs: TokenCosts | None, samples: int, is_free: bool, hop: float
 ) -> Layout:
-    """A layout whose schedule cuts sequences, with its slices; others as they are.
+    """Add token slices to a layout whose schedule cuts sequences; return other layouts unchanged.
 
     Args:
-        layout: with an M, which stays unless it `is_free`.
-        fixed: the slices, if the user named them.
-        costs: of slices; None keeps sequences whole that the user named no slices for.
-        samples: of a pipeline's batch.
-        is_free: whether M may be chosen too.
-        hop: seconds of a message.
+        fixed: the token slices if the user set them.
+        costs: None keeps sequences whole unless `fixed` is set.
+        samples: samples of a pipeline's batch.
+        is_free: True if the number of micro-batches M may be chosen too.
     """
     if find_schedule(layout.schedule).in_token_slices is None:
         return layout
@@ -64,18 +62,16 @@ def cut_layout(
 def choose_slices(
     costs: TokenCosts, length: int, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float = 0.0
 ) -> TokenPlan:
-    """The batch slices and token slices with which a batch is done soonest.
+    """Return the batch slices and token slices with the least predicted time.
 
-    For each M the lengths are those of least time by Eq. 5 of TeraPipe, or the whole sequence; which is best the
-    schedule's own table says, simulated.
+    The candidates for each M are the lengths of least time by Eq. 5 of TeraPipe and the whole sequence; a simulation
+    of the schedule's own table decides between them.
 
     Args:
-        costs: of slices, all stages together.
+        costs: costs over all stages together.
         length: tokens of a sequence.
-        samples: of a pipeline's batch.
-        pipeline_size: K.
+        samples: samples of a pipeline's batch.
         num_microbatches: M if it is fixed.
-        hop: seconds of a message.
     """
 
     def rank(plan: TokenPlan) -> tuple[float, int, int]:
@@ -88,14 +84,9 @@ def choose_slices(
 def best_whole_and_cut(
     costs: TokenCosts, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float = 0.0
 ) -> tuple[TokenPlan, TokenPlan | None]:
-    """The fastest plan that keeps sequences of the measured length whole, and the fastest of the others, if any.
+    """Return the fastest plan with whole sequences of the measured length, and the fastest other one, if any.
 
-    Args:
-        costs: of slices, all stages together.
-        samples: of a pipeline's batch.
-        pipeline_size: K.
-        num_microbatches: M if it is fixed.
-        hop: seconds of a message.
+    See `choose_slices` for the arguments.
     """
     plans = _possible(costs, costs.length, samples, pipeline_size, num_microbatches, hop)
     whole = min((plan for plan in plans if len(plan.lengths) == 1), key=lambda plan: plan.seconds)
@@ -106,7 +97,7 @@ def best_whole_and_cut(
 def _possible(
     costs: TokenCosts, length: int, samples: int, pipeline_size: int, num_microbatches: int | None, hop: float
 ) -> list[TokenPlan]:
-    """For each M whole sequences, and the slices of least time."""
+    """Return two plans for each M: whole sequences, and the slices of least time."""
     wanted = {1, 2, 3, pipeline_size, 2 * pipeline_size, 4 * pipeline_size, samples}
     counts = [num_microbatches] if num_microbatches else sorted(count for count in wanted if count <= samples)
     plans = []
@@ -122,7 +113,7 @@ def _possible(
 def plan_buckets(
     costs: TokenCosts, samples: int, pipeline_size: int, num_microbatches: int, hop: float = 0.0
 ) -> Plans:
-    """Slices for shorter and longer sequences too, with the same batch slices; nothing if none are cut."""
+    """Return slices for each sequence length of `BUCKETS`, with the same batch slices; empty if none are cut."""
     lengths = sorted({max(1, round(share * costs.length)) for share in BUCKETS})
     plans = [choose_slices(costs, each, samples, pipeline_size, num_microbatches, hop).lengths for each in lengths]
     return tuple(plans) if any(len(plan) > 1 for plan in plans) else ()
@@ -133,7 +124,7 @@ def _best_lengths(
 ) -> tuple[int, ...]:
     granules = max(1, min(MOST_GRANULES, length // GRANULE))
     times = costs.times(size, length, granules, 1 / pipeline_size, hop)
-    # The same slices again and again: their slowest counts once, the others with every batch slice.
+    # All `count` batch slices are cut alike: their sum counts `count` times, K - 1 times the slowest only once.
     (_, found), *_ = plan_slices(times, 1 + (pipeline_size - 1) / count, 1).slices
     ends = [0]
     for granule in found:
@@ -144,16 +135,7 @@ def _best_lengths(
 def seconds_of_slices(
     costs: TokenCosts, lengths: tuple[int, ...], size: int, count: int, pipeline_size: int, hop: float = 0.0
 ) -> float:
-    """That the schedule's table takes with batch slices that are all cut alike.
-
-    Args:
-        costs: of slices, all stages together.
-        lengths: of the token slices.
-        size: sequences of a batch slice.
-        count: M.
-        pipeline_size: K.
-        hop: seconds of a message.
-    """
+    """Return the simulated seconds of the schedule for `count` batch slices of `size` sequences, all cut alike."""
     whole = costs.seconds(size, 0, sum(lengths)) / pipeline_size
     seconds = [whole * share for share in costs.shares(size, lengths)]
     table = find_schedule("token").table(pipeline_size, count, num_token_slices=len(lengths))
