@@ -1,4 +1,4 @@
-"""What the parts of a run use of Trainer that it does not promise: its rules for columns, counts and losses."""
+"""Access to Trainer internals that are not public API: its rules for columns, item counts and losses."""
 
 from __future__ import annotations
 
@@ -18,70 +18,70 @@ from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 
 
 def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tuple[Any, Any]:
-    """The data set without the columns that the model does not take, and a collator that drops the rest."""
+    """Return the data set and collator without the columns that the model does not accept."""
     if isinstance(dataset, datasets.Dataset):
         return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
 
 def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
-    """Makes the order of an evaluation."""
+    """Return Trainer's function that makes an evaluation's sampler."""
     make: Callable[[Any], Any] = trainer._get_eval_sampler
     return make
 
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Puts a batch on the device."""
+    """Return Trainer's function that moves a batch to the device."""
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = trainer._prepare_inputs
     return prepare
 
 
 def shifts_labels(trainer: Trainer) -> bool:
-    """Whether the loss predicts the next token."""
+    """Return True if the loss predicts the next token."""
     return bool(trainer._loss_shifts_labels)
 
 
 def items_of(trainer: Trainer, inputs: Any) -> int:
-    """Items of a batch that the mean of the loss runs over."""
+    """Count the items that the loss averages over."""
     return count_items(inputs, shifts_labels(trainer)) if inputs else 0
 
 
 def items_of_own_mean(trainer: Trainer, inputs: Any) -> int:
-    """Items that the mean of a loss runs over which is told no number.
+    """Count the items of a loss that computes its own mean, without `num_items_in_batch`.
 
-    Trainer counts one label too many a sequence for causal models whose loss it does not know by name (GPT-2).
+    For causal models whose loss it does not recognize (GPT-2), Trainer counts one label per sequence too many.
     """
     shifts = shifts_labels(trainer) or type(bare_model(trainer.model)).__name__.endswith("LMHeadModel")
     return count_items(inputs, shifts) if inputs else 0
 
 
 def takes_num_items(trainer: Trainer) -> bool:
-    """Whether Trainer tells a loss of labels by how many items of the whole step to divide."""
+    """Return True if Trainer passes `num_items_in_batch` of the whole step to the loss."""
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
 
 def is_divided(trainer: Trainer, num_items: Any) -> bool:
-    """Trainer's rule for a loss that is already divided over the accumulation."""
+    """Return True, by Trainer's rule, if the loss is already divided over the accumulation."""
     if trainer.loss_is_scaled_for_ga is not None:
         return bool(trainer.loss_is_scaled_for_ga)
     return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
 
 def has_plain_loss(trainer: Trainer) -> bool:
-    """Whether the loss is the model's own, and no code of a user looks at batch and output."""
+    """Return True if the loss is the model's own, and no user code reads batch or output."""
     is_models = trainer.compute_loss_func is None and trainer.label_smoother is None
     return is_models and not is_overridden(trainer, "compute_loss")
 
 
 def is_overridden(trainer: Trainer, name: str) -> bool:
-    """Whether another class than Trainer and this library's has a method, or the trainer itself."""
+    """Return True if a class outside this library, or the trainer instance itself, overrides a method of Trainer."""
     package = __name__.partition(".")[0]
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] != package]
     return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
 
 
 def saved_names(trainer: Trainer) -> list[str] | None:
-    """Names of the parameters that a saving of the model takes; None for all: code of a user's may take any."""
+    """Return the names of the parameters that saving the model needs; None for all, as user code may save any."""
     is_users = is_overridden(trainer, "save_model") or is_overridden(trainer, "_save")
     return None if is_users or not has_adapters(trainer.model) else adapters.saved_names(trainer.model)
 
@@ -98,19 +98,14 @@ _NOT_CALLED_BELOW = (
     "_save_optimizer_and_scheduler",
     "_save_rng_state",
 )
-"""Methods of Trainer that a pipeline replaces altogether."""
+"""Trainer methods that a pipeline replaces without calling them."""
 
 _DOES_SOMETHING_UNDER = {"trl.trainer.sft_trainer.SFTTrainer.training_step": "activation_offloading"}
-"""Methods of other trainers that are Trainer's unless an option is set."""
+"""Methods of other trainers that only call Trainer's unless the named option is set."""
 
 
 def check_taken_over(below: Any, args: TrainingArguments) -> None:
-    """Refuse a trainer whose own steps would silently not run: the pipeline runs them.
-
-    Args:
-        below: the trainer as the classes after the mixin know it, its `super()`.
-        args: its options.
-    """
+    """Refuse a trainer, given as the mixin's `super()`, whose overrides the pipeline would silently replace."""
     for name in _NOT_CALLED_BELOW:
         method = getattr(below, name).__func__
         option = _DOES_SOMETHING_UNDER.get(f"{method.__module__}.{method.__qualname__}")
@@ -129,9 +124,9 @@ _DATALOADER = "_get_dataloader"
 
 
 def check_loaders(kind: type, num_stages: int) -> None:
-    """Refuse a class that makes its loaders itself, where its source says so: a pipeline reads through its own.
+    """Refuse a class that builds its own DataLoader, as far as its code shows: the pipeline uses its own loaders.
 
-    Others are refused when they have made one.
+    Others are refused once they have built one.
     """
     for name in _MAKERS:
         method = getattr(kind, name)
@@ -145,48 +140,48 @@ def check_loaders(kind: type, num_stages: int) -> None:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Global names and attributes that a function uses, and those inside it."""
+    """Return the globals and attributes that a function and its inner functions use."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*map(_names_in, inner))
 
 
 def place_model(trainer: Trainer) -> None:
-    """Put the whole model on this rank's device, as Trainer does without a pipeline."""
+    """Move the whole model to this rank's device, as Trainer does without a pipeline."""
     trainer.place_model_on_device = True
     trainer._move_model_to_device(trainer.model, trainer.args.device)
 
 
 def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
-    """The optimizer without accelerate's wrapping."""
+    """Return the optimizer without accelerate's wrapper."""
     optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return optimizer
 
 
 def learning_rate(trainer: Trainer) -> float:
-    """That of the optimizer's first group, for the step that comes; 0 where it has none, as Adafactor by default."""
+    """Return the first group's learning rate for the next step; 0 if it has none, like Adafactor by default."""
     return float(torch_optimizer(trainer).param_groups[0].get("lr") or 0.0)
 
 
 def unlogged_loss(trainer: Trainer) -> dict[str, Any]:
-    """What this rank has lost since the last log entry, and the step of that entry."""
+    """Return this rank's loss since the last log entry, and the step of that entry."""
     return {"unlogged_loss": trainer._tr_loss.item(), "last_logged_step": trainer._globalstep_last_logged}
 
 
 def take_up_loss(
     trainer: Trainer, topology: Topology, unlogged_loss: float, last_logged_step: int, **_others: Any
 ) -> None:
-    """What was lost before a resumption belongs to the next log entry, not to this call's mean. A collective call."""
+    """Restore unlogged loss, for the next log entry but not for this call's mean. Collective: call on every rank."""
     trainer._tr_loss += unlogged_loss
     trainer._globalstep_last_logged = last_logged_step
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
 
 
 Notes = dict[str, dict[str, list[float]]]
-"""Averages over batches that `compute_loss` noted, by mode ("train" or "eval") and name."""
+"""Batch averages that `compute_loss` recorded, by mode ("train" or "eval") and name."""
 
 
 def notes(trainer: Trainer) -> Notes | None:
-    """Those of a trainer of TRL; None for a trainer that notes nothing."""
+    """Return the metrics of a TRL trainer; None for a trainer that records none."""
     found = getattr(trainer, "_metrics", None)
     if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
         return None
@@ -194,20 +189,20 @@ def notes(trainer: Trainer) -> Notes | None:
 
 
 def num_tokens_read(trainer: Trainer) -> int | None:
-    """By this rank in training, as trainers of TRL count; None for others."""
+    """Return the training tokens that this rank has counted, as TRL's trainers do; None for others."""
     count: int | None = getattr(trainer, "_total_train_tokens", None)
     return count
 
 
 def count_tokens_read(trainer: Trainer, num: int) -> None:
-    """See `num_tokens_read`."""
+    """Add to the count of `num_tokens_read`."""
     if num_tokens_read(trainer) is not None:
         trainer._total_train_tokens += num
 
 
 @contextmanager
 def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
-    """See `num_tokens_read`."""
+    """Restore the count of `num_tokens_read` on exit."""
     count = num_tokens_read(trainer)
     try:
         yield
@@ -218,7 +213,7 @@ def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def gathering_nothing(accelerator: Any) -> Iterator[None]:
-    """`accelerator.gather` gives the own value back, for code that only some ranks run."""
+    """Make `accelerator.gather` return its argument, for code that only some ranks run."""
     accelerator.gather = lambda value: value
     try:
         yield

@@ -1,16 +1,18 @@
-"""Checkpoints: the state of a run beside the model's own files.
+"""Checkpoint files: the state of a run next to the model's own files.
 
 A checkpoint folder holds the model as `from_pretrained` reads it, `trainer_state.json`, and `pipetransformer/`:
 
     optimizer-stage-<k>.safetensors   by replica 0: "<parameter>|<key>" to tensor; options and numbers in the header
-    random-rank-<r>.safetensors       by every rank: its random number generators, and what else only it knows
-    state.json                        by rank 0, last: names, sizes and hashes of all other files of the whole folder
+    random-rank-<r>.safetensors       by every rank: its RNG states, and whatever else only it knows
+    decisions-stage-<k>.safetensors   by replica 0, if the freeze policy keeps tensors from its last decision
+    state.json                        by rank 0, last: the run's state; size and hash of every other file in the folder
 
-Where one stage trains all that its user wants trained, Trainer's own files (`optimizer.pt`, `scheduler.pt`) lie beside
-them, for plain Trainer alone.
+Where one stage trains everything that the user wants trained, the folder also has Trainer's own files (`optimizer.pt`,
+`scheduler.pt`), which only plain Trainer reads.
 
-All files are on the disk before `state.json` is written: a folder without it is incomplete, and one that is not as it
-says is damaged. Nothing that is read here is pickled. A header is the metadata of a safetensors file: one entry, JSON.
+All files are synced to disk before `state.json` is written: a folder without it is incomplete, and one that does not
+match it is damaged. Nothing that is read here is pickled. A header is the metadata of a safetensors file with a single
+entry, JSON.
 """
 
 from __future__ import annotations
@@ -62,13 +64,13 @@ STATE_FILE = "state.json"
 VERSION = 4
 
 MOST_BYTES = 2**62
-"""No file is larger."""
+"""Upper limit of a file size, in bytes."""
 
 _OF_TRAINER = re.compile(r"trainer_state\.json|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 _TRAINER_STATE = "trainer_state.json"
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
 _HEADER = "json"
-# Network file systems remember for some seconds what a folder held.
+# Network file systems cache directory listings for some seconds.
 _TOKEN_SECONDS = 5.0
 
 
@@ -76,34 +78,32 @@ _TOKEN_SECONDS = 5.0
 
 
 def optimizer_file(stage: int) -> str:
-    """Name of the file with the optimizer state of a stage."""
+    """Name a stage's optimizer state file."""
     return f"optimizer-stage-{stage}.safetensors"
 
 
 def decisions_file(stage: int) -> str:
-    """Name of the file with what a stage was at the last freeze decision; it is there if the policy asks for that."""
+    """Name the file with a stage's tensors from the last freeze decision; written only for policies that need them."""
     return f"decisions-stage-{stage}.safetensors"
 
 
 def has_part(folder: str, name: str) -> bool:
-    """Whether a checkpoint has a file of `write_part`."""
+    """Return True if the checkpoint has the file `name`, written by `write_part`."""
     return os.path.isfile(os.path.join(folder, STATE_FOLDER, name))
 
 
 def random_file(rank: int) -> str:
-    """Name of the file with the random number generators of a rank."""
+    """Name a rank's RNG state file."""
     return f"random-rank-{rank}.safetensors"
 
 
 def clear(folder: str, keeps_random: bool = False) -> None:
-    """Forget the state that an earlier run left in a checkpoint folder: it is not that of the weights to come.
+    """Delete what an earlier run left in a checkpoint folder, as it will not match the weights about to be saved.
 
-    Args:
-        folder: the checkpoint.
-        keeps_random: leave Trainer's random states, which other processes may have written by now.
+    `keeps_random` keeps Trainer's RNG files, which other processes may already have written.
     """
     for mark in (os.path.join(STATE_FOLDER, STATE_FILE), _TRAINER_STATE):
-        # First what says that the rest is whole: a kill may come at any moment.
+        # Remove the files that mark it complete first: the process may be killed at any moment.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, mark))
     shutil.rmtree(os.path.join(folder, STATE_FOLDER), ignore_errors=True)
@@ -113,10 +113,10 @@ def clear(folder: str, keeps_random: bool = False) -> None:
 
 
 def check_unlinked(folder: str) -> None:
-    """Refuse to save where something is a link: what it leads to would be overwritten.
+    """Refuse to save over a symbolic link: the link's target would be overwritten.
 
     Raises:
-        ValueError: names the link.
+        ValueError: the folder is or contains a symbolic link.
     """
     inner = (os.path.join(where, name) for where, *names in os.walk(folder) for name in [*names[0], *names[1]])
     for path in (folder, *inner):
@@ -128,16 +128,10 @@ def check_unlinked(folder: str) -> None:
 
 
 def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> None:
-    """Delete the oldest checkpoints of a run's folder beyond `limit`, by their steps.
+    """Delete the oldest checkpoints beyond `limit`, ordered by step.
 
-    A time of modification says nothing: a copy, a backup or `touch` changes it. Those of steps that the run has not
-    come to yet are of an earlier run, and go first.
-
-    Args:
-        output_dir: the run's folder.
-        limit: checkpoints to keep; None or 0 keeps all.
-        step: of the one that was saved last, which stays.
-        best: a checkpoint that stays too.
+    A copy, a backup or `touch` changes modification times, so they do not count. Checkpoints above `step`, the one
+    saved last, are an earlier run's and go first. `step` and the folder `best` are kept; `limit` None or 0 keeps all.
     """
     if limit is None or limit <= 0:
         return
@@ -150,7 +144,7 @@ def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> N
         if num_left <= max(limit, len(kept)):
             return
         if each not in kept:
-            # What a kill leaves of it must not look like a checkpoint of weights alone.
+            # If the process is killed during the deletion, the rest must not look like a checkpoint of weights alone.
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(folder, _TRAINER_STATE))
             shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +152,7 @@ def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> N
 
 
 def begin(folder: str) -> None:
-    """From now on `folder` is an incomplete checkpoint, until `write_state`."""
+    """Mark `folder` as an incomplete checkpoint, until `write_state` completes it."""
     clear(folder)
     os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
 
@@ -166,16 +160,12 @@ def begin(folder: str) -> None:
 def write_part(
     folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
 ) -> dict[str, Entry]:
-    """Write one file of the state to the disk: tensors, and JSON values in its header.
-
-    Returns:
-        Its entry for `write_state`, by its path in the checkpoint.
-    """
+    """Write tensors and a JSON header to a synced file; returns its entry for `write_state`, by relative path."""
     own: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for key, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
-        # Optimizers may share one tensor between parameters, a file may not.
+        # Optimizers may share one tensor between parameters; safetensors refuses shared memory.
         own[key] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
     os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
@@ -187,12 +177,7 @@ def write_part(
 def read_part(
     folder: str, name: str, is_wanted: Callable[[str], bool] = lambda key: True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The inverse of `write_part`; every tensor has memory of its own.
-
-    Args:
-        folder: the checkpoint.
-        name: the file.
-        is_wanted: by the tensor's key; the others are not read.
+    """Read a file of `write_part`, only tensors whose key `is_wanted`; they are copies, not views of the mapped file.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -210,12 +195,9 @@ def read_part(
 
 
 def write_state(folder: str, state: Mapping[str, Any], parts: Mapping[str, Entry]) -> None:
-    """Write `state.json`, at once or not at all: the last file of a checkpoint.
+    """Write `state.json` atomically, as the last file of a checkpoint.
 
-    Args:
-        folder: the checkpoint.
-        state: JSON values.
-        parts: entries of the files that were hashed where they were written; the others are hashed here.
+    `parts` has the manifest entries that the writing ranks computed; all other files are hashed here.
     """
     path = os.path.join(folder, STATE_FOLDER, STATE_FILE)
     others = [name for name in list_files(folder) if name not in parts and name != f"{STATE_FOLDER}/{STATE_FILE}"]
@@ -233,11 +215,10 @@ def write_state(folder: str, state: Mapping[str, Any], parts: Mapping[str, Entry
 
 
 def read_state(folder: str) -> dict[str, Any]:
-    """What `write_state` wrote, if the checkpoint is complete and every file of it is as it was written.
+    """Read `state.json`, after checking that the checkpoint is complete and every file matches its manifest.
 
     Raises:
-        ValueError: the folder is no checkpoint, holds the model only, is incomplete or damaged; the text says which,
-            and names the file.
+        ValueError: the folder is no checkpoint, holds only the model, is incomplete or damaged; names the file.
     """
     path = os.path.join(folder, STATE_FOLDER)
     if not os.path.isdir(folder):
@@ -285,11 +266,7 @@ def read_state(folder: str) -> dict[str, Any]:
 
 
 def _files_to_check(folder: str, state: Mapping[str, Any]) -> dict[str, Entry]:
-    """The files that must be as they were written: all, but for weights that were put into other files since.
-
-    Raises:
-        ValueError: weights lie in files that were not written with the checkpoint, and are not the same tensors.
-    """
+    """Return the files to verify: all, except weights that were re-sharded into other files with equal tensors."""
     files, names = state["files"], names_of_weights(folder)
     others = [name for name in names if name not in files]
     if not others or state.get("weights") is None:
@@ -310,7 +287,7 @@ def _files_to_check(folder: str, state: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def _check_files(folder: str, state: Mapping[str, Any]) -> None:
-    """Raises ValueError if the list of files is none, or lacks one that a checkpoint cannot do without."""
+    """Raise ValueError for a malformed file list, or one without a file that a checkpoint requires."""
     files = entries(entry(state, "files"), "files")
     for name, found in files.items():
         if os.path.isabs(name) or ".." in name.split("/"):
@@ -326,7 +303,7 @@ def _check_files(folder: str, state: Mapping[str, Any]) -> None:
         )
     needed = [f"{STATE_FOLDER}/{optimizer_file(position)}" for position in range(layout.pipeline_size)]
     needed += [f"{STATE_FOLDER}/{random_file(rank)}" for rank in range(world_size)]
-    # Of weights with a hash the tensors count, not the files that they lie in.
+    # With a hash of the weights, the tensors count, not the files they are in.
     weights = (WEIGHTS_FILE, INDEX_FILE) if state.get("weights") is None else ()
     needed += [name for name in (*weights, *adapter_files(folder)) if os.path.isfile(os.path.join(folder, name))]
     for name in (_TRAINER_STATE, *needed):
@@ -335,14 +312,10 @@ def _check_files(folder: str, state: Mapping[str, Any]) -> None:
 
 
 def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tuple[str | None, list[str]]:
-    """The sound checkpoint of the highest step in a run's folder, and why each later one was passed over.
-
-    Args:
-        output_dir: the run's folder.
-        read: raises ValueError for a folder that is not sound.
+    """Return the highest-step folder that `read` accepts, without a ValueError, and why later ones were skipped.
 
     Raises:
-        UnreadableError: there is a later one that this user may not read: it may be sound.
+        UnreadableError: this user has no permission for a later checkpoint, which may be sound.
     """
     reasons = []
     for folder in newest_first(output_dir):
@@ -359,15 +332,15 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
 
 
 def newest(output_dir: str) -> str | None:
-    """The checkpoint of the highest step in a run's folder, sound or not."""
+    """Return the checkpoint of the highest step, sound or not."""
     return next(iter(newest_first(output_dir)), None)
 
 
 def newest_first(output_dir: str) -> list[str]:
-    """The checkpoints in a run's folder by their steps, the last one first.
+    """Return the checkpoints in a run's folder, highest step first.
 
     Raises:
-        UnreadableError: the user may not read the folder.
+        UnreadableError: this user has no permission for the folder.
     """
     return [folder for _step, folder in sorted(_numbered(output_dir), reverse=True)]
 
@@ -386,14 +359,14 @@ def _numbered(output_dir: str) -> list[tuple[int, str]]:
 
 
 class UnreadableError(ValueError):
-    """A checkpoint that this user may not read; whether it is sound is not known."""
+    """Checkpoint that this user has no permission to read; it may be sound."""
 
 
 def check_readable(folder: str) -> None:
-    """Refuse a checkpoint with a file or folder that this user may not read.
+    """Try to open every file of a checkpoint.
 
     Raises:
-        UnreadableError: names it.
+        UnreadableError: this user has no permission for one of them, or for a folder.
     """
 
     def refuse(error: OSError) -> None:
@@ -406,7 +379,7 @@ def check_readable(folder: str) -> None:
                 with open(os.path.join(where, name), "rb"):
                     pass
             except OSError as error:
-                refuse(error)  # What is missing or damaged is told of where it is read.
+                refuse(error)  # Missing or damaged files are reported where they are read.
 
 
 def _unreadable(folder: str, error: PermissionError) -> str:
@@ -420,7 +393,7 @@ def _unreadable(folder: str, error: PermissionError) -> str:
 
 
 def leave_token(output_dir: str) -> str:
-    """Leave a file that the other nodes look for; gives its name."""
+    """Create a file for the other nodes to look for; return its name."""
     os.makedirs(output_dir, exist_ok=True)
     name = f".pipetransformer-{uuid.uuid4().hex}"
     with open(os.path.join(output_dir, name), "w", encoding="utf-8") as file:
@@ -431,7 +404,7 @@ def leave_token(output_dir: str) -> str:
 
 
 def sees_token(output_dir: str, name: str) -> bool:
-    """Whether the file is there; a network file system may show it a little later."""
+    """Return True once the file is visible; a network file system may take some seconds to show it."""
     deadline = time.monotonic() + _TOKEN_SECONDS
     while not (os.path.isdir(output_dir) and name in os.listdir(output_dir)):
         if time.monotonic() > deadline:
@@ -441,7 +414,7 @@ def sees_token(output_dir: str, name: str) -> bool:
 
 
 def remove_token(output_dir: str, name: str) -> None:
-    """Remove what `leave_token` left."""
+    """Remove the file of `leave_token`."""
     with contextlib.suppress(OSError):
         os.remove(os.path.join(output_dir, name))
 
@@ -450,10 +423,10 @@ def remove_token(output_dir: str, name: str) -> None:
 
 
 def split_optimizer_state(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Optimizer state by parameter name as what a file holds: tensors, and everything else.
+    """Split optimizer state by parameter name into tensors and other values, both keyed "<parameter>|<key>".
 
     Raises:
-        ValueError: a state is neither a tensor nor a JSON value.
+        ValueError: a value is neither a tensor nor a JSON value.
     """
     tensors, values = {}, {}
     for name, state in states.items():
@@ -466,7 +439,7 @@ def split_optimizer_state(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict
 
 
 def join_optimizer_state(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The inverse of `split_optimizer_state`."""
+    """Invert `split_optimizer_state`."""
     states: dict[str, dict[str, Any]] = {}
     for joined, value in {**tensors, **values}.items():
         name, _, key = joined.rpartition("|")
@@ -475,10 +448,10 @@ def join_optimizer_state(tensors: Mapping[str, torch.Tensor], values: Mapping[st
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of the parameter groups: schedulers change learning rates, some also momenta.
+    """Return the options of the parameter groups; schedulers change learning rates, some also momenta.
 
     Raises:
-        ValueError: an option is no JSON value.
+        ValueError: an option is not a JSON value.
     """
     return [
         {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
@@ -487,10 +460,10 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """The inverse of `group_options`.
+    """Invert `group_options`.
 
     Raises:
-        ValueError: the optimizer has another number of groups.
+        ValueError: the optimizer has a different number of groups.
     """
     if len(options) != len(optimizer.param_groups):
         raise ValueError(
@@ -504,12 +477,10 @@ def set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, 
 
 @contextmanager
 def rotating_by_step(step: int) -> Iterator[None]:
-    """Inside, Trainer deletes old checkpoints by their steps, not by their times of modification.
+    """Make Trainer delete old checkpoints by step instead of by modification time.
 
-    It calls a function of another module; there is no method to override, so its name in Trainer's module is lent.
-
-    Args:
-        step: of the checkpoint that is saved inside.
+    Trainer calls a module-level function, not a method to override, so `transformers.trainer.rotate_checkpoints` is
+    patched.
     """
     original = stock.rotate_checkpoints
 

@@ -1,4 +1,4 @@
-"""Identity of a run: its options, model and data, as a checkpoint records and compares them."""
+"""Identity of a run: the options, model and data that a checkpoint records and a resume compares."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from hf_pipetransformer.state import checkpoint
 
 
 NUM_SAMPLES = 8
-"""Samples that are looked at."""
+"""Number of samples that are hashed."""
 
 
 def describe_data(dataset: Any) -> dict[str, Any]:
-    """JSON values that tell data sets apart.
+    """Describe a data set in JSON values, each None if unknown.
 
-    Returns:
-        `num_samples`, None where it is not known; `fingerprint`, that of a `datasets.Dataset`, which changes with
-        every operation; `samples`, a hash of a few samples, None where reading one twice gives two things.
+    `fingerprint` is that of a `datasets.Dataset`, which changes with every operation; `samples` is a hash of a few
+    samples, None if reading them twice gives different results.
     """
     is_stream = isinstance(dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset))
     if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -44,18 +43,18 @@ def describe_data(dataset: Any) -> dict[str, Any]:
 
 
 def are_other_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
-    """Whether two descriptions of equally long data sets are of different data, as far as can be told."""
+    """Return True if two descriptions of equally long data sets show different data."""
     if saved["fingerprint"] is not None and saved["fingerprint"] == present["fingerprint"]:
         return False
     if saved["samples"] is None or present["samples"] is None:
-        # Samples are drawn at random: only the fingerprint tells, if both have one.
+        # Samples are random, so only fingerprints can show a difference, and only if both data sets have one.
         return None not in (saved["fingerprint"], present["fingerprint"])
     return bool(saved["samples"] != present["samples"])
 
 
 def _hash_of_samples(dataset: Any) -> str | None:
     if isinstance(dataset, datasets.Dataset):
-        dataset = dataset.with_format(None)  # What is stored, without a transform that may draw at random.
+        dataset = dataset.with_format(None)  # Stored content, without a transform that may be random.
     count = len(dataset)
     spread = sorted({index * (count - 1) // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)}) if count else []
     found = set()
@@ -69,7 +68,7 @@ def _hash_of_samples(dataset: Any) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """The content of a sample as bytes, whatever it is made of."""
+    """Yield the content of a sample as bytes, for any nesting of common types."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         yield f"{value.dtype}{tuple(value.shape)}".encode()
@@ -103,25 +102,19 @@ TOLD_ARGUMENTS = (
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
     *("neftune_noise_alpha", "bf16", "fp16", "activation_cache_views"),
 )
-"""Arguments that must be as in the run that was saved, for a resumed run to give the same numbers."""
+"""Arguments that must be equal for a resumed run to reproduce the saved run's numbers."""
 
 
 _KEPT_ARGUMENTS = ("learning_rate", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def check_same_run(folder: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Refuse to go on from the checkpoint of another model or other data.
+    """Refuse to resume with another model or other data; return a sentence on other differences.
 
-    Args:
-        folder: the checkpoint.
-        saved: what the run that was saved says of itself.
-        present: the same of this run.
-
-    Returns:
-        What else differs, in a sentence; None if nothing does: the numbers are then those of the run that was saved.
+    None means that the run will reproduce the numbers of the saved one.
 
     Raises:
-        ValueError: names all that cannot differ, as found here and as expected by the checkpoint.
+        ValueError: lists everything that must not differ, as found and as expected.
     """
     differences = [
         f"{present[key]} {what} (expected {saved[key]})"
@@ -172,11 +165,7 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
 
 
 def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:
-    """Refuse an optimizer or scheduler of another class, which knows nothing of the saved one's state.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Refuse an optimizer or scheduler of another class, which cannot load the saved state."""
     _refuse_other_run(
         folder, [f"{key}={value} (expected {saved[key]})" for key, value in present.items() if saved[key] != value]
     )
@@ -191,7 +180,7 @@ def _refuse_other_run(folder: str, differences: list[str]) -> None:
 
 
 class RunDescription:
-    """What must be equal for a run to go on, see `check_same_run`; told by rank 0, before the start."""
+    """Fields that `check_same_run` compares; rank 0 collects them before the start and broadcasts them."""
 
     def __init__(self, trainer: Trainer, topology: Topology, policy: FreezePolicy) -> None:
         self.trainer = trainer
@@ -199,10 +188,7 @@ class RunDescription:
         self._data: dict[str, Any] | None = None
 
     def data(self) -> dict[str, Any]:
-        """By what the training data are known. Some are read, when it is first needed and by rank 0 alone.
-
-        It leaves no trace in the random numbers of the run.
-        """
+        """Return `describe_data` of the training data, computed on first use without changing the run's RNG state."""
         if self._data is None:
             with generators_kept(self.trainer.train_dataset):
                 self._data = describe_data(self.trainer.train_dataset)
@@ -227,16 +213,16 @@ def _described(trainer: Trainer, topology: Topology, policy: FreezePolicy) -> di
 
 
 def saves_state(args: PipeTransformerArguments) -> bool:
-    """Whether the checkpoints of a run hold more than its model."""
+    """Return True if the run's checkpoints hold more than the model."""
     saves = args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
     return saves and not args.save_only_model
 
 
 def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:
-    """Whether all nodes see one output folder: each rank writes a part of a checkpoint. A collective call.
+    """Check that all nodes share one output folder, since each rank writes a part. Collective: call on every rank.
 
     Raises:
-        ValueError: on every rank, names the first that sees another folder.
+        ValueError: on every rank; names the first rank that sees another folder.
     """
     if not saves_state(args) or topology.local_world_size >= topology.world_size:
         return

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: their names, sizes and hashes, and the schema of its state."""
+"""Manifest of a checkpoint: names, sizes and hashes of its files, and the schema of its state."""
 
 from __future__ import annotations
 
@@ -26,20 +26,15 @@ from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
 Entry = dict[str, Any]
-"""Of one file: `bytes`, its size, and `xxh3_128`, its hash in hexadecimal digits."""
+"""Entry of one file: `bytes`, its size, and `xxh3_128`, its hash in hexadecimal."""
 
 _CHUNK_BYTES = 2**22
-# Reading and hashing run without the interpreter's lock; more than a few readers only fight over one disk.
+# Reading and hashing release the GIL; more than a few readers only compete for one disk.
 _NUM_READERS = 4
 
 
 def entry_of(path: str, sync: bool = False) -> Entry:
-    """Size and hash of a file.
-
-    Args:
-        path: the file.
-        sync: make sure first that it is on the disk, not only on its way there.
-    """
+    """Return size and hash of a file, after an fsync if `sync`."""
     hasher, size = xxhash.xxh3_128(), 0
     with open(path, "rb") as file:
         if sync:
@@ -51,20 +46,20 @@ def entry_of(path: str, sync: bool = False) -> Entry:
 
 
 def list_files(folder: str) -> list[str]:
-    """The files in a folder and in the folders inside it, by their path from there, with `/` on every system."""
+    """List the files below a folder by relative path, with `/` on every system."""
     paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
     return sorted(os.path.relpath(path, folder).replace(os.sep, "/") for path in paths)
 
 
 def make_manifest(folder: str, names: Iterable[str]) -> dict[str, Entry]:
-    """The entries of some files of a folder, all of them on the disk when it returns."""
+    """Sync files to disk and return their entries."""
     names = list(names)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         return dict(zip(names, pool.map(lambda name: entry_of(os.path.join(folder, name), True), names), strict=True))
 
 
 def sync_folder(folder: str) -> None:
-    """Make sure that the names in a folder are on the disk; some network file systems know no such thing."""
+    """Sync a folder's file names to disk; ignored on network file systems that cannot."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -74,7 +69,7 @@ def sync_folder(folder: str) -> None:
 
 
 def find_damage(folder: str, files: Mapping[str, Entry]) -> str | None:
-    """The first file of a folder that is not as its entry says, in words; None if all are."""
+    """Describe the first file that does not match its entry; None if all do."""
 
     def check(name: str) -> str | None:
         path = os.path.join(folder, name)
@@ -93,10 +88,10 @@ def find_damage(folder: str, files: Mapping[str, Entry]) -> str | None:
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:
-    """The hash of JSON values, the same after their way through a file.
+    """Hash JSON values; the hash is the same after a round trip through a file.
 
     Raises:
-        ValueError: they are nested too deep.
+        ValueError: the values are nested too deeply.
     """
     try:
         text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
@@ -106,11 +101,11 @@ def checksum_of(content: Mapping[str, Any]) -> str:
 
 
 MOST_RATE = 1e30
-"""No learning rate is larger."""
+"""Upper limit of a learning rate."""
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no run can have written, beside its files."""
+    """Raise ValueError for a state that no run can have written; the file list is checked separately."""
     step = whole_number(entry(state, "step"), "step")
     if entry(state, "epoch") is not None:
         number(state["epoch"], "epoch", 0, MOST_STEPS)
@@ -160,7 +155,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def _check_place(place: Any, step: int, num_samples: int) -> None:
-    """Raises ValueError for a place in the data that a run of `step` steps cannot be at."""
+    """Raise ValueError for a data position that a run of `step` steps cannot have."""
     place = entries(place, "place")
     whole_number(entry(place, "epoch"), "epoch", most=step)
     whole_number(entry(place, "samples"), "samples", most=num_samples)
@@ -188,7 +183,7 @@ def _check_decisions(decisions: Mapping[str, Any]) -> None:
 
 
 def _check_schedule(schedule: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no schedule of torch has; one of the user's own may have other entries."""
+    """Raise ValueError for values that no scheduler of torch has; a user's own may have other entries."""
     for name in ("last_epoch", "_step_count"):
         if name in schedule:
             whole_number(schedule[name], name, -1)

@@ -1,4 +1,4 @@
-"""One run at a time in an `output_dir`: two would overwrite each other's checkpoints and mix their events."""
+"""Lock that admits one run at a time to an `output_dir`: two would mix their checkpoints and events."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hf_pipetransformer.schedules.json_values import entries, entry, number, tex
 
 
 LOCK_FILE = "_pipetransformer_run.json"
-"""A name with a leading underscore is never pushed to the hub."""
+"""Name with a leading underscore: such files are never pushed to the hub."""
 
 _ATTEMPTS = 5
 
 
 @contextmanager
 def only_run(output_dir: str, topology: Topology) -> Iterator[None]:
-    """Hold the lock of a folder inside: a file that names the process of rank 0. A collective call.
+    """Lock a folder with a file that names rank 0's process. Collective: call on every rank.
 
-    The lock of a process that is gone is taken over.
+    The lock of a dead process is taken over.
 
     Raises:
-        ValueError: on every rank: another run holds it, or nobody can tell from here.
+        ValueError: on every rank: another run has the lock, or its process cannot be checked from this host.
     """
     own = _describe_process()
     is_held = topology.decide(lambda: _take(output_dir, own))
@@ -53,14 +53,14 @@ def _describe_process() -> dict[str, Any]:
 
 
 def _here() -> str:
-    """Where process numbers mean the same: a host, or one of the containers on it."""
+    """Name the scope in which process IDs are unique: a host, or a container's PID namespace on it."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def _start_of(pid: int) -> float:
-    """When a process began, in a unit that a change of the clock leaves as it is, where there is one."""
+    """Return the start time of a process, on Linux in clock ticks since boot, which clock changes do not affect."""
     with contextlib.suppress(OSError):
         return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     return psutil.Process(pid).create_time()
@@ -75,11 +75,11 @@ def _is_alive(owner: dict[str, Any]) -> bool:
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
-        return True  # Another user's, of which nothing more can be known.
+        return True  # Another user's process, about which nothing more is known.
 
 
 def _take(output_dir: str, own: dict[str, Any]) -> bool:
-    """Take the lock; False where no file can be made at all, after a warning."""
+    """Take the lock; return False, with a warning, if no file can be created."""
     path = os.path.join(output_dir, LOCK_FILE)
     try:
         os.makedirs(output_dir, exist_ok=True)
@@ -95,7 +95,7 @@ def _take(output_dir: str, own: dict[str, Any]) -> bool:
 
 @contextmanager
 def _drafted(path: str, own: dict[str, Any]) -> Iterator[str]:
-    """A lock file that is whole, beside the place where it is to stand."""
+    """Write a complete lock file next to its final place."""
     draft = f"{path}.{own['run']}"
     try:
         with open(draft, "x", encoding="utf-8") as file:
@@ -109,13 +109,13 @@ def _drafted(path: str, own: dict[str, Any]) -> Iterator[str]:
 
 
 def _create(path: str, draft: str, own: dict[str, Any]) -> bool:
-    """Make the file, with all of its content at once; False if there is one."""
+    """Create the lock file atomically; return False if one exists."""
     try:
         os.link(draft, path)
     except FileExistsError:
         return False
     except OSError:
-        # A file system without links.
+        # File system without hard links.
         try:
             with open(path, "x", encoding="utf-8") as file:
                 json.dump(own, file)
@@ -125,10 +125,10 @@ def _create(path: str, draft: str, own: dict[str, Any]) -> bool:
 
 
 def _take_over(path: str, draft: str) -> bool:
-    """Put the draft in the place of the lock of a process that is gone; False if that is another one by now.
+    """Replace the lock of a dead process by the draft; return False if the lock has changed meanwhile.
 
     Raises:
-        ValueError: it is another run's.
+        ValueError: the lock's process may be alive.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115
@@ -139,7 +139,7 @@ def _take_over(path: str, draft: str) -> bool:
         raise
     with file:
         with contextlib.suppress(OSError):
-            # Several may find the same lock: one replaces it, and there is a lock at every moment.
+            # Several runs may find the same stale lock. Only one replaces it, and at no moment is there none.
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
             is_same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
@@ -152,7 +152,7 @@ def _take_over(path: str, draft: str) -> bool:
 
 
 def _check_gone(path: str, owner: dict[str, Any] | None) -> None:
-    """Raises ValueError unless the process that a lock names is gone."""
+    """Raise ValueError unless the process that a lock names is gone."""
     if owner is None:
         raise ValueError(
             f"{path} cannot be read: expected the lock of a run. Remove this file if no other run trains in this "
@@ -172,7 +172,7 @@ def _check_gone(path: str, owner: dict[str, Any] | None) -> None:
 
 
 def _owner_of(content: bytes) -> dict[str, Any] | None:
-    """The owner that a lock names; None if it names none."""
+    """Parse a lock file; None if it is malformed."""
     try:
         owner = dict(entries(json.loads(content), "owner"))
         whole_number(entry(owner, "pid"), "pid", 1)

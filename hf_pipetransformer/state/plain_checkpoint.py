@@ -1,8 +1,8 @@
-"""Checkpoints of plain Trainer: reading one, and writing what it needs beside a checkpoint of a pipeline.
+"""Checkpoints of plain Trainer: reading one, and exporting a pipeline's checkpoint as one.
 
-Trainer keeps optimizer state by position, in two groups: parameters that decay and those that do not, each in the
-order of the model. Its files are read without running anything that they hold (`weights_only`); `training_args.bin`,
-which cannot be read so, never is.
+Trainer stores optimizer state by position, in two groups: parameters with weight decay and those without, each in
+model order. Files are loaded with `weights_only`, which runs no code; `training_args.bin` cannot be read that way and
+never is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRAINER_STATE = "trainer_state.json"
 _RANDOM = "rng_state.pth"
 _RANDOM_OF_RANK = re.compile(r"rng_state_\d+\.pth")
 
-# What Trainer's random states are made of beside tensors and numbers.
+# Types in Trainer's RNG states that `weights_only` does not allow by default.
 _NUMPY_TYPES = [
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np.ndarray,
@@ -42,11 +42,11 @@ _NUMPY_TYPES = [
 ]
 
 Groups = list[list[str]]
-"""Names of parameters by group, each in the order of the model."""
+"""Parameter names per optimizer group, each in model order."""
 
 
 def trainers_groups(parameters: Collection[str], decaying: Collection[str]) -> Groups:
-    """The groups that Trainer makes of the parameters that are trained."""
+    """Return the groups that Trainer makes of the trained parameters."""
     decaying = set(decaying)
     return [[n for n in parameters if n in decaying], [n for n in parameters if n not in decaying]]
 
@@ -55,7 +55,7 @@ def trainers_groups(parameters: Collection[str], decaying: Collection[str]) -> G
 
 
 def is_plain(folder: str) -> bool:
-    """Whether a folder is a whole checkpoint of plain Trainer, as far as the names of its files tell."""
+    """Return True if a folder has the files of a complete plain Trainer checkpoint; their content is not checked."""
     names = (_OPTIMIZER, _SCHEDULER, _TRAINER_STATE)
     return (
         has_weights(folder)
@@ -67,16 +67,12 @@ def is_plain(folder: str) -> bool:
 def read_plain_state(
     folder: str, num_samples: int | None, drops_last: bool, splits_batches: bool = False
 ) -> dict[str, Any]:
-    """What a checkpoint of plain Trainer says of its run, by the names that `state.json` has for it.
+    """Read a plain Trainer checkpoint's step, epoch and data position, under the names that `state.json` uses.
 
-    Args:
-        folder: the checkpoint.
-        num_samples: of an epoch; None if that is not known.
-        drops_last: whether a last batch that is not full is left out.
-        splits_batches: whether the batch size that Trainer noted is that of all processes together.
+    `splits_batches`: the batch size that Trainer recorded covers all processes together.
 
     Raises:
-        ValueError: a file is damaged; the text names it.
+        ValueError: a file is damaged; names it.
     """
     step, epoch, batch = _read_counts(folder)
     check_trainers(folder)
@@ -94,7 +90,6 @@ def read_plain_state(
 
 
 def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
-    """Step, epoch and samples of a batch, as Trainer's state has them."""
     try:
         with open(os.path.join(folder, _TRAINER_STATE), encoding="utf-8") as file:
             trainer = entries(json.load(file), _TRAINER_STATE)
@@ -114,15 +109,11 @@ def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
 
 
 def check_trainers(folder: str, needs_weights: bool = True) -> None:
-    """Refuse a checkpoint that Trainer would fail to go on from, or that it would take a part of.
+    """Refuse a checkpoint that Trainer would fail to resume from, or restore only in part.
 
-    It lists no files, so that this is what their names and forms tell: Trainer's state, its last file, is there; no
-    file of weights is cut; optimizer and schedule are there unless the model alone was saved, and no file of them is
-    cut or changed. Nothing is unpickled.
-
-    Args:
-        folder: the checkpoint.
-        needs_weights: whether the weights are in files that Trainer knows.
+    Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
+    known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
+    and neither is truncated or changed. Nothing is unpickled.
 
     Raises:
         ValueError: names the file.
@@ -143,10 +134,10 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
 
 
 def _check_archive(folder: str, name: str) -> None:
-    """Raises ValueError if a file of `torch.save` is cut or changed."""
+    """Raise ValueError if a file of `torch.save`, a zip archive, is truncated or changed."""
     try:
         with zipfile.ZipFile(os.path.join(folder, name)) as file:
-            # The user may have told torch to leave the checksums out.
+            # torch.serialization.set_crc32_options(False) writes no checksums.
             damaged = file.testzip() if torch.serialization.get_crc32_options() else None
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({type(error).__name__}: {error}).") from error
@@ -157,16 +148,10 @@ def _check_archive(folder: str, name: str) -> None:
 def read_plain_optimizer(
     folder: str, groups: Groups, shapes: Mapping[str, Collection[int]], options: list[dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """The optimizer's state by parameter name, and the options of its groups.
-
-    Args:
-        folder: the checkpoint.
-        groups: what this run trains, in Trainer's order.
-        shapes: of every parameter.
-        options: of this run's own groups.
+    """Read the optimizer state by parameter name, and the options of the groups.
 
     Raises:
-        ValueError: the positions in the file cannot be those of these parameters.
+        ValueError: the positions in the file cannot belong to the parameters in `groups`, or the optimizer differs.
     """
     saved = _load(folder, _OPTIMIZER)
     lengths = [len(group["params"]) for group in saved["param_groups"]]
@@ -203,18 +188,18 @@ def read_plain_optimizer(
 
 
 def _kinds(group: Mapping[str, Any]) -> list[str]:
-    """The names of a group's options; a schedule adds one."""
+    """Return a group's option names, without `initial_lr`, which a scheduler adds."""
     return sorted(set(group) - {"initial_lr"})
 
 
 def read_plain_scheduler(folder: str) -> dict[str, Any]:
-    """The state of the learning-rate schedule."""
+    """Read the state of the learning-rate scheduler."""
     state: dict[str, Any] = _load(folder, _SCHEDULER)
     return state
 
 
 def set_plain_random_state(folder: str) -> bool:
-    """Restore the random number generators of a training on one process; False if there was more than one."""
+    """Restore the RNG state of a single-process training; return False if there were several processes."""
     if not os.path.isfile(os.path.join(folder, _RANDOM)):
         return False
     states = _load(folder, _RANDOM)
@@ -229,7 +214,7 @@ def _load(folder: str, name: str) -> Any:
     try:
         with torch.serialization.safe_globals(_NUMPY_TYPES):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # A damaged file fails in many ways.
+    except Exception as error:  # torch.load raises many kinds of errors for a damaged file.
         text = str(error).strip().split("\n", 1)[0]
         raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({type(error).__name__}: {text}).") from error
 
@@ -238,27 +223,15 @@ def _load(folder: str, name: str) -> Any:
 
 
 def is_dealt_to_nodes(place: Mapping[str, Any] | None) -> bool:
-    """Whether a run stopped within an epoch whose samples were dealt to nodes: Trainer would read it in another order.
-
-    Args:
-        place: where the run was in its data, as `state.json` has it.
-    """
+    """Return True if the position is inside an epoch dealt to nodes, which Trainer would read in another order."""
     return place is not None and place.get("nodes") is not None and place["samples"] > 0
 
 
 def export_checkpoint(folder: str, output: str) -> list[str]:
-    """Write a checkpoint that plain Trainer resumes, from one of a pipeline.
-
-    Args:
-        folder: a sound checkpoint of a pipeline.
-        output: a folder that does not exist yet, or is empty.
-
-    Returns:
-        What plain Trainer will do otherwise than the run that was saved, in sentences.
+    """Export a pipeline's checkpoint for plain Trainer; returns sentences on what Trainer will do differently.
 
     Raises:
-        ValueError: the checkpoint is not sound, its optimizer has other groups than Trainer's, or `output` holds
-            something.
+        ValueError: the checkpoint is not sound, its optimizer groups are not Trainer's, or `output` is not empty.
     """
     state = checkpoint.read_state(folder)
     if os.path.isdir(output) and os.listdir(output):
@@ -296,14 +269,14 @@ def _collect_optimizer(folder: str, state: Mapping[str, Any]) -> tuple[dict[str,
         tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(position))
         states |= checkpoint.join_optimizer_state(tensors, header["values"])
         options = header["groups"]
-    # JSON has no tuples, which betas are.
+    # JSON has no tuples, and Adam's betas are one.
     return states, [
         {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()} for group in options
     ]
 
 
 def _random_states(folder: str) -> dict[str, Any]:
-    """The generators of one process as Trainer keeps them."""
+    """Return a single process's RNG states in Trainer's format."""
     tensors, values = checkpoint.read_part(folder, checkpoint.random_file(0))
     version, words, gauss = values["python"]
     kind, *rest = values["numpy"]

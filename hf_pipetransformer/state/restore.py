@@ -1,4 +1,4 @@
-"""Restoring what a checkpoint holds beside the model, and the epoch that a run is resumed in."""
+"""Restoring checkpoint state other than the model, and entering the epoch that a run resumes in."""
 
 from __future__ import annotations
 
@@ -36,41 +36,41 @@ from hf_pipetransformer.state.saving import AHEAD, NUM_AHEAD, ORDER, POSITION, S
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """States of a rank's generators, and what it had lost since the last log entry."""
+    """RNG states of a rank, and its loss since the last log entry."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
 
     @property
     def order(self) -> torch.Tensor | None:
-        """What the order of the samples is drawn from; None draws it anew."""
+        """RNG state that the sample order is drawn from; None draws a new order."""
         return self.tensors.get(ORDER)
 
     @property
     def shared(self) -> States | None:
-        """Those that stood for the generators of one process; None where one process trained."""
+        """RNG states of the emulated single process; None where one process trained."""
         return of_name(SHARED, self.tensors, self.values)
 
     @property
     def ahead(self) -> tuple[States, int] | None:
-        """What the batches that were read ahead were drawn from, and how many; None without."""
+        """RNG states before the batches that were read ahead, and how many batches; None without."""
         states = of_name(AHEAD, self.tensors, self.values)
         return None if states is None else (states, self.values.get(NUM_AHEAD, 1))
 
     def set(self, shared: SharedDraws | None, device: torch.device) -> None:
-        """Draw from them from now on; `shared` stands for the generators of one process."""
+        """Restore the RNG states of this rank, and of `shared`, the emulated single process."""
         set_random_state(self.tensors, self.values, device)
         if shared is not None and self.shared is not None:
             shared.states = self.shared
 
 
 def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
-    """Optimizer, schedules, decisions and counts as they were; the model and the layout are so already.
+    """Restore optimizer, schedulers, decisions and counts; model and layout are restored already.
 
-    A collective call, `into` the parts of this training that it saves too.
+    Collective: call on every rank. `into` has the parts of this training, as for saving.
 
     Raises:
-        ValueError: on every rank: something of this run is of another kind.
+        ValueError: on every rank, if a part of this run is of another class.
     """
     return (_take_up_plain if resumption.is_plain else _take_up_own)(resumption, into)
 
@@ -96,7 +96,7 @@ def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
 
 @contextmanager
 def _taking(what: str, resumption: Resumption) -> Iterator[None]:
-    """State of what may be a user's own is taken up inside: only it knows what that may be."""
+    """Wrap errors of `load_state_dict` and the like: the object may be the user's, with any format."""
     try:
         yield
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
@@ -107,7 +107,7 @@ def _taking(what: str, resumption: Resumption) -> Iterator[None]:
 
 
 def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
-    """Optimizer, schedule and, on one process, random numbers of plain Trainer."""
+    """Restore plain Trainer's optimizer, scheduler and, if one process trained, RNG states."""
     folder, stage, own, together = resumption.folder, into.pipeline.stage, into.optimizer_state, into.topology.together
     trained, store = stage.trained_here(), stage.store
     active = [name for name in store.named() if store.is_active(name)]
@@ -131,7 +131,7 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
 
 
 def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
-    """What this rank trains may lie in the files of any ranks of the run that was saved."""
+    """Read the optimizer state; what this rank trains may be in any stage's file."""
     folder, own, store = resumption.folder, into.optimizer_state, into.pipeline.stage.store
     trained = into.pipeline.stage.trained_here()
     states: dict[str, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
 
 
 def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
-    """The weights then of what this rank trains, and all activations, if the policy asked for them."""
+    """Read the tensors that the policy kept: this rank's weights at the last decision, and all activations."""
     found: dict[str, torch.Tensor] = {}
     weights = {f"{WEIGHTS}|{name}" for name in into.pipeline.stage.trained_here()}
     for position in range(resumption.layout.pipeline_size):
@@ -165,7 +165,7 @@ def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, 
 
 
 def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
-    """This rank's random numbers as they were; elsewhere new ones, and the order of the samples as it was."""
+    """Read this rank's RNG states; under another K or R, seed new ones, except those that data are read with."""
     layout, there, rank = into.pipeline.layout, resumption.layout, into.topology.rank
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
         return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
@@ -175,7 +175,7 @@ def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNum
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensors, values = random_state(into.trainer.args.device)
-    # What one process draws from its only generators: orders, and what data draw.
+    # States that one process has only once: for sample orders, and for data that draw random numbers.
     common = first.shared or (
         {name: first.tensors[name] for name in ("torch", "numpy")},
         {name: first.values[name] for name in ("python", "numpy")},
@@ -194,11 +194,7 @@ def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNum
 
 @dataclass
 class FirstEpoch:
-    """Leads Trainer's loop to the place that the run that was saved had come to.
-
-    Args:
-        loader: of the training samples; None for one of the user's own.
-    """
+    """Leads Trainer's loop to the checkpoint's position in the data; `loader` is None for a user's own."""
 
     trainer: Trainer
     topology: Topology
@@ -210,21 +206,17 @@ class FirstEpoch:
     _corrected_epoch: float | None = field(default=None, init=False)
 
     def set_random_numbers(self) -> None:
-        """Restore this rank's random number generators, once: Trainer asks for it at two places."""
+        """Restore this rank's RNG state, once: Trainer asks for it in two places."""
         if not self._are_set:
             self._are_set = True
             self.numbers.set(self.pipeline.shared_draws, self.trainer.args.device)
 
     @contextmanager
     def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
-        """Trainer's loop over the epoch runs inside, if that gives True.
-
-        Args:
-            arguments: of Trainer's loop; to it, the rest of an epoch is an epoch.
-        """
+        """Wrap Trainer's loop over the epoch, to run if True is yielded; adapts the loop's `arguments` to the rest."""
         host.take_up_loss(self.trainer, self.topology, **self.numbers.values)
         if self.trainer.state.global_step >= self.trainer.state.max_steps:
-            # Trainer would take one step more.
+            # Trainer's loop checks for the end only after a step, so it would run one too many.
             self.set_random_numbers()
             self.trainer.control.should_training_stop = True
             yield False
@@ -233,7 +225,7 @@ class FirstEpoch:
         if rest is not None:
             self._begin_remainder(rest, arguments)
         elif self.loader is not None:
-            # For an epoch's begin; in the middle Trainer asks for a skip.
+            # For a start at the beginning of an epoch; inside one, Trainer calls `skip_first_batches`.
             self.loader.starting_at(0, self.numbers.order)
         with self._skipping_batches():
             yield True
@@ -248,17 +240,17 @@ class FirstEpoch:
         arguments |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
 
     def correct_epoch(self) -> None:
-        """After a step of the rest of an epoch: how much of the epoch is done."""
+        """Correct Trainer's epoch fraction after a step in the rest of an epoch."""
         state, rest = self.trainer.state, self.resumption.remainder
         if rest is not None and state.epoch != self._corrected_epoch:
             state.epoch = self._corrected_epoch = rest.epoch_at(state.epoch - rest.epoch)
 
     @contextmanager
     def _skipping_batches(self) -> Iterator[None]:
-        """Inside, Trainer's way to skip batches knows `PipelineLoader`.
+        """Make Trainer's batch skipping work with `PipelineLoader`.
 
-        Trainer calls a function of accelerate that makes a new loader from what it knows of torch's; there is no
-        method to override, so its name in Trainer's module is lent for the one call.
+        Accelerate's function would build a new torch loader. There is no method to override, so the name
+        `skip_first_batches` in `transformers.trainer` is patched for the one call.
         """
         original = stock.skip_first_batches
 
@@ -266,7 +258,7 @@ class FirstEpoch:
             stock.skip_first_batches = original
             if not isinstance(loader, PipelineLoader):
                 return original(loader, num_batches)
-            # Trainer counts from the first step on where it does not know how long an epoch is.
+            # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
             position = self.numbers.values.get(POSITION, num_batches)
             began_as = Arrangement.from_json(self.resumption.place or {})
             return loader.starting_at(position, self.numbers.order, arrangement=began_as, ahead=self.numbers.ahead)

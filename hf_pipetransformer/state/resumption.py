@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint, under which layout, and where in the data."""
+"""Resuming a run: which checkpoint, under which layout, and at which position in the data."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, 
 
 @dataclass(frozen=True)
 class Remainder:
-    """The rest of an epoch, in batches of the size that they have now.
+    """Rest of an epoch, in batches of the current size.
 
     Args:
-        epoch: its number, 0 is the first.
-        num_done: samples of it that the run was trained with.
-        first: number of the batch that comes next, counted so that the epoch ends with its usual last number.
-        num_batches: batches that are left.
-        num_updates: optimizer steps that are left.
-        share: of the epoch.
+        num_done: samples of the epoch that were trained before the checkpoint.
+        first: index of the next batch, chosen such that the epoch's last batch keeps its usual index.
+        share: fraction of the epoch left, in (0, 1].
     """
 
     epoch: int
@@ -45,16 +42,16 @@ class Remainder:
     share: float
 
     def epoch_at(self, part: float) -> float:
-        """The epoch as a number with a fraction, when a `part` of the rest is done."""
+        """Return the fractional epoch when the fraction `part` of the rest is done."""
         return self.epoch + 1 - (1 - part) * self.share
 
     def last_step(self, step: int, num_epochs: float | Fraction, updates_per_epoch: int) -> int:
-        """Optimizer steps of the whole run, of which `step` are done, if it goes on to the end of its epochs."""
+        """Return the total number of optimizer steps of the run, `step` of which are done."""
         total = math.ceil(num_epochs * updates_per_epoch)
         return step + max(0, total - ((self.epoch + 1) * updates_per_epoch - self.num_updates))
 
     def num_epochs(self, step: int, max_steps: int, updates_per_epoch: int) -> int:
-        """Epochs that a run begins until it has done `max_steps` steps."""
+        """Return the number of epochs that the run has entered when it reaches `max_steps`."""
         return self.epoch + 1 + math.ceil(max(0, max_steps - step - self.num_updates) / updates_per_epoch)
 
 
@@ -67,18 +64,14 @@ def find_remainder(
     accumulation: int,
     skips: bool,
 ) -> Remainder | None:
-    """The rest of the epoch in which a run was saved; None if Trainer's count of steps leads to the same place.
+    """Compute the rest of the epoch that a checkpoint was saved in.
 
-    None also where no batch is ever full.
+    None if Trainer's own step arithmetic finds the same position, or if no batch is ever full.
 
     Args:
-        place: `epoch` and `samples`, those of it that were done.
-        step: optimizer steps that were done.
-        num_samples: of an epoch.
-        batch_size: samples of a batch over all replicas.
-        drops_last: whether a last batch that is not full is left out.
-        accumulation: batches of an optimizer step.
-        skips: whether the samples that were done are skipped; else the epoch begins anew.
+        place: `epoch`, and the number of its `samples` that were done.
+        batch_size: samples per batch, over all replicas.
+        skips: skip the samples that were done; otherwise the epoch starts over.
     """
 
     def batches_of(count: int) -> int:
@@ -106,13 +99,7 @@ _LAYOUT_ARGUMENTS = (
 
 
 class Resumption:
-    """A run that goes on: to the bit under the same layout, or elsewhere.
-
-    Args:
-        folder: the checkpoint.
-        state: its `state.json`.
-        description: what this run says of itself.
-    """
+    """Run that continues from a checkpoint: bit-identical under the same layout, otherwise under a new one."""
 
     def __init__(self, folder: str, state: dict[str, Any], description: RunDescription) -> None:
         self.folder = folder
@@ -120,36 +107,36 @@ class Resumption:
         self.description = description
         self.args: PipeTransformerArguments = description.trainer.args
         self.is_plain = state["layout"] is None
-        """Whether it was saved by plain Trainer."""
+        """True if plain Trainer saved the checkpoint."""
         self.is_elsewhere = self.is_plain
-        """Whether the layout is not the one that it was saved under; known when the layout is."""
+        """True if the layout differs from the saved one; final after `choose_layout`."""
         self.remainder: Remainder | None = None
-        """Of the epoch; None where Trainer's count of steps leads to the right place."""
+        """Rest of the current epoch; None if Trainer's own step arithmetic finds the position."""
         self._replanned: Layout | None = None
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are done."""
+        """Number of optimizer steps done."""
         return int(self.state["step"])
 
     @property
     def place(self) -> dict[str, Any] | None:
-        """Where the run was in its data; None where the loader was the user's own."""
+        """Position of the run in its data; None if the loader was the user's own."""
         found: dict[str, Any] | None = self.state["place"]
         return found
 
     @property
     def layout(self) -> Layout:
-        """The layout in force in the last step."""
+        """Layout of the last step before the checkpoint."""
         return Layout.from_event(self.state["layout"])
 
     def choose_layout(
         self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int, policy: FreezePolicy
     ) -> Layout:
-        """The layout in force when the checkpoint was saved: it hangs on measured times and is not planned anew.
+        """Return the saved layout or, if that does not fit this run, a new one that freezes the same number of layers.
 
-        Unless it does not fit the processes or the settings of this run: then as many layers stay frozen. `plan` are
-        the layouts by step, if they are replayed; else `policy` decides what freezes and thaws.
+        A fitting layout is never planned again, since plans depend on measured times. `plan` has replayed layouts by
+        step; None lets `policy` decide what freezes and unfreezes.
         """
         batch_size = self.args.train_samples_per_device
         if self.is_plain:
@@ -162,7 +149,7 @@ class Resumption:
             )
         self.is_elsewhere = not self._is_still_asked_for(layout, start_up.plans, world_size)
         planned = layout if plan is None else plan[max(start for start in plan if start < self.step)]
-        # A run may replay a plan without the plan's cache.
+        # A plan may be replayed without the activation cache it was recorded with.
         with_cache = replace(planned, cache_level=layout.cache_level, fresh_share=layout.fresh_share)
         is_as_planned = with_cache == layout
         if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
@@ -173,13 +160,13 @@ class Resumption:
             )
         if self.is_elsewhere and plan is None:
             if policy.may_thaw:
-                # What fits now may be too short for what is thawed later.
+                # A layout that fits the frozen model may have too few stages for what unfreezes later.
                 self._replanned = start_up.plans.layout(batch_size)
             return start_up.plans.layout(batch_size, layout.num_frozen_layers)
         return planned if self.is_elsewhere else layout
 
     def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:
-        """Whether the layout of the run that was saved may stay: the same processes and wishes, and it fits."""
+        """Return True if the saved layout still fits: same number of processes, same layout options, enough memory."""
         before, now = self.state["arguments"], self.description.fields["arguments"]
         return (
             layout.pipeline_size * layout.num_replicas == world_size
@@ -190,30 +177,24 @@ class Resumption:
 
     @property
     def first_layout(self) -> Layout | None:
-        """The layout under which the run began, or would have begun; None if it begins anew under the present one."""
+        """Layout that the run began under, or would have begun under; None if that is the current one."""
         return self._replanned if self.is_elsewhere else Layout.from_event(self.state["first_layout"])
 
     @property
     def has_same_policy(self) -> bool:
-        """Whether the freeze policy is of the class of the run that was saved, whose memory it takes up."""
+        """True if the freeze policy has the class of the saved run's policy, whose state it can load."""
         own = self.description.fields["policy_class"]
         return bool(self.state.get("policy_class", own) == own)
 
     @property
     def known_microbatches(self) -> dict[tuple[int, int], int] | None:
-        """What the run that was saved had found for M, by K and V; None where it is looked for anew."""
+        """Saved best number of micro-batches M, by stages K and chunks V; None if it must be measured again."""
         if self.is_elsewhere:
             return None
         return {(k, v): m for k, v, m in self.state["decisions"]["known_microbatches"]}
 
     def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
-        """What `Trainer.set_initial_training_values` gives, for a run that goes on with batches of another size.
-
-        Args:
-            values: that it gave.
-            loader: of the run.
-            num_train_epochs: of the whole run, unless `max_steps` says how long it is.
-        """
+        """Adjust the result of `Trainer.set_initial_training_values` for batches of another size."""
         args, place = self.args, self.place
         if place is None or not isinstance(loader, PipelineLoader):
             return values
@@ -247,23 +228,18 @@ class Resumption:
 
 
 def is_of_pipeline(where: str | bool | None, output_dir: str) -> bool:
-    """Whether the checkpoint `where`, or the newest one if that is True, was saved by a pipeline."""
+    """Return True if a pipeline saved the checkpoint `where`, or the newest one if `where` is True."""
     folder = checkpoint.newest(output_dir) if where is True else where
     return bool(folder) and os.path.isdir(os.path.join(str(folder), checkpoint.STATE_FOLDER))
 
 
 def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, bool]:
-    """The newest whole checkpoint for a run that is left to Trainer.
+    """Find the newest whole checkpoint, or None, for a run that Trainer may take, and whether a pipeline saved it.
 
-    Args:
-        output_dir: the run's folder.
-        needs_weights: see `check_trainers`.
-
-    Returns:
-        The folder, None if there is no checkpoint; and whether a pipeline saved it, which looks at it itself.
+    A checkpoint of a pipeline is returned unchecked: `find_resumption` verifies it.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole; or one cannot be read.
+        ValueError: there are checkpoints, but none is whole; or one cannot be read.
     """
     reasons: list[str] = []
     for folder in checkpoint.newest_first(output_dir):
@@ -295,10 +271,10 @@ def _no_sound_checkpoint(output_dir: str, reasons: list[str]) -> str:
 
 
 def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:
-    """What to go on from: the checkpoint `where`, the newest sound one if that is True. A collective call.
+    """Find the checkpoint to resume from: `where`, or the newest sound one if True. Collective: call on every rank.
 
     Raises:
-        ValueError: on every rank alike: there is no such checkpoint, it is not complete, or of another run.
+        ValueError: on every rank, if there is no such checkpoint, it is incomplete, or it is of another run.
     """
     folder, state = topology.decide(lambda: list(_read(where, description)))
     return Resumption(folder, state, description)
@@ -341,10 +317,10 @@ def _read_newest(description: RunDescription) -> tuple[str, dict[str, Any]]:
 
 
 def read_plan(args: PipeTransformerArguments, structure: Structure, topology: Topology) -> dict[int, Layout] | None:
-    """The layouts of an earlier run, by step; None if the user does not want them again. A collective call.
+    """Read the layouts of an earlier run, by step; None without `layout_plan`. Collective: call on every rank.
 
     Raises:
-        ValueError: they are of another model, another number of processes or another schedule.
+        ValueError: the layouts are for another model, number of processes or schedule.
     """
     path = args.layout_plan
     if path is None:

@@ -1,4 +1,4 @@
-"""Saving the state of a training in its checkpoints, beside the model."""
+"""Saving the training state in checkpoints, next to the model."""
 
 from __future__ import annotations
 
@@ -31,29 +31,26 @@ from hf_pipetransformer.state.resumption import find_remainder
 
 
 ORDER = "order"
-"""Key of the state that the order of the samples was drawn from."""
+"""Key of the RNG state that the sample order was drawn from."""
 
 POSITION = "position"
-"""Key of the batches that were read of this pass over a stream without length."""
+"""Key of the number of batches read in this pass over a stream without length."""
 
 SHARED = "shared"
-"""Name of the states that stand for the generators of one process."""
+"""Prefix of the RNG states of the emulated single process."""
 
 AHEAD = "ahead"
-"""Name of the states that the batches which were read ahead were drawn from."""
+"""Prefix of the RNG states from before the batches that were read ahead."""
 
 NUM_AHEAD = "num_ahead"
-"""Key of their number."""
+"""Key of the number of batches that were read ahead."""
 
 
 @dataclass
 class Checkpoints:
-    """Saves a training, of which it knows all parts with a state, in checkpoints; each rank writes its part.
+    """Saves all stateful parts of a training; each rank writes its own.
 
-    Args:
-        loader: of the training samples; None for one of the user's own.
-        first_layout: under which the run began.
-        epoch: the one that is under way.
+    `loader` is None for a loader of the user's own; `first_layout` is the layout that the run began under.
     """
 
     trainer: Trainer
@@ -71,20 +68,19 @@ class Checkpoints:
 
     @property
     def topology(self) -> Topology:
-        """The ranks."""
         return self.seeds.topology
 
     @contextmanager
     def saving(self, folder: str) -> Iterator[None]:
-        """Trainer saves a checkpoint inside; at its end it is whole on the disk.
+        """Wrap Trainer's saving of a checkpoint, and complete it on disk.
 
-        Trainer's last file, `trainer_state.json`, is followed by `state.json`. Only then are older checkpoints
-        removed, and the new one pushed to the hub: Trainer does both right after. There is no method to override
-        between, so the state's own method is lent for the one call.
+        `state.json` must follow Trainer's last file, `trainer_state.json`, but Trainer deletes old checkpoints and
+        pushes to the hub right after that. There is no method to override in between, so `save_to_json` of the
+        trainer's state is replaced for the one call.
         """
         only_model, state = self.trainer.args.save_only_model, self.trainer.state
         if self.topology.rank == 0:
-            # Before the model: `save_model` ends at a barrier, behind it the others write their parts.
+            # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
             (checkpoint.clear if only_model else checkpoint.begin)(folder)
         self._written = {}
 
@@ -103,14 +99,14 @@ class Checkpoints:
 
     @property
     def are_trainers_too(self) -> bool:
-        """Whether Trainer could go on from here: the optimizer is whole, and it finds the place in the data."""
+        """True if plain Trainer could resume too: the optimizer is whole, and it finds the position in the data."""
         stage = self.pipeline.stage
         if stage.layout.pipeline_size > 1 or not stage.store.trains_all:
             return False
         return self._is_counted and not is_dealt_to_nodes(self._place())
 
     def save_optimizer(self, folder: str) -> None:
-        """The state of what this rank trains; replicas agree on it, the first one writes."""
+        """Write the optimizer state of this stage, from the first replica after checking that all replicas agree."""
         stage, own = self.pipeline.stage, self.optimizer_state
         check_replicas_agree(stage, own)
         if stage.groups.replica != 0:
@@ -129,7 +125,7 @@ class Checkpoints:
             self._written |= checkpoint.write_part(folder, checkpoint.decisions_file(position), then, {})
 
     def save_random_numbers(self, folder: str) -> None:
-        """The last of Trainer's savings but `trainer_state.json`: all ranks have written when it returns."""
+        """Write this rank's RNG states, and wait for all ranks' files; the last call before `trainer_state.json`."""
         trainer, loader = self.trainer, self.loader
         tensors, values = random_state(trainer.args.device)
         order = None if loader is None else loader.order_state()
@@ -172,7 +168,7 @@ class Checkpoints:
         }
 
     def _place(self) -> dict[str, Any] | None:
-        """Where the run is in its data; None where the loader is the user's own."""
+        """Return the position in the data; None if the loader is the user's own."""
         loader = self.loader
         if loader is None:
             return None
@@ -188,9 +184,9 @@ class Checkpoints:
 
     @property
     def _is_counted(self) -> bool:
-        """Whether the number of steps tells the place in the data, as Trainer believes.
+        """True if the position in the data follows from the number of steps, as Trainer assumes.
 
-        Not where a run has gone on with batches of another size, or did not skip what had been done.
+        False after a resume with batches of another size, or one that did not skip the samples that were done.
         """
         place, loader, args = self._place(), self.loader, self.trainer.args
         if place is None or loader is None:
@@ -204,7 +200,7 @@ class Checkpoints:
         return find_remainder(place, self.trainer.state.global_step, *sizes, skips=True) is None
 
     def check_savable(self) -> None:
-        """Raises ValueError for an optimizer or schedule that no checkpoint can hold."""
+        """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
         optimizer = self.optimizer_state.optimizer
         self._schedules()
         self.controller.state()
@@ -218,7 +214,6 @@ class Checkpoints:
             )
 
     def _schedules(self) -> dict[str, Any]:
-        """State of the schedules as JSON values."""
         schedule, scaler = self.trainer.lr_scheduler, self.trainer.accelerator.scaler
         return {
             "scheduler": plain(schedule.state_dict(), f"The state of {type(schedule).__name__}"),
@@ -226,7 +221,7 @@ class Checkpoints:
         }
 
     def kinds(self) -> dict[str, str]:
-        """Classes whose state no other class can take up."""
+        """Return the classes of optimizer and scheduler; no other class could load their state."""
         return {
             "optimizer_class": type(self.optimizer_state.optimizer).__name__,
             "scheduler_class": type(self.trainer.lr_scheduler).__name__,

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, in one safetensors file or several."""
+"""Model weights in a checkpoint, in one or several safetensors files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.i
 
 
 def names_of_weights(folder: str) -> list[str]:
-    """The files that `load_weights` reads; none where they cannot be told."""
+    """Name the files that `load_weights` reads; empty if that cannot be determined."""
     try:
         names = _weight_files(folder) if has_weights(folder) else []
     except ValueError:
@@ -46,7 +46,7 @@ def names_of_weights(folder: str) -> list[str]:
 
 
 def hash_of_weights(folder: str) -> str | None:
-    """One for names, shapes, precisions and bytes of all tensors, in whatever files; None without any to read."""
+    """Hash names, shapes, dtypes and bytes of all tensors, regardless of sharding; None if there are none to read."""
     names, hashes = names_of_weights(folder), {}
     try:
         for key, tensor in (pair for name in names for pair in _tensors_of(folder, name)):
@@ -58,20 +58,20 @@ def hash_of_weights(folder: str) -> str | None:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether a folder holds a saved model, or the adapters of one."""
+    """Return True if a folder has a saved model or adapters."""
     is_whole = any(os.path.isfile(os.path.join(folder, name)) for name in (WEIGHTS_FILE, INDEX_FILE))
     return is_whole or bool(adapter_files(folder))
 
 
 def load_weights(model: nn.Module, folder: str) -> None:
-    """Load a saved model, also one that was saved under the names of the hub's files, into `model` in place.
+    """Load a saved model into `model` in place.
 
-    transformers saves some models (ViT) under other names than their parameters have; only `from_pretrained` knows
-    them. Tensors that have the model's own names, such as those of a head that the user exchanged, are taken as they
-    are. Of adapters of PEFT the base is not saved and stays as it is.
+    transformers saves some models (ViT) under other names than their parameters have, which only `from_pretrained` can
+    map. Tensors under the model's own names, such as those of a head that the user replaced, are loaded directly. For
+    PEFT adapters, the base model is not saved and stays as it is.
 
     Raises:
-        ValueError: the files are not those of this model.
+        ValueError: the files do not fit this model.
     """
     names = _weight_files(folder)
     if names == adapter_files(folder):
@@ -84,7 +84,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
     kind: Any = type(model)
     if missing and hasattr(kind, "from_pretrained"):
         config: Any = copy.deepcopy(model.config)
-        # What is missing would be drawn at random.
+        # from_pretrained initializes missing weights at random; keep the run's RNG state.
         with torch.random.fork_rng(devices=[]):
             fresh, found = kind.from_pretrained(
                 folder, config=config, dtype=model.dtype, ignore_mismatched_sizes=True, output_loading_info=True
@@ -101,7 +101,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
 
 def check_weights(folder: str) -> None:
-    """Notice weights that are cut or missing, where no list of files says what they were.
+    """Open every weight file, which fails for a truncated or missing one; for checkpoints without a manifest.
 
     Raises:
         ValueError: names the file.
@@ -136,7 +136,7 @@ def _tensors_of(folder: str, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _not_loaded(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Parameters and persistent buffers that none of `tensors` would fill; of tied weights one name is enough."""
+    """Return the parameters and persistent buffers that `tensors` leave unset; one name of tied weights is enough."""
     state = model.state_dict(keep_vars=True)
     filled = {id(value) for key, value in state.items() if key in tensors}
     return [key for key, value in state.items() if id(value) not in filled]

@@ -1,4 +1,4 @@
-"""`PipeTransformerTrainer`, and the mixin that gives other trainers a pipeline."""
+"""`PipeTransformerTrainer`, and the mixin that adds a pipeline to other trainers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,7 @@ from hf_pipetransformer.training.starting import check_given
 
 @dataclass(frozen=True)
 class Given:
-    """A call of a trainer's constructor.
-
-    Args:
-        positional: what it gets by place.
-        named: what it gets by name.
-        args: `TrainingArguments` as a pipeline reads them; they are among the two.
-        values: all that it gets, by the names of the parameters.
-    """
+    """Call of a trainer's constructor; `values` has all arguments by parameter name, `args` is one of them."""
 
     positional: list[Any]
     named: dict[str, Any]
@@ -44,7 +37,7 @@ class Given:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model; None where it is not known yet, as with trainers of TRL, which load one by its name."""
+        """Model of the call; None if the constructor builds it later, as TRL's trainers do from a model name."""
         if self.values.get("model") is None and self.values.get("model_init") is None:
             return _only_one(self.values, torch.nn.Module)
         model = self.values.get("model")
@@ -52,18 +45,12 @@ class Given:
 
 
 def find_given(kind: type, mixin: type, positional: tuple[Any, ...], named: dict[str, Any]) -> Given:
-    """The call of the constructor that follows a mixin, with arguments that have the pipeline's options.
+    """Rewrite the call of the constructor after a mixin, with arguments that have the pipeline's options.
 
-    The arguments are those called `args`, else the only `TrainingArguments`; without any they get their defaults.
-
-    Args:
-        kind: a class of trainers.
-        mixin: among its classes.
-        positional: what the user gives by place.
-        named: what the user gives by name.
+    The arguments are the value named `args`, or else the only `TrainingArguments`; without any, defaults are used.
 
     Raises:
-        ValueError: the constructor takes no such arguments, or those of another class.
+        ValueError: the constructor takes no such arguments, or requires another class.
     """
     makers = list(_makers(kind, mixin))
     call, by_name = list(positional), dict(named)
@@ -84,7 +71,7 @@ def find_given(kind: type, mixin: type, positional: tuple[Any, ...], named: dict
 
 
 def check_handed_on(trainer: Trainer) -> None:
-    """Refuse a trainer whose constructor gave Trainer other arguments than it was given."""
+    """Refuse a trainer whose constructor replaced the arguments before it called Trainer's."""
     args = trainer.args
     if not (isinstance(args, PipeTransformerArguments) and args.is_taken):
         raise ValueError(
@@ -94,7 +81,7 @@ def check_handed_on(trainer: Trainer) -> None:
 
 
 def _makers(kind: type, mixin: type) -> Iterator[type]:
-    """The classes after the mixin that have a constructor, up to Trainer."""
+    """Iterate over the classes after the mixin that define a constructor, up to Trainer."""
     order = kind.__mro__
     for each in order[order.index(mixin) + 1 : order.index(Trainer) + 1]:
         if "__init__" in vars(each):
@@ -102,12 +89,11 @@ def _makers(kind: type, mixin: type) -> Iterator[type]:
 
 
 def _parameters(maker: type) -> list[Parameter]:
-    """Of a constructor, without `self`."""
     return list(inspect.signature(vars(maker)["__init__"]).parameters.values())[1:]
 
 
 def _names_by_place(makers: list[type]) -> list[str]:
-    """Names of what is given by place; a constructor with `*rest` hands the rest on to the next one."""
+    """Return the names of positional parameters; a constructor with `*rest` passes the rest to the next one."""
     names = []
     for maker in makers:
         parameters = _parameters(maker)
@@ -118,7 +104,7 @@ def _names_by_place(makers: list[type]) -> list[str]:
 
 
 def _parameter_of_arguments(makers: list[type]) -> Parameter | None:
-    """The parameter `args`; a constructor with `**others` hands it on to the next one."""
+    """Return the parameter `args`; a constructor with `**others` passes it to the next one."""
     for maker in makers:
         parameters = _parameters(maker)
         for each in parameters:
@@ -130,7 +116,7 @@ def _parameter_of_arguments(makers: list[type]) -> Parameter | None:
 
 
 def _checked(makers: list[type], args: TrainingArguments | None) -> TrainingArguments:
-    """Refuse arguments that a trainer would make anew as those of its own, without the pipeline's options."""
+    """Refuse arguments that a trainer would replace by its own class, without the pipeline's options."""
     name, parameter = makers[0].__name__, _parameter_of_arguments(makers)
     if args is None and parameter is None:
         raise ValueError(
@@ -139,7 +125,7 @@ def _checked(makers: list[type], args: TrainingArguments | None) -> TrainingArgu
         )
     annotation = None if parameter is None else parameter.annotation
     kinds = [kind for kind in get_args(annotation) or (annotation,) if isinstance(kind, type)]
-    # The class that is named first.
+    # Of a union, take the class named first.
     kind = next((kind for kind in kinds if issubclass(kind, TrainingArguments)), TrainingArguments)
     if args is None:
         return kind(output_dir="tmp_trainer")
@@ -153,28 +139,27 @@ def _checked(makers: list[type], args: TrainingArguments | None) -> TrainingArgu
 
 
 def _only_one(values: dict[str, Any], kind: type) -> Any:
-    """The only value of a kind; None where there is none, or several."""
+    """Return the only value of a class; None if there is none, or several."""
     found = [value for value in values.values() if isinstance(value, kind)]
     return found[0] if len(found) == 1 else None
 
 
 class PipeTransformerMixin(Overrides):
-    """Splits the model of a `Trainer` into K pipeline stages and R replicas, with the same numbers.
+    """Splits a `Trainer`'s model into K pipeline stages and R replicas, with the same numerical results.
 
-    It stands before the trainer that gets a pipeline: `class MyTrainer(PipeTransformerMixin, SomeTrainer)`. What that
-    trainer does in `compute_loss`, `prediction_step`, `log` and so on stays.
+    Put it before the trainer in the bases: `class MyTrainer(PipeTransformerMixin, SomeTrainer)`. That trainer's own
+    `compute_loss`, `prediction_step`, `log` and so on keep working.
 
     Args:
-        positional: what the constructor of the trainer after the mixin takes by place, in its order, among it `args`
-            ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options; plain ones get their
-            defaults.
-        named: what it takes by name.
-        policy ([`FreezePolicy`], *optional*): decides what freezes; it wins over `freeze_policy`.
-        splitter ([`Splitter`], *optional*): how the model falls into layers, for models that the library does not
-            know; by default it is found by `config.model_type`.
+        positional: positional arguments of the trainer's constructor, `args` ([`PipeTransformerArguments`]) among them
+            or in `named`; plain `TrainingArguments` get default pipeline options.
+        named: keyword arguments of the trainer's constructor.
+        policy ([`FreezePolicy`], *optional*): decides which layers freeze; overrides `freeze_policy`.
+        splitter ([`Splitter`], *optional*): maps the model to layers, for models that the library does not know; by
+            default chosen by `config.model_type`.
 
     Raises:
-        ValueError: an option, model or data set that cannot work with a pipeline; the text says what to change.
+        ValueError: an option, model or data set does not work with a pipeline; the message says what to change.
     """
 
     def __init__(
@@ -198,17 +183,15 @@ class PipeTransformerMixin(Overrides):
 
     @property
     def layout(self) -> Layout | None:
-        """The layout in force; None before the first training, evaluation or prediction."""
+        """Current layout; None before the first training, evaluation or prediction."""
         return self.pipeline_run.layout
 
     @property
     def topology(self) -> Topology:
-        """The ranks."""
         return self.pipeline_run.topology
 
     @property
     def events(self) -> EventLog:
-        """The events file."""
         return self.pipeline_run.journal.log
 
     def train(
@@ -217,51 +200,51 @@ class PipeTransformerMixin(Overrides):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `Trainer.train` does; afterwards `trainer.model` is whole on every rank.
+        """Train as `Trainer.train` does; afterward `trainer.model` is whole on every rank.
 
-        A run goes on from one of its checkpoints, to the bit under the same settings and on as many processes;
-        elsewhere, or from a checkpoint of plain Trainer, it goes on too and says what differs.
+        A resumed run is bit-identical under the same settings and number of processes. With others, or from a
+        checkpoint of plain Trainer, it resumes too and warns about the differences.
 
         Raises:
-            ValueError: something that cannot work with a pipeline, or a checkpoint that this run cannot go on from.
-            PipelineError: another rank failed; the text names the first cause.
+            ValueError: something does not work with a pipeline, or this run cannot resume from the checkpoint.
+            PipelineError: another rank failed; the message names the first cause.
         """
         with self.pipeline_run.train_call(resume_from_checkpoint, trial) as folder:
             return super().train(folder, trial, ignore_keys_for_eval)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Not an override that gives way: what Trainer saves alone is made safe too.
+        # Here and not in `Overrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Inside, `trainer.model` is whole and has its own forward, on every rank; what is changed in it stays.
+        """Wrap code that needs the whole `trainer.model`, with its own forward, on every rank; changes to it are kept.
 
-        A collective call: every rank enters and leaves it, between two steps of a training or outside.
+        Collective: enter and leave on every rank, between two steps of a training or outside of one.
 
         Raises:
-            ValueError: it is called amid a step, where other stages do not come by.
+            ValueError: called inside a step, where the other stages do not take part.
         """
         return self.pipeline_run.whole_model()
 
     def end(self) -> None:
-        """Leave the process group: the last line of a script."""
+        """Leave the process group; call it as the last line of a script."""
         let_group_threads_finish()
         super().end()
 
 
 class PipeTransformerTrainer(PipeTransformerMixin, Trainer):
-    """A `Trainer` whose model is split into K pipeline stages and R replicas, with the same numbers as `Trainer`.
+    """`Trainer` whose model is split into K pipeline stages and R replicas, with the same numerical results.
 
-    Start it with `accelerate launch`; `K * R` is the number of processes. Takes everything that `Trainer` takes.
+    Start it with `accelerate launch` on `K * R` processes. Takes all arguments of `Trainer`.
 
     Args:
         args ([`PipeTransformerArguments`]): `TrainingArguments` with the pipeline's options.
-        policy ([`FreezePolicy`], *optional*): decides what freezes; it wins over `freeze_policy`.
-        splitter ([`Splitter`], *optional*): how the model falls into layers, for models that the library does not
-            know; by default it is found by `config.model_type`.
+        policy ([`FreezePolicy`], *optional*): decides which layers freeze; overrides `freeze_policy`.
+        splitter ([`Splitter`], *optional*): maps the model to layers, for models that the library does not know; by
+            default chosen by `config.model_type`.
 
     Raises:
-        ValueError: an option, model or data set that cannot work with a pipeline; the text says what to change.
+        ValueError: an option, model or data set does not work with a pipeline; the message says what to change.
     """

@@ -1,4 +1,4 @@
-"""Overrides that step aside where a run needs no pipeline."""
+"""Trainer methods that a pipeline replaces; each defers to Trainer's own where a run needs no pipeline."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hf_pipetransformer.training.run import Run
 
 
 def left_to_trainer(overrides: type) -> type:
-    """Have each method of a class give way to the one below it while `self.pipeline_run` is left to Trainer.
+    """Make each method of a class defer to the next one in the MRO while `self.pipeline_run` is left to Trainer.
 
-    Before a run exists, in Trainer's own constructor, no method gives way.
+    During Trainer's own constructor, before `pipeline_run` exists, no method defers.
     """
     for name, method in list(vars(overrides).items()):
         if isinstance(method, FunctionType):
@@ -47,17 +47,17 @@ def _giving_way(overrides: type, name: str, method: FunctionType) -> Callable[..
 
 
 class SelfFilteringLoss(torch.Tensor):
-    """A loss that Trainer adds up without knowing its value.
+    """Loss that Trainer can add up without a device sync.
 
-    Trainer asks of each whether it is nan or infinite, which waits for the device twice a batch, and then counts the
-    mean of the losses since the last log instead. This one says no, and does so itself when it is added.
+    Trainer checks each loss for nan and inf, two device syncs per batch, and replaces a bad one by the mean loss since
+    the last log. This tensor answers False to both checks and does the replacement on the device when it is added.
     """
 
     num_logged: int
 
     @staticmethod
     def of(loss: torch.Tensor, num_logged: int) -> SelfFilteringLoss:
-        """The loss, scalar, and what Trainer divides the sum of the earlier ones by to have their mean."""
+        """Wrap a scalar loss; `num_logged` is Trainer's divisor of the summed losses since the last log."""
         filtering = loss.as_subclass(SelfFilteringLoss)
         filtering.num_logged = num_logged
         return filtering
@@ -67,7 +67,7 @@ class SelfFilteringLoss(torch.Tensor):
         if function in (torch.isnan, torch.isinf):
             return torch.zeros(args[0].shape, dtype=torch.bool)
         with torch._C.DisableTorchFunctionSubclass():
-            # `+=` arrives as the method that it stands for.
+            # `+=` may arrive as either method.
             if function in (torch.Tensor.add_, torch.Tensor.__iadd__) and isinstance(args[1], cls):
                 total, loss = args
                 loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
@@ -75,19 +75,19 @@ class SelfFilteringLoss(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
 
-# What follows the mixin is a Trainer, of which it overrides methods.
+# The class after the mixin in the MRO is a Trainer, whose methods these override.
 _Trainer: Any = object
 
 
 @left_to_trainer
 class Overrides(_Trainer):
-    """Methods of `Trainer` that a pipeline replaces. A run that needs no pipeline has Trainer's own."""
+    """Trainer methods that a pipeline replaces. A run that needs no pipeline uses Trainer's own."""
 
     pipeline_run: Run
     args: PipeTransformerArguments
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a trial would have to start and stop on all ranks of a pipeline together."""
+        """Refuse: a trial would have to start and stop on all ranks of a pipeline together."""
         raise ValueError(
             "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
         )
@@ -109,9 +109,9 @@ class Overrides(_Trainer):
         return prepared
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Trainer's numbers of epochs and steps; they are others if the run goes on with batches of another size.
+        """Start the pipeline and return Trainer's epoch and step counts.
 
-        Or if a time is asked for. What is to be read is known now, so the pipeline starts here.
+        They differ from Trainer's when a run resumes with batches of another size.
         """
         dataloader = self.pipeline_run.begin_training(dataloader)
         values = super().set_initial_training_values(args, dataloader)
@@ -128,14 +128,13 @@ class Overrides(_Trainer):
                 super()._run_epoch(**kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Fetch the batches of one optimizer step and count, over all replicas, what their losses average over."""
+        """Fetch the batches of one optimizer step, and count the items of their losses over all replicas."""
         return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
+        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
 
-        Returns:
-            A scalar whose mean over all ranks is the batch's loss. Trainer's loop adds it up without reading it.
+        Returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without reading it.
         """
         loss = self.pipeline_run.training.run_batch(model, inputs, num_items_in_batch)
         if self.args.logging_nan_inf_filter and not host.is_overridden(self, "training_step"):
@@ -143,17 +142,17 @@ class Overrides(_Trainer):
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
-        """Trainer's, without waiting until a tensor has come to the device."""
+        """Prepare as Trainer does, but copy tensors to the device without blocking."""
         if isinstance(data, torch.Tensor) and is_apart(self.args.device):
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
     def get_tp_size(self) -> int:
-        """Trainer multiplies losses by the ranks that do not share a batch, to undo a mean; this trainer sums."""
+        """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
         return self.args.world_size
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of one optimizer step, the same for every layout."""
+        """Return the samples per optimizer step; the same for every layout."""
         return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
@@ -163,7 +162,7 @@ class Overrides(_Trainer):
         return self.pipeline_run.training.gradient_norm() if grad_norm is None else grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's estimate, counted once per pipeline."""
+        """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
         return int(super().floating_point_ops(inputs)) if self.pipeline_run.counts_inputs else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -179,7 +178,7 @@ class Overrides(_Trainer):
         super()._maybe_log_save_evaluate(tr_loss, training.logged_norm(grad_norm), *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's log; the first training entry shows the layout as scalars."""
+        """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
         self.pipeline_run.add_scalars(logs)
         super().log(logs, start_time)
 
@@ -197,7 +196,7 @@ class Overrides(_Trainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:  # fmt: skip
-        """Trainer's loader. Where the pipeline is to pass over it, it makes its own of what was asked for."""
+        """Make Trainer's loader and note the request on it, from which the pipeline later makes its own loader."""
         check_dataset(dataset, description.lower())
         request = Request(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         sampler = None if sampler_fn is None else request.sampler
@@ -223,7 +222,7 @@ class Overrides(_Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Trainer's loop; with more than one stage a loader that this trainer has not made is refused."""
+        """Run Trainer's loop; with more than one stage, refuse a loader that this trainer did not make."""
         with self.pipeline_run.passing_over(dataloader) as evaluation:
             output = super().evaluation_loop(
                 evaluation.loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -233,7 +232,7 @@ class Overrides(_Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """One evaluation batch: the loss is that of the global batch, one entry for each of this replica's samples."""
+        """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
         evaluation, given = self.pipeline_run.evaluation, dict(inputs)
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
         with evaluation.running(inputs, prediction_loss_only and is_trainers):
@@ -242,7 +241,7 @@ class Overrides(_Trainer):
         return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        # Called by Trainer's `prediction_step`; training counts over all replicas in `get_batch_samples`.
+        # Trainer's `prediction_step` calls this; training counts over all replicas in `get_batch_samples`.
         self.pipeline_run.evaluation.told_num_items = True
         if self.pipeline_run.evaluation.is_users:
             return super()._get_num_items_in_batch(batch_samples, device)
@@ -251,7 +250,7 @@ class Overrides(_Trainer):
         return torch.tensor(float(sum(host.items_of(self, batch) for batch in batch_samples)), device=device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a normal checkpoint for `from_pretrained`, whole, by rank 0. Call it on every rank."""
+        """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
         with self.pipeline_run.whole_on_first_rank():
             super().save_model(output_dir, _internal_call)
 
@@ -267,22 +266,22 @@ class Overrides(_Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """For Trainer alone, where it could go on; ours is in `state.json`."""
+        """Save Trainer's file only where plain Trainer could resume; the pipeline's copy is in `state.json`."""
         if self.pipeline_run.training.checkpoints.are_trainers_too:
             super()._save_scaler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         checkpoints = self.pipeline_run.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
-            super()._save_rng_state(output_dir)  # Of several processes ours draw others than Trainer's.
+            super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
         checkpoints.save_random_numbers(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Called by `Trainer.train` while the model is whole. Trainer's own only warns of weights that it misses."""
+        """Load the weights while the model is still whole; Trainer's own only warns about missing weights."""
         self.pipeline_run.topology.together(lambda: load_weights(model or self.model, resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        """As Trainer's, which leaves models as they are that are saved under other names (ViT)."""
+        """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""
         folder = self.state.best_model_checkpoint
         if not has_weights(folder):
             super()._load_best_model()
@@ -291,10 +290,10 @@ class Overrides(_Trainer):
         load_weights(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Nothing here: the training takes it up, when parameters and their groups are known by name."""
+        """Do nothing: `Training.begin` restores both, once parameters and their groups are known by name."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing here, see above."""
+        """Do nothing; see `_load_optimizer_and_scheduler`."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         self.pipeline_run.training.set_random_numbers()

@@ -1,4 +1,4 @@
-"""Callbacks that read the model while it is in parts, and signals that ask a run to save and stop."""
+"""Callbacks that read a model while it is split over stages, and signals that make a run save and stop."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 class SavesOnSignal:
-    """Takes the place of Trainer's callback in one training of a pipeline.
+    """Replacement for Trainer's `JITCheckpointCallback` during one training on a pipeline.
 
-    Trainer's own saves wherever a rank finds that its signal has come: other ranks may be at another step by then, and
-    amid a step the order of the samples is not at the place that weights and optimizer are at. Its handler of the
-    signal stays; here the ranks ask each other between two steps.
-
-    Args:
-        trainer: whose callback is set aside until `give_back`.
-        topology: the ranks.
+    Trainer's callback saves as soon as a rank sees its signal. Other ranks may be at another step by then, and inside
+    a step the data position does not match weights and optimizer. Here, Trainer's signal handler stays installed, but
+    the ranks agree between two steps.
     """
 
     def __init__(self, trainer: Trainer, topology: Topology) -> None:
@@ -42,10 +38,10 @@ class SavesOnSignal:
         self._stops = False
 
     def after_step(self) -> None:
-        """Let Trainer save now, and stop, if a signal has come to any rank. A collective call.
+        """Make Trainer save and stop now if any rank got a signal. Collective: call on every rank.
 
-        What is due besides is left out: the process may be ended at any moment, and a checkpoint that is written again
-        has no state until it is whole.
+        Skips an evaluation, since the process may be killed at any moment, and a second save at the same step, since a
+        checkpoint has no state while it is rewritten.
         """
         if not self.trainer.args.enable_jit_checkpoint:
             return
@@ -66,17 +62,17 @@ class SavesOnSignal:
             self._saved_at = step
 
     def give_back(self) -> None:
-        """The callback is Trainer's own again; also after an error."""
+        """Give the signal back to Trainer's own callback."""
         for callback, manager in self._managers:
             callback.jit_manager = manager
         self._managers = []
 
 
 def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> None:
-    """Whether the callbacks that read the model can have it. A collective call.
+    """Check that callbacks which read the model can have it. Collective: call on every rank.
 
     Raises:
-        ValueError: they are not the same on every rank, or read it where Trainer calls rank 0 alone.
+        ValueError: they differ between ranks, or read it in an event that Trainer runs on rank 0 alone.
     """
     found = {}
     for callback in callbacks:
@@ -93,27 +89,21 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
 
 
 def give_whole_model(trainer: Trainer, pipeline: Pipeline, longest: int = 1) -> None:
-    """From now on callbacks that take the model find it whole, also while it lies on several stages.
-
-    Args:
-        trainer: that calls them.
-        pipeline: that the model lies on.
-        longest: the longest K that it may grow to.
-    """
+    """Give callbacks the whole model also while it is split; `longest` is the largest number of stages K to come."""
     handler = trainer.callback_handler
     if max(pipeline.layout.pipeline_size, longest) > 1 and not isinstance(handler, WholeModelCallbacks):
         trainer.callback_handler = WholeModelCallbacks(handler, pipeline)
 
 
 def give_handler_back(trainer: Trainer) -> None:
-    """The opposite: the handler is Trainer's own again."""
+    """Restore Trainer's own callback handler."""
     if isinstance(trainer.callback_handler, WholeModelCallbacks):
         trainer.callback_handler = trainer.callback_handler.given_back()
 
 
 @contextmanager
 def giving_whole_model(trainer: Trainer, pipeline: Pipeline) -> Iterator[None]:
-    """Callbacks that take the model find it whole inside; in a training they do so anyway."""
+    """Apply `give_whole_model` inside, unless a training under way has done so."""
     own = trainer.callback_handler
     give_whole_model(trainer, pipeline)
     try:
@@ -124,12 +114,7 @@ def giving_whole_model(trainer: Trainer, pipeline: Pipeline) -> Iterator[None]:
 
 
 class WholeModelCallbacks(CallbackHandler):
-    """Trainer's handler; a callback that takes `model` as an argument finds all of it, on every rank.
-
-    Args:
-        handler: Trainer's own, taken over as it is.
-        pipeline: that the model lies on.
-    """
+    """Callback handler that passes callbacks with an argument `model` the whole model, on every rank."""
 
     def __init__(self, handler: CallbackHandler, pipeline: Pipeline) -> None:
         self.__dict__.update(handler.__dict__)
@@ -137,7 +122,7 @@ class WholeModelCallbacks(CallbackHandler):
         self._pipeline = pipeline
 
     def given_back(self) -> CallbackHandler:
-        """Trainer's own, with all that was set on this one."""
+        """Return Trainer's handler, updated with everything that was set on this one."""
         handler = self._handler
         own = ("_handler", "_pipeline")
         handler.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
@@ -165,7 +150,7 @@ class WholeModelCallbacks(CallbackHandler):
             return super().call_event(event, args, state, control, **kwargs)
 
     def _call_each(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Trainer's loop over the callbacks; none of the user's gets at the model, of which a stage is here alone."""
+        """Run the callbacks with a placeholder for the model, of which this rank has one stage."""
         for callback in self.callbacks:
             one = copy.copy(self)
             one.callbacks = [callback]
@@ -176,12 +161,7 @@ class WholeModelCallbacks(CallbackHandler):
 
 
 class SpreadModel:
-    """In place of a model that lies on several stages, for a callback that did not ask for it whole.
-
-    Args:
-        model: of which its configuration can be read.
-        reader: for the error's text.
-    """
+    """Placeholder for a split model, passed to a callback that did not ask for the whole one."""
 
     def __init__(self, model: Any, reader: str) -> None:
         self.config = getattr(model, "config", None)
@@ -189,7 +169,7 @@ class SpreadModel:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(self._model, name):
-            raise AttributeError(name)  # Whoever asks whether there is such a thing gets the model's answer.
+            raise AttributeError(name)  # hasattr() gives the model's own answer.
         raise ValueError(
             f"{self._reader} reads {name!r} of kwargs['model'], which lies on several stages. Give the method an "
             "argument `model`, then it gets the whole model; or read `trainer.model` within `trainer.whole_model()`."
@@ -197,15 +177,12 @@ class SpreadModel:
 
 
 def takes_model(callback: TrainerCallback, event: str) -> bool:
-    """Whether a callback asks for the model at an event: its method, or one that it extends, has an argument `model`.
-
-    Those of transformers read no weights.
-    """
+    """Return True if a user's callback has an argument `model` at an event; those of transformers read no weights."""
     return any("model" in _argument_names(method) for method in _users_methods(callback, event))
 
 
 def _users_methods(callback: TrainerCallback, event: str) -> list[Any]:
-    """The methods for an event of a callback's classes, those of transformers left out."""
+    """Return a callback's methods for an event, without those of transformers' classes."""
     own = [kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] != "transformers"]
     return [vars(kind)[event] for kind in own if event in vars(kind)]
 

@@ -22,14 +22,7 @@ from hf_pipetransformer.training.metrics import Noted
 
 
 class Evaluation:
-    """One pass over a data set.
-
-    Args:
-        trainer: whose loop it is.
-        topology: the ranks.
-        pipeline: runs the batches.
-        loader: gives them.
-    """
+    """Pass over a data set through the pipeline."""
 
     is_users = False
 
@@ -38,13 +31,13 @@ class Evaluation:
         self.pipeline = pipeline
         self.loader = loader
         self.told_num_items = False
-        """Whether the loss of the batch under way is told by what to divide."""
+        """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.noted = Noted(trainer, topology)
         self.gather = ReplicaGather(pipeline.stage.groups, loader)
 
     @contextmanager
     def running(self, inputs: dict[str, Any], loss_only: bool) -> Iterator[None]:
-        """Inside, a batch runs; the last stage gives the others the loss alone if nobody can look at the logits."""
+        """Wrap a batch; the last stage sends the others only the loss if nobody can read the logits."""
         trainer, runner = self.trainer, self.pipeline.runner
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
         runner.sends_loss_only = loss_only and has_loss and host.has_plain_loss(trainer)
@@ -57,11 +50,11 @@ class Evaluation:
             runner.sends_loss_only = False
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
-        """The loss of the global batch, one entry for each of this replica's samples, from its own mean loss."""
+        """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
         return None if loss is None else self.gather.mean(loss, num_items).expand(num_samples)
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
-        """Trainer's output, which of a stream counts what this replica saw, for all replicas. A collective call."""
+        """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
         self.noted.note("eval")
         if not isinstance(self.loader, StreamLoader):
             return output
@@ -71,9 +64,9 @@ class Evaluation:
         return output._replace(num_samples=self.loader.num_seen, metrics=metrics)
 
     def _loss_of_stream(self, loader: StreamLoader) -> float:
-        """The mean of the batches' losses, `(1,)` each, as Trainer takes it in one process.
+        """Average the batches' losses as Trainer does in one process.
 
-        It does not know how many samples a stream has, so each batch but the last counts as a full one.
+        Trainer does not know the length of a stream, so each batch but the last counts as a full one.
         """
         losses = torch.cat(self.gather.losses).double().cpu()
         weights = torch.full_like(losses, loader.total_batch_size)
@@ -85,11 +78,7 @@ class Evaluation:
 
 
 class UsersEvaluation:
-    """One pass over a loader of the user's own, with the whole model on each rank: it means what it does to Trainer.
-
-    Args:
-        loader: this rank's.
-    """
+    """Pass over a user's own loader with the whole model on each rank, with the same meaning as for plain Trainer."""
 
     is_users = True
 
@@ -98,21 +87,18 @@ class UsersEvaluation:
         self.told_num_items = False
 
     def running(self, _inputs: dict[str, Any], _loss_only: bool) -> AbstractContextManager[None]:
-        """See `Evaluation`."""
         return nullcontext()
 
     def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
-        """Each rank's own."""
         return loss
 
     def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
-        """Trainer's output."""
         return output
 
 
 @contextmanager
 def evaluating(pipeline: Pipeline) -> Iterator[None]:
-    """The pipeline is up inside, for evaluation or prediction, in training or without."""
+    """Install the stage for evaluation or prediction, unless a training has done so."""
     stage = pipeline.stage
     if stage.view.is_installed:
         yield
@@ -122,31 +108,29 @@ def evaluating(pipeline: Pipeline) -> Iterator[None]:
         with stage.active():
             yield
     finally:
-        # In training a callback that has the whole model may evaluate: the stage stays where it is.
+        # In training, a callback with the whole model may evaluate; the stage stays on the device then.
         if stage.groups.pipeline_size > 1 and stage.reducer is None:
             stage.store.move(stage.own_names(), torch.device("cpu"))
 
 
 class ReplicaGather:
-    """Takes the place of `accelerator.gather_for_metrics`: one copy of every sample, whatever K and R are.
+    """Replacement for `accelerator.gather_for_metrics` that returns one copy of every sample under any layout.
 
-    Args:
-        groups: this rank's pipeline.
-        loader: the loader of this evaluation; it knows how many samples each replica has in the current batch.
+    `loader` knows how many samples each replica has in the current batch.
     """
 
     def __init__(self, groups: PipelineGroups, loader: PipelineLoader) -> None:
         self.groups = groups
         self.loader = loader
         self.losses: list[torch.Tensor] = []
-        """The loss of each global batch so far, `(1,)` each."""
+        """Loss of each global batch so far, `(1,)` each."""
 
     def __call__(self, values: Any) -> Any:
-        """Tensors of shape `(own samples, ...)` become `(samples of the global batch, ...)`."""
+        """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`."""
         return recursively_apply(self._gather, values)
 
     def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
-        """The loss of the global batch from this replica's mean loss over `num_items`; shape `(1,)`."""
+        """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
         self.losses.append(self._mean(loss, num_items))
         return self.losses[-1]
 

@@ -1,4 +1,4 @@
-"""What a step costs beside the computation of its samples, measured before the first one."""
+"""Predicted training time: measures what a step costs besides its samples, before the first step."""
 
 from __future__ import annotations
 
@@ -32,25 +32,20 @@ from hf_pipetransformer.schedules.placement import attention_of
 
 
 MOST_ELEMENTS = 2**22
-"""Parameters that are stepped at most: a rough figure will do, and each takes 16 bytes."""
+"""Upper limit of parameters that are stepped: a rough figure is enough, and each takes 16 bytes."""
 NUM_REPEATS = 5
 KNOWN_PACKAGES = ("torch.optim.", "transformers.")
-"""Of optimizers that one rank may make and step alone; those of others may wait for all ranks."""
+"""Packages whose optimizers one rank can build and step alone; others may contain collectives."""
 
 
 def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> float:
-    """Seconds that clipping and an optimizer step take for one trained parameter: copies of some are stepped.
+    """Measure the seconds per parameter of clipping and an optimizer step, on copies of some parameters.
 
-    AdamW stands for an optimizer that cannot be made or stepped so, or of which that is not known. Where AdamW cannot
-    either, nothing is known: 0.
-
-    Args:
-        trainer: of the optimizer.
-        parameters: that it trains here.
+    AdamW stands in for an optimizer that cannot be built or stepped alone. If AdamW fails too, returns 0.
     """
     given = list(parameters)
     for make in (_alike, _adamw):
-        # What an optimizer of the user's, or a device without memory, raises here is no reason to end the run.
+        # A user's optimizer may raise anything, and the device may be out of memory; neither should end the run.
         with suppress(Exception):
             copies = _copies(given)
             return _seconds(make(trainer, copies), copies, trainer.args.max_grad_norm) if copies else 0.0
@@ -81,17 +76,17 @@ def _seconds(optimizer: torch.optim.Optimizer, copies: list[nn.Parameter], max_n
         optimizer.step()
         optimizer.zero_grad()
         times.append(_now(copies[0].device) - start)
-    # The first step makes the optimizer's state.
+    # The first step allocates the optimizer's state.
     return statistics.median(times[1:]) / sum(copy.numel() for copy in copies)
 
 
 def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the run's kind."""
+    """Build an optimizer of the run's class and options."""
     if trainer.optimizer is None:
         kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
         own = host.torch_optimizer(trainer)
-        # Not all that an optimizer has as defaults may be given to it: AdamW sets one itself.
+        # Defaults are not always constructor arguments: AdamW adds one itself.
         kind, known = type(own), inspect.signature(type(own)).parameters
         options = {name: value for name, value in own.defaults.items() if name in known}
     if not f"{kind.__module__}.".startswith(KNOWN_PACKAGES):
@@ -112,13 +107,7 @@ def _now(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a prediction is made from.
-
-    Args:
-        units: costs of the model's units.
-        overheads: of a step.
-        storing: of activations; None where nothing is stored.
-    """
+    """Inputs of a forecast; `storing` is None if nothing is cached."""
 
     units: UnitCosts
     overheads: Overheads
@@ -126,17 +115,11 @@ class Measured:
 
 
 def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -> Measured:
-    """On rank 0, which computes as the others do.
-
-    Args:
-        trainer: of the optimizer.
-        pipeline: on the layout of the start.
-        cache: of activations; None where nothing may be stored.
-    """
+    """Measure on rank 0, whose stage stands for the others."""
     args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
     samples = args.train_samples_per_device * layout.pipeline_size * args.gradient_accumulation_steps
     read = 0.0 if cache is None else cache.planner.input_seconds
-    # Workers read while the others compute.
+    # Workers read while the ranks compute.
     reading = 0.0 if args.dataloader_num_workers else samples * read
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
@@ -154,15 +137,7 @@ def make_forecast(
     cache: TrainingCache | None,
     steps_per_epoch: int,
 ) -> Forecast:
-    """Of runs that begin on the pipeline as it is.
-
-    Args:
-        measured: times.
-        args: the options.
-        pipeline: on the layout of the start.
-        cache: of activations; None where nothing may be stored.
-        steps_per_epoch: optimizer steps.
-    """
+    """Build a forecast for runs that start on the pipeline's current layout."""
     layout, plans = pipeline.layout, pipeline.start_up.plans
     rules = plans.inputs(layout, args.train_samples_per_device, {}).rules
     samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
@@ -183,14 +158,9 @@ def make_forecast(
 def coming_spans(
     policy: FreezePolicy, args: PipeTransformerArguments, layout: Layout, steps_per_epoch: int, num_steps: int
 ) -> list[Span]:
-    """A run of `num_steps` in parts: at most so many layers are frozen, and just so many by a policy that is certain.
+    """Split a run into spans by the largest number of frozen layers; `policy` must not unfreeze.
 
-    Args:
-        policy: one that does not thaw.
-        args: the options.
-        layout: of the start.
-        steps_per_epoch: optimizer steps.
-        num_steps: of the run.
+    The number is exact if `policy.is_certain`.
     """
     clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, num_steps)
     frozen = layout.num_frozen_layers
@@ -202,7 +172,7 @@ _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the largest unit of which there are two or more, such as "272 days" or "3.5 minutes"."""
+    """Format seconds in the largest unit that gives 2 or more, such as "272 days" or "3.5 minutes"."""
     for unit, size in _UNITS:
         if seconds >= 2 * size:
             amount = seconds / size
@@ -211,7 +181,7 @@ def duration(seconds: float) -> str:
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:
-    """A predicted time beside that of a run in which no more than `num_frozen` layers are frozen, in sentences."""
+    """Compare a predicted time with that of a run that freezes no more than `num_frozen` layers, in sentences."""
     at_least, more = "" if is_certain else "at least ", " more" if num_frozen else ""
     share = f"{seconds / full_seconds:.2f}"
     time = f"{at_least}{duration(seconds)}, {share} of what it takes with nothing{more} frozen"

@@ -1,4 +1,4 @@
-"""Loaders of a pipeline: which samples each rank reads, and how they come."""
+"""Loaders of a pipeline: which samples each rank reads, and from which RNG state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
-    """Refuse a loader of the user's own where a batch goes through several stages.
-
-    Raises:
-        ValueError: there are, or may be, several.
-    """
+    """Refuse a user's own loader unless there is exactly one stage; None means the number is not known yet."""
     if num_stages != 1:
         raise ValueError(
             f"{method} returned a {type(loader).__name__}, which knows nothing of stages: build it with "
@@ -34,12 +30,7 @@ def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
 
 
 class UsersLoader:
-    """A user's own loader on one of several replicas: as with Trainer, all draw the same random numbers.
-
-    Args:
-        loader: this rank's.
-        shared: see `PipelineLoader`.
-    """
+    """User's own loader on one of several replicas: as under Trainer, all replicas draw the same random numbers."""
 
     def __init__(self, loader: Any, shared: SharedDraws) -> None:
         self.loader = loader
@@ -47,7 +38,7 @@ class UsersLoader:
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
-            raise AttributeError(name)  # Before it is set.
+            raise AttributeError(name)  # Before `__init__` sets it, as in unpickling.
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
@@ -65,22 +56,14 @@ class UsersLoader:
 
 
 def drawing_alike(loader: Any, shared: SharedDraws | None) -> Any:
-    """A user's own loader, which draws from `shared` if there is one."""
+    """Make a user's own loader draw from `shared`, if there is one."""
     return loader if shared is None else UsersLoader(loader, shared)
 
 
 def make_loader(
     trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request, may_store: bool = False
 ) -> PipelineLoader:
-    """A loader of a data set for this rank's place in a pipeline.
-
-    Args:
-        trainer: of the options, the columns and the collator.
-        topology: the ranks.
-        pipeline: that the batches are for.
-        request: what Trainer was asked for.
-        may_store: layers may be frozen, and what they give for these samples stored.
-    """
+    """Build a data set's loader for this rank's place; `may_store` says that its activations may be cached."""
     args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_draws
     dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
     batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
@@ -97,7 +80,7 @@ def make_loader(
         reader = indexed_reader(
             dataset, collate, sampler, batch_size, args, groups, request.is_training, shared, seeded
         )
-        # Workers draw from generators of their own, and read for all replicas at the same time.
+        # Workers have their own RNG states and read for all replicas in parallel: no dealing with workers.
         if seeded is not None:
             loader = PipelineLoader(reader, *place, start_up.common_length)
         elif not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
@@ -109,14 +92,14 @@ def make_loader(
 
 
 def share_draws(topology: Topology) -> SharedDraws | None:
-    """Rank 0's random numbers, for what data and orders draw, as in one process. None on one process.
+    """Share rank 0's RNG states for data and sample order; None on one process. Collective: call on every rank.
 
-    The ranks' own generators part now; what one process draws from its goes on here.
+    The ranks' own RNG states differ in a training (see `Seeds`); these continue those of a single process.
     """
     return None if topology.world_size == 1 else SharedDraws(states_of_first_rank(topology, present_states()))
 
 
 def states_of_first_rank(topology: Topology, own: States) -> States:
-    """Those that rank 0 has. A collective call."""
+    """Broadcast rank 0's RNG states. Collective: call on every rank."""
     tensors, values = topology.broadcast([own[0], own[1]])
     return {name: value.clone() for name, value in tensors.items()}, values

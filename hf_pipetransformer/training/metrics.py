@@ -1,4 +1,4 @@
-"""Metric accumulators: what losses note beside them, and the summary of a run."""
+"""Metrics that `compute_loss` records, combined over batch parts and ranks, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hf_pipetransformer.schedules.layout import Layout
 
 
 Part = tuple[int, int, dict[str, float]]
-"""The number of a batch, the labels of a part of it, and the part's averages by name."""
+"""Batch index, number of labels in a part of the batch, and the part's averages by name."""
 
 
 def averages(parts: list[Part]) -> dict[str, float]:
-    """Of each name the mean over batches, of each batch over its labels, as if each had been one part."""
+    """Average each metric over batches, and within a batch over its labels, as if no batch had been split."""
     sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for batch, num_items, values in parts:
         for name, value in values.items():
@@ -38,7 +38,7 @@ def averages(parts: list[Part]) -> dict[str, float]:
 
 @contextmanager
 def noting_apart(trainer: Trainer) -> Iterator[host.Notes]:
-    """What is noted inside, by mode and name, is handed out and noted nowhere; nothing is gathered of other ranks."""
+    """Collect the metrics recorded inside in the yielded dict instead of the trainer's; gathers become local."""
     notes = host.notes(trainer)
     if notes is None:
         yield {}
@@ -55,19 +55,14 @@ def noting_apart(trainer: Trainer) -> Iterator[host.Notes]:
 
 @contextmanager
 def noting_nothing(trainer: Trainer) -> Iterator[None]:
-    """A loss that is no step's."""
+    """Discard the metrics and token counts of a loss that belongs to no step."""
     with noting_apart(trainer), host.counting_no_tokens(trainer):
         yield
 
 
 @dataclass
 class Noted:
-    """Collects what the parts of batches note, on the ranks that compute losses.
-
-    Args:
-        trainer: whose `compute_loss` notes.
-        topology: the ranks.
-    """
+    """Metrics that batch parts recorded, on the ranks that compute losses."""
 
     trainer: Trainer
     topology: Topology
@@ -75,7 +70,7 @@ class Noted:
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
     def begin_batch(self, inputs: dict[str, Any] | None = None) -> None:
-        """What follows is of the next batch; its tokens are counted where it is given, for its parts overlap."""
+        """Start the next batch, and count its tokens if given: parts of a batch overlap, so they cannot be counted."""
         self._batch += 1
         if inputs and host.num_tokens_read(self.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
@@ -84,23 +79,23 @@ class Noted:
 
     @contextmanager
     def of_part(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """The loss of a part of a batch is computed inside; a stage that has none leaves with an error."""
+        """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
         if host.notes(self.trainer) is None:
             yield
             return
-        # These trainers train causal models: the first token of a sequence is predicted by none.
+        # These trainers train causal models, where nothing predicts the first token of a sequence.
         num_items = count_items(inputs, shifts_labels=True) if inputs else 0
         with noting_apart(self.trainer) as apart, host.counting_no_tokens(self.trainer):
             yield
         if runs_again():
-            return  # Noted when it ran first.
+            return  # Recomputation: the first run recorded it.
         for mode, notes in apart.items():
             values = {name: values[-1] for name, values in notes.items() if values and name != "num_tokens"}
             if values:
                 self._parts[mode].append((self._batch, num_items, values))
 
     def note(self, mode: str) -> None:
-        """Note the averages over all ranks where the trainer's own log finds them. A collective call."""
+        """Write the averages over all ranks to the trainer's metrics. Collective: call on every rank."""
         notes = host.notes(self.trainer)
         if notes is None:
             return
@@ -114,12 +109,9 @@ class Noted:
 
 @dataclass
 class Stretch:
-    """Steps in a row under one layout.
+    """Consecutive steps under one layout; only the number of micro-batches M may change.
 
-    Args:
-        layout: of all of them; M may change.
-        predicted: seconds a step, by the plan; None where nothing was predicted.
-        seconds: of each step.
+    `predicted` is the planned seconds per step, None without a plan; `seconds` has the measured ones.
     """
 
     layout: Layout
@@ -128,18 +120,14 @@ class Stretch:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median seconds per step."""
         ordered = sorted(self.seconds)
         return ordered[len(ordered) // 2]
 
 
 @dataclass
 class Summary:
-    """Notes how long each step took, under which layout. Evaluations and checkpoints between steps do not count.
-
-    Args:
-        clock: gives seconds.
-    """
+    """Time per step and layout, without evaluations and checkpoints between steps. `clock` returns seconds."""
 
     clock: Callable[[], float] = time.perf_counter
     stretches: list[Stretch] = field(default_factory=list, init=False)
@@ -149,17 +137,17 @@ class Summary:
     _start: float | None = field(default=None, init=False)
 
     def begin_step(self, predicted: float | None = None) -> None:
-        """An optimizer step begins, after a move to a layout of which `predicted` seconds a step are expected."""
+        """Start timing a step; `predicted` is the plan's seconds per step if the layout has just changed."""
         self._predicted = predicted
         self._start = self.clock()
 
     def add_reads(self, num_hits: int, num_misses: int) -> None:
-        """An epoch is over in which the cache had so many of the samples asked for, and had not."""
+        """Add an epoch's cache hits and misses."""
         self.num_hits += num_hits
         self.num_misses += num_misses
 
     def end_step(self, layout: Layout) -> None:
-        """It is done. At the end of an epoch Trainer comes by without a step."""
+        """Stop timing. At the end of an epoch Trainer calls once more without a step, which is ignored."""
         if self._start is None:
             return
         seconds, self._start = self.clock() - self._start, None
@@ -171,23 +159,21 @@ class Summary:
 
     @property
     def num_steps(self) -> int:
-        """That were noted."""
         return sum(len(stretch.seconds) for stretch in self.stretches)
 
     @property
     def seconds(self) -> float:
-        """Of all of them."""
         return sum(sum(stretch.seconds) for stretch in self.stretches)
 
     def saved_seconds(self) -> float | None:
-        """Seconds that later steps took less than those of the start; None if nothing was frozen after it."""
+        """Return the seconds saved against the first layout's step time; None if the layout never changed."""
         if len(self.stretches) < 2:
             return None
         first, *later = self.stretches
         return sum(first.median * len(stretch.seconds) - sum(stretch.seconds) for stretch in later)
 
     def in_words(self) -> str:
-        """A line for each layout, and what freezing has saved."""
+        """Describe the time per layout, the hit rate, and the time that freezing saved."""
         if not self.stretches:
             return ""
         lines = [f"{self.num_steps} steps in {self.seconds:.1f} s:"]

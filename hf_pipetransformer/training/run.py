@@ -1,4 +1,4 @@
-"""The parts that a pipeline adds to one trainer."""
+"""Pipeline state attached to one trainer: who trains, starting the pipeline, training, saving and evaluating."""
 
 from __future__ import annotations
 
@@ -73,17 +73,13 @@ from hf_pipetransformer.training.windows import check_stages
 
 
 class Run:
-    """What a pipeline adds to one trainer; it lives as long as the trainer. Made by all ranks together.
+    """Everything a pipeline adds to one trainer; lives as long as the trainer. Collective: construct on every rank.
 
-    A pipeline lives from one start to the next (a start comes with each `train`, and with an evaluation before any).
-    A part gets what it needs when it is made: the `Trainer`, where it follows the trainer's living state (`state`,
-    `args`, `accelerator`, `model`, `optimizer`, `lr_scheduler`, `callback_handler`), else nothing of it.
+    Each `train()` starts a new `Pipeline`, and so does an evaluation before any `train()`. Only parts that follow the
+    trainer's changing attributes (`state`, `args`, `model`, `optimizer`, ...) get the `Trainer` itself.
 
-    Args:
-        trainer: the user's trainer, whose own constructor has run.
-        policy: decides what freezes; None makes the one that the options name.
-        splitter: how the model falls into layers; None looks for it.
-        needs_pipeline: without, Trainer trains and evaluates.
+    `policy` and `splitter` are the user's own, or None for the defaults. Without `needs_pipeline`, Trainer's own
+    methods train and evaluate.
 
     Raises:
         ValueError: the ranks were started with different options.
@@ -97,12 +93,12 @@ class Run:
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
         self.trainer = trainer
         self.topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
-        self.topology.limit_waits(rest_seconds)  # An earlier trainer may have failed within a step.
+        self.topology.limit_waits(rest_seconds)  # An earlier trainer may have failed mid-step.
         if args.pipeline_size is not None:
             self.topology.check_pipeline_size(args.pipeline_size)
         check_agreement(self.topology, "training arguments", _shared(args))
         self.journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
-        # Any step may compile: a batch of another shape is enough.
+        # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
         step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
         self.patience = Patience(self.topology, self.journal, step_seconds, rest_seconds)
         self._made_optimizer: Any = None
@@ -115,7 +111,7 @@ class Run:
                 f"full_determinism=True: the policy {self.policy.name!r} decides by measured times, which differ from "
                 "run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
             )
-        # A replayed run takes the decisions of another policy.
+        # A replayed run uses the recorded decisions, so unused freeze options are not worth a warning there.
         if policy is None and args.layout_plan is None and self.topology.rank == 0:
             for text in unused_freeze_options(args, args.freeze_policy):
                 logger.warning(text)
@@ -129,15 +125,15 @@ class Run:
         self._may_do_without = is_undivided(args) or need_of(args, policy, splitter, trainer.model) is not Need.MUST
         self._does_without = partial(does_without, args=args, policy=policy, splitter=splitter)
         self.is_left_to_trainer = self._evaluates_alone = not needs_pipeline or is_undivided(args)
-        """Whether Trainer's own methods run now."""
+        """True while Trainer's own methods run instead of the overrides."""
         self._in_loop = ExitStack()
         self.training_loader: Any = None
-        """What the training under way reads."""
+        """Loader that the current training reads."""
         self.signals: SavesOnSignal
-        """Of the training under way."""
+        """Signal handling of the current training."""
 
     def start(self, found: Found, layout: Layout, longest: int = 1) -> Pipeline:
-        """The pipeline starts; `longest` is the longest K that it may grow to.
+        """Start the pipeline under `layout`; `longest` is the largest number of stages K it may grow to.
 
         Raises:
             ValueError: a callback reads the model where it cannot have it.
@@ -150,20 +146,19 @@ class Run:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline in force."""
         if self.in_force is None:
             raise RuntimeError("The pipeline has not started: train(), evaluate() or predict() come first.")
         return self.in_force
 
     @property
     def _is_of_this_model(self) -> bool:
-        """Whether there is a pipeline of the model as it is now."""
+        """True if the pipeline was built from the model that the trainer has now."""
         return self.in_force is not None and self.in_force.stage.view.model is self.trainer.model
 
     def is_started(self, request: Request | None) -> bool:
-        """Whether there is a pipeline of the model as it is now; without one it starts, to evaluate what is asked for.
+        """Return True if a pipeline of the current model exists, starting one for `request` if needed.
 
-        False where Trainer evaluates.
+        False if there is no request to start for, or if the run is left to Trainer.
         """
         if self._is_of_this_model:
             return True
@@ -173,12 +168,12 @@ class Run:
         return found is not None
 
     def _look(self, given: Request | Any, is_training: bool) -> Found | None:
-        """See `Starter.look`; None if the model or its loss does not do, and from now on Trainer does without us."""
+        """Run `Starter.look`; return None for an unsupported model or loss whose run Trainer can take over."""
         try:
             return self.starter.look(given, is_training)
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             may_do_without = self._may_do_without or self._does_without(error)
-            # A run that Trainer did is one that it goes on with.
+            # Trainer can only resume a run from its own kind of checkpoint.
             if not may_do_without or not (self.resumption is None or self.resumption.is_plain):
                 raise
             say_left_to_trainer(error)
@@ -191,18 +186,17 @@ class Run:
 
     @property
     def training(self) -> Training:
-        """The training under way."""
         if self.in_training is None:
             raise RuntimeError("There is no training: train() alone calls this.")
         return self.in_training
 
     @contextmanager
     def train_call(self, resume_from_checkpoint: str | bool | None, trial: Any = None) -> Iterator[str | bool | None]:
-        """`Trainer.train` runs inside, from the checkpoint in the folder that it is given; None for a new run.
+        """Wrap a call of `Trainer.train`; yields the checkpoint folder to resume from, None for a new run.
 
         Raises:
-            ValueError: on every rank: there is no such checkpoint, or it cannot be gone on from.
-            PipelineError: an earlier training has left the model on several stages.
+            ValueError: on every rank, if there is no such checkpoint or this run cannot resume from it.
+            PipelineError: an earlier training left the model on several stages.
         """
         trainer = self.trainer
         where = self._choose_who_trains(resume_from_checkpoint or None)
@@ -212,7 +206,7 @@ class Run:
             return
         try:
             self.patience.rest()
-            # First the lock: the events file, which faults go to, may be another run's.
+            # The lock comes first: reported faults are written to the events file, which may belong to another run.
             with self._only_run(trial), self.patience.reporting_faults():
                 if trainer.model_init is None:
                     check_whole(trainer.model)
@@ -226,7 +220,7 @@ class Run:
             self._leave()
 
     def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
-        """Set whether Trainer trains; gives the checkpoint to go on from, or True where that is still to be found."""
+        """Decide whether Trainer trains; return the checkpoint to resume from, or True if it still has to be found."""
         trainer, output_dir = self.trainer, self.trainer.args.output_dir
         if not self._needs_pipeline:
             check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint=True": where is True})
@@ -236,27 +230,27 @@ class Run:
         needs_weights = not host.is_overridden(trainer, "_load_from_checkpoint")
         folder, is_pipelines = self.topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
         self.is_left_to_trainer = not is_pipelines
-        # Without any, Trainer says so; of those of a pipeline the sound one is found later.
+        # Without a checkpoint, Trainer raises its own error; `find_resumption` later picks the newest sound one.
         return True if is_pipelines or folder is None else str(folder)
 
     def _only_run(self, trial: Any) -> AbstractContextManager[None]:
-        """This run is the only one inside that trains in its `output_dir`; trials have folders of their own."""
+        """Lock `output_dir` against concurrent runs; hyperparameter trials have their own folders and need no lock."""
         args = self.trainer.args
         writes = not self.is_left_to_trainer or args.save_strategy != SaveStrategy.NO
         return only_run(args.output_dir, self.topology) if writes and trial is None else nullcontext()
 
     @contextmanager
     def saving_checkpoint(self, folder: str) -> Iterator[None]:
-        """Trainer saves a checkpoint in `folder` inside, and deletes old ones.
+        """Wrap `Trainer._save_checkpoint` into `folder`, including the deletion of old checkpoints.
 
         Raises:
-            ValueError: something in the folder is a link.
+            ValueError: something in the folder is a symbolic link.
         """
         trainer = self.trainer
         if not self.is_left_to_trainer:
             self.topology.decide(lambda: checkpoint.check_unlinked(folder))
         elif trainer.args.should_save:
-            # No collective call: Trainer's own callbacks may have one process save and another not.
+            # Not collective: one of Trainer's own callbacks may save on one process only.
             checkpoint.check_unlinked(folder)
             checkpoint.clear(folder, keeps_random=self.topology.world_size > 1)
         with rotating_by_step(trainer.state.global_step):
@@ -264,32 +258,28 @@ class Run:
 
     @contextmanager
     def training_loop(self) -> Iterator[None]:
-        """Trainer's loop runs inside. From `begin_training` on the model is the stage's there."""
+        """Wrap Trainer's training loop; leaving it undoes what `begin_training` entered."""
         with ExitStack() as self._in_loop:
             yield
 
     def begin_training(self, loader: Any) -> Any:
-        """The model goes onto its stages, and the ranks' random numbers part. A collective call.
+        """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.
 
-        A model that cannot be split is left to Trainer in one process: then nothing is frozen.
+        A model that cannot be split is left to Trainer if the run can do without a pipeline; then nothing freezes.
 
-        Args:
-            loader: that Trainer would read, maybe the user's own.
-
-        Returns:
-            The loader to read.
+        Returns the loader to read instead of the given one.
 
         Raises:
-            ValueError: a loader of the user's own, and more than one stage.
+            ValueError: the loader is the user's own, and there may be more than one stage.
         """
         trainer, topology, resumption = self.trainer, self.topology, self.resumption
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
-        # What it remembers of an earlier training is nothing to this one; a checkpoint's memory comes with the rest.
+        # Forget an earlier training's policy state; on a resume, `Training.begin` restores the checkpoint's.
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
-            trainer.optimizer = None  # One of an earlier training was for other stages and other frozen layers.
+            trainer.optimizer = None  # It was built for other stages and other frozen layers.
         self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
@@ -328,11 +318,11 @@ class Run:
         return self.training_loader
 
     def making_optimizer(self) -> AbstractContextManager[None]:
-        """Trainer makes the optimizer inside: also for what is frozen now and may be thawed."""
+        """Wrap Trainer's optimizer creation, which must include parameters that are frozen now but may unfreeze."""
         return self.pipeline.stage.store.all_active()
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
-        """What `Trainer.set_initial_training_values` gives, for the run as it will be. A collective call."""
+        """Adjust the result of `Trainer.set_initial_training_values` for a resumed run."""
         if self.is_left_to_trainer:
             return values
         if self.resumption is None:
@@ -340,31 +330,31 @@ class Run:
         return self.resumption.counts(values, loader, self.trainer.args.num_train_epochs)
 
     def prepare_training(self, loader: Any, max_steps: int) -> None:
-        """Trainer has made the optimizer: the training begins. A collective call."""
+        """Build the training around the optimizer that Trainer has just made. Collective: call on every rank."""
         if not self._has_users_optimizer:
             self._made_optimizer = self.trainer.optimizer
         self.in_training = self._beginning.training(loader, max_steps)
         self.in_training.begin(self.resumption)
 
     def finish_training(self) -> None:
-        """The last step is done: the model is whole and as its user gave it, on every rank. A collective call."""
+        """Give the user the whole model back on every rank after the last step. Collective: call on every rank."""
         pipeline, training, self.in_training = self.pipeline, self.training, None
         pipeline.steps = None
-        training.steps.noted.note("train")  # Trainer logs once more.
-        self.signals.give_back()  # Trainer's own gives the signal's handler back.
+        training.steps.noted.note("train")  # Trainer logs once more after the loop.
+        self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
         training.end()
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
         self._give_back(pipeline, training)
         shared, pipeline.shared_draws = pipeline.shared_draws, None
         if shared is not None:
-            # Rank 0 reads what draws at random, and has drawn more than the others.
+            # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
             set_states(states_of_first_rank(self.topology, shared.states))
 
     def _leave(self) -> None:
-        """Also after an error: a later training of the same model, or of the user's optimizer, is none of ours.
+        """Detach from trainer, model and optimizer after `train()`, also after an error.
 
-        A model that an error left on several stages stays there; a whole one may be trained again.
+        A model that an error left on several stages stays there; a model that is whole can be trained again.
         """
         pipeline, training, self.in_training = self.in_force, self.in_training, None
         self.resumption, self.is_left_to_trainer = None, self._evaluates_alone
@@ -389,12 +379,15 @@ class Run:
 
     @property
     def counts_inputs(self) -> bool:
-        """Whether this rank counts the inputs of its pipeline."""
+        """True if this rank counts inputs: one rank per pipeline does."""
         return self.in_force is None or self.in_force.stage.groups.is_first
 
     @contextmanager
     def counting_tokens(self) -> Iterator[bool]:
-        """Trainer counts tokens inside, if that gives True: once per pipeline, and not over all ranks itself."""
+        """Wrap Trainer's token counting; yields True on the one rank per pipeline that counts.
+
+        Trainer's own gather would wait for the ranks that do not count; the sum over ranks is taken here instead.
+        """
         trainer = self.trainer
         if trainer.args.include_num_input_tokens_seen == "no":
             yield False
@@ -406,7 +399,7 @@ class Run:
         trainer.state.num_input_tokens_seen = before + sum(self.topology.gather(own))
 
     def add_scalars(self, logs: dict[str, float]) -> None:
-        """To an entry of Trainer's log, which may take long."""
+        """Add the layout's scalars to a training log entry; logging may be slow, so the long timeout applies."""
         if self.patience.is_resting:
             self.patience.rest()
         if "loss" in logs and self.in_training is not None:
@@ -420,7 +413,7 @@ class Run:
 
     @contextmanager
     def whole_on_first_rank(self) -> Iterator[None]:
-        """Rank 0 holds all of the model inside that is saved. In training a collective call."""
+        """Wrap saving: rank 0 holds every saved parameter inside. In training, collective: call on every rank."""
         stage = None if self.in_force is None else self.in_force.stage
         if stage is None or stage.reducer is None:
             with self.patience.reporting_faults(together=False):
@@ -436,7 +429,7 @@ class Run:
     # ---- data and evaluation ----
 
     def loader(self, request: Request) -> PipelineLoader:
-        """The pipeline's loader of what Trainer was asked for; of an evaluation it may persist."""
+        """Return the pipeline's loader for a request; evaluation loaders may persist."""
         trainer, pipeline = self.trainer, self.pipeline
         persists = request.key is not None and trainer.args.dataloader_persistent_workers
         if persists and request.key in pipeline.persistent_loaders:
@@ -453,18 +446,18 @@ class Run:
 
     @property
     def evaluation(self) -> Evaluation | UsersEvaluation:
-        """The pass over a data set that is under way."""
+        """Current pass over an evaluation data set."""
         if self._evaluation is None:
             raise RuntimeError("There is no evaluation: evaluate() and predict() alone call this.")
         return self._evaluation
 
     @contextmanager
     def evaluating(self, dataset: Any, method: str) -> Iterator[None]:
-        """The pipeline is up inside, for an evaluation of `dataset`: one, its name or several by name.
+        """Wrap an evaluation of `dataset`: a data set, its name in `eval_dataset`, or a dict of several.
 
         Args:
-            method: makes the loader. One of the user's own may give any loader if there is one stage only, so nothing
-                starts before it is known; nor where another trainer makes a data set of `dataset` first.
+            method: name of the trainer's method that makes the loader. If the user overrides it (possible with one
+                stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
         """
         makes_loader = self._num_stages == 1 and host.is_overridden(self.trainer, method)
         awaits_loader = makes_loader or host.is_overridden(self.trainer, "evaluate")
@@ -473,14 +466,14 @@ class Run:
 
     @property
     def _num_stages(self) -> int | None:
-        """K now, or at the next start as far as it is known."""
+        """Number of stages K now or at the next start; None if not known yet."""
         if self._is_of_this_model:
             return self.pipeline.layout.pipeline_size
         size: int | None = self.trainer.args.pipeline_size
         return 1 if self.topology.world_size == 1 else size
 
     def _asked_for(self, dataset: Any) -> Request:
-        """What Trainer will be asked for: of several data sets by name for the first."""
+        """Return the request that Trainer will make; for a dict of data sets, the one for the first."""
         own = self.trainer.eval_dataset
         dataset = own if dataset is None else dataset
         dataset = own[dataset] if isinstance(dataset, str) else dataset
@@ -489,7 +482,7 @@ class Run:
 
     @contextmanager
     def _up(self, request: Request | None) -> Iterator[bool]:
-        """Whether the pipeline is up inside; it starts if it is known for what."""
+        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request."""
         with self.patience.reporting_faults():
             if not self.is_started(request):
                 yield False
@@ -500,7 +493,7 @@ class Run:
 
     @contextmanager
     def passing_over(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
-        """Trainer's evaluation loop runs inside, over the pipeline's loader of what was asked for, or the user's."""
+        """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
         trainer, request = self.trainer, request_of(given)
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
@@ -508,7 +501,7 @@ class Run:
         outer, left = (self._evaluation, trainer.gather_function), self.is_left_to_trainer
         cache = None if self.in_training is None else self.in_training.cache
         try:
-            # Entered here too: an `evaluate` of a user's own calls the loop itself.
+            # Entered here as well: a user's own `evaluate` may call the loop directly.
             with self._up(request) as is_up:
                 if is_users or not is_up:
                     shared = self.pipeline.shared_draws if is_up else None
@@ -528,11 +521,11 @@ class Run:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout in force; None before the first training, evaluation or prediction."""
+        """Current layout; None before the first start."""
         return None if self.in_force is None else self.in_force.layout
 
 
 def _shared(args: PipeTransformerArguments) -> dict[str, Any]:
-    """The arguments that must be equal on all ranks."""
+    """Return the arguments that must be equal on all ranks."""
     local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
     return comparable({key: value for key, value in args.to_dict().items() if key not in local})

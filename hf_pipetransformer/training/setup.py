@@ -1,4 +1,4 @@
-"""From a pipeline that has started for training to the training itself, which needs an optimizer."""
+"""Building a `Training` once the pipeline has started and Trainer has made the optimizer."""
 
 from __future__ import annotations
 
@@ -43,21 +43,12 @@ from hf_pipetransformer.training.windows import Windows
 
 @dataclass
 class Beginning:
-    """A training before its optimizer exists.
+    """Training before its optimizer exists.
 
     Args:
-        trainer: whose training it is.
-        topology: the ranks.
-        journal: of the run.
-        patience: of the ranks.
-        seeds: of the ranks' generators.
-        policy: decides what freezes.
-        pipeline: that the model lies on.
-        replay: optimizer step to the layout from then on, of an earlier run; None decides afresh.
-        names: identity of each parameter of the whole model to its name.
-        description: what the run says of itself.
-        resumption: what it goes on from; None for a new one.
-        keeps_optimizer: the optimizer is the user's, who gets it back whole.
+        replay: optimizer step to the layout from then on, of an earlier run; None lets the policy decide.
+        names: `id` of each parameter of the whole model to its name.
+        keeps_optimizer: the optimizer is the user's, and is handed back whole.
     """
 
     trainer: Trainer
@@ -74,7 +65,7 @@ class Beginning:
     keeps_optimizer: bool
 
     def announce(self) -> None:
-        """Say what begins, in the events and on the screen."""
+        """Report the start to the events file and the screen."""
         layout, saved = self.pipeline.layout, self.resumption
         policy = self.policy.describe() if self.replay is None else "replayed"
         freezes = self.policy.freezes or self.replay is not None
@@ -89,11 +80,7 @@ class Beginning:
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
 
     def training(self, given: Any, max_steps: int) -> Training:
-        """The training, now that Trainer has made the optimizer. A collective call.
-
-        Args:
-            given: the loader, maybe the user's own.
-            max_steps: of the run.
+        """Build the training around Trainer's optimizer. Collective: call on every rank.
 
         Raises:
             ValueError: the ranks' own loaders differ in length, or an option does not fit the model.
@@ -105,7 +92,7 @@ class Beginning:
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
         cache = self._cache(given, steps_per_epoch)
         pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
-        # A resumed run began earlier.
+        # A resumed run began under an earlier layout, which may have had more stages.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
         decisions = self._decisions(clock, cache, began_under)
@@ -116,7 +103,7 @@ class Beginning:
                 if self.resumption is None:
                     self._expect(cache, steps_per_epoch, max_steps)
 
-            # What a user's policy refuses here ends the run on every rank.
+            # `decide` makes an error of a user's policy end the run on every rank.
             self.topology.decide(foresee)
         meter = pipeline.settings.meter
         samples, device = pipeline.start_up.samples, self.trainer.args.device
@@ -161,7 +148,7 @@ class Beginning:
         )
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
-        """Say on rank 0 how long the run will take, beside one in which nothing freezes."""
+        """Announce the predicted training time on rank 0, next to the time with nothing frozen."""
         args, policy, layout = self.trainer.args, self.policy, self.pipeline.layout
         if policy.may_thaw:
             return
@@ -176,7 +163,6 @@ class Beginning:
         announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
-        """What rank 0 decides with."""
         plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.trainer.args
         units_of_parameter = stage.view.structure.units_of_parameter
         return Decisions(
@@ -227,7 +213,7 @@ class Beginning:
         return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
-        """The M that trials found best, by K and V: those of the run that was saved, or what the events tell."""
+        """Return the best number of micro-batches M by stages K and chunks V, from checkpoint or events file."""
         saved = None if self.resumption is None else self.resumption.known_microbatches
         if saved is not None:
             return saved
@@ -240,31 +226,31 @@ class Beginning:
         return {(k, v): m for k, v, m in known}
 
     def _optimizer(self, cache: TrainingCache | None, began_under: Layout) -> OptimizerState:
-        """This stage's part of the optimizer, and what its moves take."""
+        """Build this stage's part of the optimizer, and the groups that its migrations need."""
         layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
         optimizer = host.torch_optimizer(self.trainer)
         groups = divide(optimizer, self.pipeline, self.names)
-        # A cache for layers that are frozen from the start changes the cuts too, and the loss of one that was resumed.
+        # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
+        # its cache.
         freezes = self.policy.freezes or self.replay is not None
         adapts = elastic and (freezes or cache is not None or layout.cache_level > 0)
-        # A user's optimizer is put together again at the end.
-        # Thawing may bring back the first length.
+        # A user's optimizer is reassembled at the end, and unfreezing may bring back the first number of stages.
         longest = longest_pipeline(layout, began_under, self.policy, self.replay)
         may_move = self.replay is not None or (longest > 1 and (adapts or self.keeps_optimizer))
         if adapts:
-            # What may follow gets its groups now: making them takes longer than a transition should.
+            # Create the process groups of later layouts now: that takes longer than a transition should.
             most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
             wanted = self.trainer.args.num_chunks
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, longest, most):
                 self.topology.groups(Placement(size, num_chunks, layout.placement))
         state = OptimizerState(optimizer, stage.store.named(), self.topology, may_move, groups)
         if not stage.store.trains_all:
-            state.hold(stage.trained_here(), {})  # It was made for what may be thawed too.
+            state.hold(stage.trained_here(), {})  # Trainer made it for the parameters that may unfreeze, too.
         return state
 
 
 def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """What `compute_loss` gives, which alone knows which columns of a batch are the model's."""
+    """Return the output of `compute_loss`, which alone knows which columns of a batch the model takes."""
     num_items = torch.tensor(host.items_of(trainer, inputs), device=trainer.args.device)
     passes = "labels" in inputs and host.takes_num_items(trainer)
     with noting_nothing(trainer):

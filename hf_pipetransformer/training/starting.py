@@ -1,4 +1,4 @@
-"""Whether a run needs a pipeline at all: what neither splits, freezes nor stores anything can be left to Trainer."""
+"""Starting a pipeline, and deciding whether a run needs one: otherwise it is left to plain Trainer."""
 
 from __future__ import annotations
 
@@ -43,25 +43,22 @@ from hf_pipetransformer.training.metrics import noting_nothing
 
 
 class Need(Enum):
-    """How much a run needs what Trainer does not do."""
+    """Need of a run for features that Trainer does not have."""
 
     NONE = "none"
     WISH = "wish"
-    """Where it does not work, Trainer does: the numbers of one process on several replicas, stored activations, and
-    with adapters that cannot be split also layers that freeze."""
+    """Trainer is an acceptable fallback. It lacks stored activations, the numbers of one process on several replicas
+    and, for adapters that cannot be split, freezing.
+    """
     MUST = "must"
 
 
 def need_of(
     args: PipeTransformerArguments, policy: FreezePolicy | None, splitter: Splitter | None, model: Any
 ) -> Need:
-    """What the options and the model ask for.
+    """Return what the options and the model require.
 
-    Args:
-        args: the options.
-        policy: the user's own; None for the one that the options name.
-        splitter: the user's own.
-        model: None where it is not made yet.
+    `policy` and `splitter` are the user's own, if any; `model` is None if it is not built yet.
     """
     freezes = _freezes(args, policy)
     asks_for_parts = _asks_for_parts(args, splitter)
@@ -78,10 +75,10 @@ def need_of(
 def does_without(
     error: ValueError, args: PipeTransformerArguments, policy: FreezePolicy | None, splitter: Splitter | None
 ) -> bool:
-    """Return whether Trainer does a run that `error` keeps from a pipeline, since nobody asked for what that adds.
+    """Return True if `error` may leave the run to Trainer, because the user asked for nothing that needs a pipeline.
 
-    A model that cannot be split is trained without freezing too. One that could be, with another setting or another
-    loss, is refused where freezing was asked for.
+    A model that cannot be split is trained without freezing. If another setting or loss would make it splittable, the
+    run is refused when freezing was requested.
     """
     if _asks_for_parts(args, splitter) or args.activation_cache == "on":
         return False
@@ -110,29 +107,21 @@ def _leaves_adapters_to_trainer(model: Any) -> bool:
 
 
 def _may_store(model: Any) -> bool:
-    """Whether the script froze something below what it trains, as far as is seen before the start."""
+    """Return True if parameters below the trained ones look frozen, so their activations could be stored."""
     if model is None:
         return False
     if not has_adapters(model):
         return any(not parameter.requires_grad for parameter in model.parameters())
     try:
         first = layers_of(find_splitter(model), bare_model(model))[0]
-    except Exception:  # Whatever keeps a splitter from finding layers, there are none to store.
+    except Exception:  # Any error in finding layers means there are none to store.
         return False
     return not any(parameter.requires_grad for parameter in first.parameters())
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found out about a model that is still in one piece.
-
-    Args:
-        start_up: about the model and its loss.
-        shell: the model as Trainer sees it.
-        splitter: how the model falls into layers.
-        has_labels: the data set has labels.
-        is_training: what the pipeline is for.
-    """
+    """Findings on a model that is still in one piece; `shell` is the model as Trainer sees it."""
 
     start_up: StartUp
     shell: PipelineShell
@@ -143,13 +132,9 @@ class Found:
 
 @dataclass
 class Starter:
-    """Brings the trainer's model onto stages: the transition from nothing. Its calls are collective.
+    """Moves the trainer's model onto stages. Collective: call its methods on every rank.
 
-    Args:
-        trainer: of the model, whose loss is computed.
-        topology: the ranks.
-        splitter: how the model falls into layers; None looks for it.
-        events: the file with what happened to earlier runs in this folder, on rank 0.
+    `events` is, on rank 0, the events file of earlier runs in this folder.
     """
 
     trainer: Trainer
@@ -163,12 +148,10 @@ class Starter:
     def look(self, given: Request | Any, is_training: bool) -> Found:
         """Check data set, model and loss, and measure the model.
 
-        Args:
-            given: what Trainer's loader was asked for, or a loader of the user's own.
-            is_training: what the pipeline is for.
+        `given` is the request made to Trainer's loader, or a loader of the user's own.
 
         Raises:
-            ValueError: something cannot work with a pipeline.
+            ValueError: something does not work with a pipeline.
         """
         trainer, what = self.trainer, "Training" if is_training else "Evaluation"
         if isinstance(given, Request):
@@ -177,7 +160,7 @@ class Starter:
             check_dataset(given.dataset, what.lower())
             check_agreement(self.topology, "data set", {"number of samples": _length(given.dataset)})
         if self._took_loss_kwargs:
-            trainer.model_accepts_loss_kwargs = True  # As the model declares, which may be another one now.
+            trainer.model_accepts_loss_kwargs = True  # Undo the override below; the model may be another one now.
             self._took_loss_kwargs = False
         check_trained_model(trainer.model, trainer.args, trainer.optimizer if is_training else None)
         splitter = self.splitter or find_splitter(trainer.model)
@@ -200,14 +183,14 @@ class Starter:
             self.events if is_training else None,
         )
         if needs_loss and start_up.loss_rule.ignores_num_items:
-            # The model swallows num_items_in_batch; dividing by it, as Trainer then expects, would be wrong
+            # The model accepts num_items_in_batch but ignores it; Trainer would then skip its own division of the loss
             # (transformers#47688).
             self._took_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = False
         return Found(start_up, shell, splitter, "labels" in samples, is_training)
 
     def start(self, found: Found, layout: Layout) -> Pipeline:
-        """This rank's stage of the model under `layout`."""
+        """Build this rank's stage of the model under `layout`."""
         args: PipeTransformerArguments = self.trainer.args
         compiled = None
         if args.torch_compile:
@@ -231,14 +214,9 @@ def check_given(
     train_dataset: Any = None,
     optimizers: Any = (None, None),
 ) -> bool:
-    """Refuse what a trainer is given and cannot work, before Trainer takes it, and say what is taken differently.
+    """Check a trainer's arguments before its constructor runs; return False if the run is left to Trainer.
 
-    Args:
-        below: the trainer as the classes after the mixin know it.
-        model: and what else it is given.
-
-    Returns:
-        Whether the run needs a pipeline; one that does not is Trainer's, and nothing of it is refused.
+    Refuses what cannot work, and warns about options that mean something else. `below` is the trainer's `super()`.
     """
     check_launch(args)
     need = need_of(args, policy, splitter, model)
@@ -263,7 +241,7 @@ def check_given(
 
 
 def say_left_to_trainer(error: ValueError) -> None:
-    """Why a run goes on without a pipeline."""
+    """Warn why a run goes on without a pipeline."""
     if int(os.environ.get("RANK", "0")) == 0:
         logger.warning(f"This run is that of Trainer, which freezes and stores nothing: {error}")
 
@@ -281,12 +259,12 @@ def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimi
 
 
 def is_undivided(args: PipeTransformerArguments) -> bool:
-    """Whether one process computes each batch as a whole."""
+    """Return True if one process computes each batch as a whole."""
     return args.world_size == 1 and args.num_microbatches in (None, 1)
 
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
-    device = next(trainer.model.parameters()).device  # The CPU for a model that is too large for the device.
+    device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
     passes = "labels" in inputs and host.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
     with noting_nothing(trainer):
@@ -301,12 +279,11 @@ def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, An
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same batch runs many times: a model may change it where it lies."""
+    """Copy the tensors: the same batch runs many times, and a model may modify it in place."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
 
 
 def _length(dataset: Any) -> int | None:
-    """Samples of a data set; None where it does not know."""
     try:
         return len(dataset)
     except TypeError:

@@ -1,4 +1,4 @@
-"""A stage's part of the optimizer."""
+"""Optimizer steps of a training: fetching batches, running them through the pipeline, clipping and updating."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from hf_pipetransformer.training.windows import Fetched, Windows
 
 
 def divide(optimizer: torch.optim.Optimizer, pipeline: Pipeline, names: Mapping[int, str]) -> dict[str, int]:
-    """Leave this stage its parameters of an optimizer, whoever made it, in the groups that they are in.
+    """Restrict an optimizer to this stage's parameters, keeping its groups.
 
-    A parameter that stages share is stepped by its first user, the others get the value.
+    The first stage that uses a shared parameter updates it; the others receive the value.
 
     Args:
-        names: identity of each parameter, as it was before the model was divided, to its name.
+        names: `id` of each parameter, from before the model was split, to its name.
 
     Returns:
-        The group of each parameter of the model by name; empty for one rank, which keeps all.
+        Parameter name to group index, for the whole model; empty for a single stage, which keeps everything.
     """
     if pipeline.layout.pipeline_size == 1:
         return {}
@@ -48,13 +48,7 @@ def divide(optimizer: torch.optim.Optimizer, pipeline: Pipeline, names: Mapping[
 
 
 class StepHooks:
-    """Measures the steps of an optimizer, and gives its new values to the stages that share them.
-
-    Args:
-        optimizer: of this stage's parameters.
-        pipeline: of the stage.
-        windows: forwards may be in flight that have seen the values before.
-    """
+    """Hooks that time an optimizer's steps and send updated shared parameters to the other stages."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pipeline: Pipeline, windows: Windows) -> None:
         self.pipeline = pipeline
@@ -66,7 +60,7 @@ class StepHooks:
         ]
 
     def remove(self) -> None:
-        """The optimizer is again as its user gave it."""
+        """Remove the hooks from the optimizer, which may be the user's own."""
         for handle in self._handles:
             handle.remove()
 
@@ -82,15 +76,9 @@ class StepHooks:
 
 @dataclass
 class Steps:
-    """Runs the optimizer steps of a training through its pipeline.
+    """Optimizer steps of a training, run through its pipeline.
 
-    Args:
-        trainer: whose loop asks for them.
-        topology: the ranks.
-        pipeline: runs the batches.
-        loader: of all batches; None for one of the user's own.
-        noted: what losses note beside them.
-        windows: run them where stages update themselves.
+    `loader` is None for a loader of the user's own.
     """
 
     trainer: Trainer
@@ -105,12 +93,12 @@ class Steps:
     _items: deque[int] = field(default_factory=deque, init=False)
 
     def are_over(self, epoch_iterator: Any) -> bool:
-        """Whether an epoch's iterator is at its end: Trainer keeps requesting batches, to its number of steps."""
+        """Return True at the end of an epoch's iterator: Trainer asks for batches up to its own number of steps."""
         is_at_end = self._is_short if self.loader is None else self.loader.is_at_end
         return epoch_iterator is self._iterator and is_at_end and not self.windows.queue
 
     def begin(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
-        """Fetch the batches of one step and count, over all replicas, what their losses average over."""
+        """Fetch the batches of one step, and count the items of their losses over all replicas."""
         self._iterator, windows = epoch_iterator, self.windows
         if windows.is_on:
             windows.look()
@@ -122,10 +110,10 @@ class Steps:
         return step.batches, step.num_items
 
     def _read_ahead(self, num_wanted: int, num_batches: int) -> None:
-        """Read until the window knows so many steps, or the epoch's last one; `num_batches` make the next."""
+        """Read until the queue has `num_wanted` steps or the epoch ends; the first step has `num_batches` batches."""
         windows, accumulation = self.windows, self.trainer.args.gradient_accumulation_steps
         if self.loader is not None:
-            # Batches are on their way until later stages, which read less far ahead, take them.
+            # Batches stay in transit until later stages, which read less far ahead, take them.
             self.loader.num_under_way = accumulation * (1 + windows.num_ahead(0))
         for _ in range(num_wanted - len(windows.queue)):
             if windows.queue and self._has_ended:
@@ -134,10 +122,7 @@ class Steps:
             num_batches = accumulation
 
     def settle(self) -> None:
-        """All stages come to the same weights, have read the same batches, and nothing is in flight.
-
-        A collective call of all ranks.
-        """
+        """Bring all stages to the same step and data position, nothing in flight. Collective: call on every rank."""
         if self.windows.is_on and self._iterator is not None:
             if not self._has_ended:
                 accumulation = self.trainer.args.gradient_accumulation_steps
@@ -161,13 +146,13 @@ class Steps:
         else:
             items = self.pipeline.runner.over_replicas(counts)
         self._is_short = len(batches) < num_batches
-        # An empty batch of this replica says nothing of labels; the probe did.
+        # A replica's batch may be empty, so `has_labels` says what the data set showed at the start.
         passes = self.pipeline.has_labels and host.takes_num_items(self.trainer)
         device = self.trainer.args.device
         return Fetched(batches, items, torch.full((), float(sum(items)), device=device) if passes else None)
 
     def _items_of_users(self, counts: list[int], num_batches: int) -> list[int]:
-        """The items of batches of the user's own loaders, of which each replica must give as many."""
+        """Sum the item counts of the user's own loaders; every replica must deliver the same number of batches."""
         given = len(counts)
         *items, total = self.pipeline.runner.over_replicas([*counts, *[0] * (num_batches - given), given])
         if total != given * self.pipeline.layout.num_replicas:
@@ -178,26 +163,20 @@ class Steps:
         return items[:given]
 
     def end_epoch(self) -> None:
-        """Let go of the epoch's iterator: that closes the loader's generator, and with it the workers."""
+        """Drop the epoch's iterator, which closes the loader's generator and its workers."""
         self._iterator, self._is_short = None, False
         self.windows.end()
         if self.loader is not None:
             self.loader.num_ahead = self.loader.num_under_way = 0
 
     def run(self, model: Any, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
-        """Forward, backward and, at the end of an accumulation, reduction of one loader batch.
+        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
 
-        Args:
-            model: as Trainer knows it.
-            inputs: the batch.
-            num_items: that Trainer counted in the step.
-            write: stores the activations that enter the entry unit; None without a cache.
-
-        Returns:
-            A scalar whose mean over all ranks is the batch's loss.
+        `write` stores the activations that enter the entry unit. Returns a scalar whose mean over all ranks is the
+        batch's loss.
         """
         trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
-        model.training = True  # The shell's own flag, which a loss may ask: an evaluation has cleared it.
+        model.training = True  # A loss may read the shell's flag, and an evaluation has cleared it.
         pipeline.stage.set_modes()
         pipeline.settings.meter.count(batch_size(inputs), self._num_tokens(inputs))
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -220,12 +199,12 @@ class Steps:
         return loss.detach().to(args.device) * (self._share(step) * self.topology.world_size)
 
     def _cut(self, inputs: dict[str, Any], items: int, step: Fetched) -> Batch:
-        """A batch of a step for a window."""
+        """Cut a batch into micro-batches for a window."""
         prepare, forward = host.preparation(self.trainer), self._forward(self.pipeline.shell, step.num_items)
         return self.pipeline.runner.units(inputs, prepare, forward, items, self._share(step))
 
     def _share(self, step: Fetched) -> float:
-        """Of a batch's loss in that of its step."""
+        """Return the weight of a batch's loss in its step's loss."""
         return 1.0 if host.is_divided(self.trainer, step.num_items) else 1.0 / len(step.batches)
 
     def _forward(self, model: Any, num_items: Any) -> Forward:
@@ -241,7 +220,7 @@ class Steps:
         return value.numel() if isinstance(value, torch.Tensor) else 0
 
     def gradient_squares(self) -> torch.Tensor:
-        """Squared L2 norms of the gradients, see `StageRunner`; the ranks of a step that overflowed agree on it."""
+        """Return squared L2 gradient norms, see `StageRunner`; under fp16, first agree on overflow with all ranks."""
         scaler = self.trainer.accelerator.scaler
         if scaler is not None:
             optimizer = host.torch_optimizer(self.trainer)
@@ -249,6 +228,6 @@ class Steps:
         return self.pipeline.runner.gradient_squares()
 
     def clip(self, norm: torch.Tensor) -> None:
-        """Scale this rank's gradients to `max_grad_norm`, given the norm of all."""
+        """Scale this rank's gradients to `max_grad_norm`, given the norm of the whole model."""
         parameters = self.pipeline.runner.parameters_with_gradient()
         clip_grads_with_norm_(parameters, self.trainer.args.max_grad_norm, norm)

@@ -1,4 +1,4 @@
-"""One call of `train()`, from the moment that its optimizer exists to the end of its last step."""
+"""One call of `train()`, from the creation of the optimizer to the end of the last step."""
 
 from __future__ import annotations
 
@@ -28,19 +28,9 @@ from hf_pipetransformer.training.windows import Windows
 
 @dataclass
 class Training:
-    """The parts of a training, and which of them are asked at each of Trainer's moments.
+    """Parts of a training, called at the moments of Trainer's loop.
 
-    Args:
-        pipeline: that it runs on.
-        patience: of the ranks.
-        loader: of its batches; None for one of the user's own.
-        optimizer: this stage's.
-        hooks: of the optimizer.
-        steps: runs them.
-        controller: decides on the layout.
-        transitions: changes it.
-        cache: of activations; None where nothing may be stored.
-        checkpoints: saves it.
+    `loader` is None for a loader of the user's own; `cache` is None if no activations may be stored.
     """
 
     pipeline: Pipeline
@@ -59,10 +49,10 @@ class Training:
     _errors: dict[str, float] = field(default_factory=dict, init=False)
 
     def begin(self, resumption: Resumption | None) -> None:
-        """Before the first step: take up what a checkpoint holds, and see that a checkpoint can be made.
+        """Restore a checkpoint's state, if any, and check that this run's state can be saved.
 
         Raises:
-            ValueError: on every rank: neither is possible.
+            ValueError: on every rank, if one of them fails.
         """
         checkpoints = self.checkpoints
         trainer, topology = checkpoints.trainer, checkpoints.topology
@@ -72,16 +62,12 @@ class Training:
             numbers = take_up(resumption, checkpoints)
             self.first_epoch = FirstEpoch(trainer, topology, self.pipeline, self.loader, resumption, numbers)
         if saves_state(trainer.args):
-            # Better said now than at the first checkpoint.
+            # Fail now instead of at the first checkpoint.
             topology.together(checkpoints.check_savable)
 
     @contextmanager
     def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
-        """Trainer's loop over an epoch runs inside, if that gives True.
-
-        Args:
-            arguments: of Trainer's loop.
-        """
+        """Wrap Trainer's loop over one epoch, if True is yielded; `arguments` are that loop's."""
         self.checkpoints.epoch = arguments["epoch"]
         with nullcontext(True) if self.first_epoch is None else self.first_epoch.running(arguments) as goes_on:
             if not goes_on:
@@ -90,7 +76,7 @@ class Training:
             self.patience.rest()
             try:
                 yield True
-                self.pipeline.settle()  # An epoch that was stopped may have read ahead.
+                self.pipeline.settle()  # An epoch that was stopped early may have read ahead.
             finally:
                 self.steps.end_epoch()
             self.patience.rest()
@@ -99,17 +85,17 @@ class Training:
         self.first_epoch = None
 
     def set_random_numbers(self) -> None:
-        """Those of the run that is gone on with, once."""
+        """Restore the checkpoint's RNG states, once."""
         if self.first_epoch is not None:
             self.first_epoch.set_random_numbers()
 
     def begin_step(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
-        """The batches of an optimizer step and their items; before it, between two steps, the layout may change."""
+        """Change the layout if it is due, then fetch the batches of an optimizer step and count their items."""
         if self.steps.are_over(epoch_iterator):
             return [], None
         if self.loader is not None:
-            # Trainer restores the generators in the middle of an epoch only after the batches of the first step are
-            # fetched, and so undoes what collators drew and what a transition seeded anew.
+            # Inside an epoch, Trainer restores RNG states only after fetching the first step's batches, and would undo
+            # what collators drew and a transition seeded.
             self.set_random_numbers()
         moved = self.transitions.before_step()
         if moved is not None and (scalars := self.take_scalars()):
@@ -120,30 +106,29 @@ class Training:
         return batches
 
     def run_batch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
-        """See `Steps.run`."""
         write = None
         if self.cache is not None:
             inputs, write = self.cache.current(inputs), self.cache.write
         return self.steps.run(model, inputs, num_items, write)
 
     def gradient_norm(self) -> torch.Tensor:
-        """L2 norm of the whole model's gradients, scalar, or that to clip by. A collective call, once a step."""
+        """Return the gradients' L2 norm, or the norm to clip by. Collective: call once per step on every rank."""
         if self.windows.is_on:
             return self.windows.norms.add()
         squares = self.steps.gradient_squares()
-        # The embeddings' norm is no layer's, but a step that they overflow in is skipped: infinity times 0 tells.
+        # The embeddings' norm belongs to no layer, but 0 times inf or nan marks a step that they overflow in.
         self.controller.watch_gradients(squares[:-1] + 0 * squares[-1])
         return squares.sum().sqrt().float()
 
     def clip_gradients(self) -> torch.Tensor:
-        """Scale the gradients to `max_grad_norm`; their norm before, scalar."""
+        """Clip the gradients to `max_grad_norm`; return the scalar norm before clipping."""
         with self.pipeline.settings.meter.part("optimizer"):
             norm = self.gradient_norm()
             self.steps.clip(norm)
         return norm
 
     def end_step(self, logs: bool, saves_or_evaluates: bool) -> None:
-        """The optimizer has stepped; what Trainer does next."""
+        """Finish a step, and choose the timeout for what Trainer does next."""
         if self.first_epoch is not None:
             self.first_epoch.correct_epoch()
         self.windows.end_step(is_counted=logs)
@@ -152,29 +137,28 @@ class Training:
         if logs:
             self._note_errors()
             self.steps.noted.note("train")
-            # Trainer gathers the loss first, as patient as in a step; `log` goes on from there.
+            # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.
             self.patience.is_resting = True
         elif saves_or_evaluates:
             self.patience.rest()
 
     def logged_norm(self, norm: Any) -> Any:
-        """The gradient norm as it is logged: the whole model's, also where that of a step is a stage's own."""
+        """Return the gradient norm to log: the whole model's, even if a step has only the stage's own."""
         return self.windows.norms.norm if self.windows.is_on else norm
 
     @property
     def windows(self) -> Windows:
-        """Of steps without a flush."""
         return self.steps.windows
 
     def take_scalars(self) -> dict[str, float]:
-        """What Trainer's log shows of each layout, once: beside the first loss, and in an entry when it changes."""
+        """Return a layout's scalars for Trainer's log, once per layout, and the latest prediction errors."""
         layout = self.pipeline.layout
         scalars = {} if layout is self._shown else layout.as_scalars()
         self._shown, self._errors, scalars = layout, {}, scalars | self._errors
         return scalars
 
     def _note_errors(self) -> None:
-        """What asynchronous forwards see, by stage, for the next log entry and the events. A collective call."""
+        """Collect each stage's weight prediction errors for log and events. Collective: call on every rank."""
         if not self.windows.is_on:
             return
         topology, size = self.checkpoints.topology, self.pipeline.layout.pipeline_size
@@ -196,7 +180,7 @@ class Training:
             self.transitions.journal.write("profile", what="prediction", stages=stages)
 
     def end(self) -> None:
-        """Also after an error: nothing is left on the optimizer or on the disk."""
+        """Remove the hooks and close the cache, also after an error."""
         self.hooks.remove()
         self.windows.end()
         if self.cache is not None:

@@ -1,4 +1,4 @@
-"""Steps without a flush: when windows of an asynchronous schedule open, what runs in them, when they drain."""
+"""Asynchronous training without flushes: when windows open, which steps run in them, and when they drain."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 @dataclass
 class Fetched:
-    """An optimizer step whose batches have been read.
+    """Optimizer step whose batches have been read.
 
     Args:
-        batches: of this replica.
-        items: of each batch over all replicas.
-        num_items: that a loss divides by; None where it takes none.
-        is_short: the iterator had fewer batches than a step takes.
+        items: per batch, the number of items summed over all replicas.
+        num_items: divisor for the loss; None where the loss takes none.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -44,19 +42,14 @@ class Fetched:
     is_short: bool = False
 
     def pairs(self) -> Iterator[tuple[Any, int]]:
-        """Each batch and its items."""
         return zip(self.batches, self.items, strict=True)
 
 
 def next_drain(trainer: Trainer, decisions: Iterable[int], interval: int | None) -> int:
-    """The number of optimizer steps at the next drain, which the step that comes begins before; alike on all ranks.
+    """Return the number of optimizer steps done at the next drain; the same on all ranks.
 
-    What nobody knows of before, such as a callback that asks for a checkpoint, ends a window where it comes.
-
-    Args:
-        trainer: whose loop evaluates, saves and ends.
-        decisions: steps before which the layout may change.
-        interval: steps between two drains; None for no more than are needed.
+    Unpredictable events, such as a callback that asks for a checkpoint, end a window when they occur. `decisions` has
+    the steps before which the layout may change; `interval` is the largest number of steps between drains.
     """
     args, state = trainer.args, trainer.state
     step = state.global_step
@@ -71,7 +64,7 @@ def next_drain(trainer: Trainer, decisions: Iterable[int], interval: int | None)
 
 
 def _multiple(step: int, every: float) -> int:
-    """The first multiple of `every` behind `step`."""
+    """Return the first multiple of `every` after `step`."""
     return int(every) * (step // int(every) + 1)
 
 
@@ -79,13 +72,13 @@ WHAT = "summing the gradient norms over the stages"
 
 
 class StageNorms:
-    """Collects the squares of a stage, and sums them over the stages when these are at one step.
+    """Squared gradient norms of a stage, summed over the stages once these have reached the same step.
 
     Args:
-        runner: of this rank's stage.
-        clips_by_last: gradients are clipped by the norm of the whole model `K - 1` steps ago: the last step that all
-            stages have done, so nobody waits. The first `K - 1` steps after a drain are clipped by the stage's own.
-        record: takes the squares of the whole model of each step, in their order.
+        clips_by_last: clip by the norm of the whole model `K - 1` steps ago, the last step that all stages have
+            finished, so no stage waits for another. The first `K - 1` steps after a drain clip by the stage's own
+            norm.
+        record: receives the whole model's squares of each step, in order.
     """
 
     def __init__(self, runner: StageRunner, clips_by_last: bool, record: Callable[[torch.Tensor], None]) -> None:
@@ -93,12 +86,12 @@ class StageNorms:
         self.clips_by_last = clips_by_last
         self.record = record
         self.norm: torch.Tensor | None = None
-        """Of the whole model in the last step that `settle` has seen."""
+        """Norm of the whole model in the last step that `settle` has seen."""
         self._own: list[torch.Tensor] = []
         self._summed: deque[tuple[torch.Tensor, Any]] = deque()
 
     def add(self) -> torch.Tensor:
-        """The squares of this step are there: the norm to clip by, scalar."""
+        """Add the squares of the current step; return the norm to clip by, a scalar."""
         squares, groups = self.runner.own_gradient_squares(), self.runner.stage.groups
         own = squares.sum().sqrt().float()
         self._own.append(squares)
@@ -114,16 +107,13 @@ class StageNorms:
         return complete.sum().sqrt().float()
 
     def settle(self, is_drained: bool) -> None:
-        """All stages have done the same steps: hand their squares over. A collective call of the pipeline.
-
-        Args:
-            is_drained: the next step is the first of a window.
-        """
+        """Sum and record the squares of all stages, which must be at the same step. Collective over one pipeline."""
         if self._own:
             squares = self.runner.summed_over_stages(torch.stack(self._own))
             self._own.clear()
             for each in squares.unbind():
-                # The embeddings' norm is no layer's, but what they overflow in counts nowhere.
+                # The embeddings' norm belongs to no layer, but where it is inf or nan, 0 times it makes all entries
+                # nan: the step overflowed and counts nowhere.
                 self.record(each[:-1] + 0 * each[-1])
             self.norm = squares[-1].sum().sqrt().float()
         if is_drained:
@@ -133,11 +123,11 @@ class StageNorms:
 
 
 Cut = Callable[[dict[str, Any], int, Fetched], Batch]
-"""Makes a batch for a window: of the batch, its items over all replicas, and its step."""
+"""Makes a window's batch from a batch, its items over all replicas, and its step."""
 
 
 def units_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
-    """Micro-batches of an optimizer step of full batches: none is without samples."""
+    """Return the micro-batches per optimizer step of full batches; no micro-batch is empty."""
     samples = args.train_samples_per_device * layout.pipeline_size
     return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
 
@@ -145,15 +135,10 @@ def units_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
 def check_stages(
     layout: Layout, units_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
 ) -> None:
-    """Refuse what cannot be trained by stages that are at different steps.
-
-    Args:
-        layout: of the run.
-        units_of_parameter: users of each parameter that is trained.
-        args: the options.
+    """Refuse parameters and weight kinds that do not work when stages are at different steps.
 
     Raises:
-        ValueError: a parameter lies on several stages, or the weights need more micro-batches.
+        ValueError: a trained parameter is used on several stages, or the weight kind needs more micro-batches.
     """
     if not layout.is_asynchronous:
         return
@@ -170,14 +155,7 @@ def check_stages(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What goes with a stage.
-
-    Args:
-        stage: this rank's.
-        layout: of it; a stage may get another number of micro-batches.
-        weights: what its forwards and backwards see.
-        norms: of its gradients.
-    """
+    """Objects built for one stage and layout; a stage can get a layout with another number of micro-batches."""
 
     stage: Stage
     layout: Layout
@@ -187,13 +165,10 @@ class _Parts:
 
 @dataclass
 class Windows:
-    """Runs steps that follow each other without a flush. A training under another schedule has none.
+    """Steps that follow each other without a flush; does nothing under a synchronous schedule.
 
-    Args:
-        trainer: whose loop asks for the steps.
-        pipeline: that they run on.
-        decisions: gives the steps before which the layout may change.
-        record: takes the squares of the model's gradient norms of each step.
+    `decisions` returns the steps before which the layout may change; `record` receives the whole model's squared
+    gradient norms of each step.
     """
 
     trainer: Trainer
@@ -201,7 +176,7 @@ class Windows:
     decisions: Callable[[], Iterable[int]]
     record: Callable[[torch.Tensor], None]
     queue: deque[Fetched] = field(default_factory=deque, init=False)
-    """Steps that were read and have not begun."""
+    """Steps that were read but have not begun."""
     _step: int = field(default=0, init=False)
     _drains_at: int = field(default=0, init=False)
     _window: Window | None = field(default=None, init=False)
@@ -211,51 +186,46 @@ class Windows:
 
     @property
     def is_on(self) -> bool:
-        """Whether the stages update themselves now."""
+        """True if the stages update themselves independently."""
         return self.pipeline.layout.is_asynchronous
 
     @property
     def norms(self) -> StageNorms:
-        """Of the gradients."""
+        """Gradient norms of the current stage."""
         return self._parts.norms
 
     def look(self) -> None:
-        """A step comes: from here on it is known up to where to read, alike on all ranks."""
+        """Set the drain point before a step is read; all ranks compute the same one."""
         self._step, args = self.trainer.state.global_step, self.trainer.args
         if self._window is None:
             drains_at = next_drain(self.trainer, self.decisions(), args.pipeline_drain_interval)
             self._drains_at = max(drains_at, self._step + len(self.queue))
 
     def num_wanted(self, position: int) -> int:
-        """How many steps a rank shall have read, that included which begins or has begun last.
-
-        Args:
-            position: of the rank in its pipeline.
-        """
+        """Return how many steps a rank should have read, counting the one that begins or began last."""
         return min(1 + self.num_ahead(position), self._drains_at - self._step)
 
     def num_ahead(self, position: int) -> int:
-        """How many steps a rank reads ahead.
+        """Return how many steps a rank reads ahead.
 
-        A later stage comes to a step earlier than the ones before it, so these read further: it finds what it needs.
+        Earlier stages read further ahead, because a later stage reaches a step before them and needs its batches by
+        then.
         """
         size, accumulation = self.pipeline.layout.pipeline_size, self.trainer.args.gradient_accumulation_steps
         needed = ceil(max(units_ahead(size, rank) for rank in range(size)) / accumulation)
         return needed + size - 1 - position + (position == 0)
 
     def read(self, step: Fetched, cut: Cut) -> None:
-        """Another step was read."""
         self.queue.append(step)
         if self._window is not None:
             self._window.add(_batches(step, cut))
 
     def begin_step(self) -> Fetched:
-        """The next step in the queue begins."""
         self._present, self._num_run = self.queue.popleft(), 0
         return self._present
 
     def run_batch(self, is_last_batch: bool, cut: Cut) -> torch.Tensor:
-        """The next batch of the step, see `StageRunner.train`."""
+        """Run the next batch of the step; see `StageRunner.train`."""
         if self._window is None:
             self._window = self._opened(cut)
         items = self._present.items[self._num_run]
@@ -263,20 +233,17 @@ class Windows:
         return self.pipeline.runner.train_in(self._window, items, is_last_batch)
 
     def before_update(self) -> None:
-        """The optimizer is about to step."""
         if self._window is not None:
             self._window.weights.before_update()
 
     def after_update(self) -> None:
-        """The optimizer has stepped."""
         if self._window is not None:
             self._window.weights.after_update()
 
     def end_step(self, is_counted: bool) -> None:
-        """The optimizer step is done; the last one of a window drains it.
+        """Finish the optimizer step; drain the window after its last one.
 
-        Args:
-            is_counted: all ranks have done this step: Trainer logs.
+        `is_counted`: all ranks have finished this step, because Trainer logs here.
         """
         if self._window is not None and self._num_run:
             self._num_run = 0
@@ -288,12 +255,12 @@ class Windows:
             self._made.norms.settle(is_drained=self._window is None)
 
     def errors(self) -> dict[str, float] | None:
-        """How far this stage's forwards were from the weights at their backwards, since it was asked last."""
+        """Return the errors since the last call: this stage's weights at forward against those at backward."""
         found = self._parts.weights.take_errors()
         return None if found is None else asdict(found)
 
     def settle(self) -> None:
-        """All stages come to the same weights now, and nothing is in flight. A collective call of all ranks."""
+        """Bring all stages to the same step with nothing in flight. Collective: call on every rank."""
         window, self._window = self._window, None
         if window is not None:
             window.abandon()
@@ -301,7 +268,7 @@ class Windows:
             self._made.norms.settle(is_drained=True)
 
     def end(self) -> None:
-        """Also after an error: nothing is kept."""
+        """Drop all state, also after an error."""
         window, self._window = self._window, None
         if window is not None:
             window.weights.end()
@@ -309,7 +276,7 @@ class Windows:
         self._present, self._num_run = Fetched(), 0
 
     def _opened(self, cut: Cut) -> Window:
-        """A window with what is left of the present step, and the steps that were read."""
+        """Open a window with the rest of the current step and the steps read ahead."""
         window = self.pipeline.runner.open_window(self._parts.weights)
         window.add(_batches(self._present, cut)[self._num_run :])
         for step in self.queue:
@@ -318,7 +285,7 @@ class Windows:
 
     @property
     def _parts(self) -> _Parts:
-        """Those of the stage as it is now: after a transition another one is trained, or less of it."""
+        """Parts of the present stage; rebuilt when a transition has changed the stage or its layout."""
         stage, trainer, made = self.pipeline.stage, self.trainer, self._made
         if made is not None and made.stage is stage and made.layout is stage.layout:
             return made
