@@ -72,7 +72,8 @@ def trained(
     data = rows(subject, model, GLOBAL_BATCH * NUM_STEPS)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     shared = {"train_dataset": data, "data_collator": partial(collate, pad=pad)}
-    options = options_of(folder / "output", WORLD_SIZE)
+    # Two launches run side by side, and no two runs may train in one folder.
+    options = options_of(folder / "output" / subject.name, WORLD_SIZE)
     if pipeline_options is None:
         trainer = Trainer(model, TrainingArguments(**options), **shared)
     else:
