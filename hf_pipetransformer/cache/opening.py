@@ -1,4 +1,4 @@
-"""Opening the store of a training: which samples and inputs it is for."""
+"""Opening of activation stores: which data sets can be cached, in which row format, and in which store folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hf_pipetransformer.startup.planner import StartUp
 
 
 def why_not_on_nodes(loader: PipelineLoader, topology: Topology) -> str | None:
-    """Why a sample may be drawn on another node than it was stored on; None if it is not, or can be kept from it."""
+    """Return why a sample could be drawn on a node other than the one that stores it; None if that is preventable."""
     order, num_samples = loader.sampler, len(loader.dataset)
     if not topology.spans_nodes or draws_each_once(order, num_samples):
         return None
@@ -56,10 +56,7 @@ def why_not_on_nodes(loader: PipelineLoader, topology: Topology) -> str | None:
 def keep_on_nodes(
     args: PipeTransformerArguments, topology: Topology, journal: Journal, loader: PipelineLoader
 ) -> None:
-    """From the next epoch on each node draws samples of its own, if there are several; said, and noted.
-
-    It hangs on options and topology alone, and so is the same on every rank.
-    """
+    """Assign each node a part of the samples from the next epoch on; every rank computes it without communication."""
     if not topology.spans_nodes:
         return
     seed = args.data_seed if args.data_seed is not None else args.seed
@@ -75,7 +72,7 @@ def keep_on_nodes(
 
 
 def samples_here(topology: Topology, loader: PipelineLoader) -> torch.Tensor:
-    """Those of a data set for training that this node computes, in the order of the data set."""
+    """Return the indices of the training samples that this node computes, in increasing order."""
     nodes, num_samples = loader.nodes, len(loader.dataset)
     if nodes is None:
         return torch.arange(num_samples)
@@ -84,13 +81,13 @@ def samples_here(topology: Topology, loader: PipelineLoader) -> torch.Tensor:
 
 
 def num_rows_here(topology: Topology, dataset: Any) -> int:
-    """Samples of a data set that this node stores: as many of them as of the ranks are here."""
+    """Return how many samples of a data set this node stores: its share of the ranks, rounded up."""
     return -(-len(dataset) * len(topology.ranks_here) // topology.world_size)
 
 
 @dataclass(frozen=True)
 class CacheInputs:
-    """Says of data sets whether, and in which form, activations of their samples may be stored."""
+    """Checks of data sets for the activation cache: whether their activations can be stored, and in which format."""
 
     args: PipeTransformerArguments
     topology: Topology
@@ -99,11 +96,10 @@ class CacheInputs:
 
     @property
     def base(self) -> Path:
-        """The folder that stores lie in."""
         return cache_base(self.args)
 
     def source_of(self, loader: Any, is_training: bool = True) -> SampleSource | None:
-        """The samples of a loader, if what frozen layers give for them may be stored. A collective call."""
+        """Return a loader's samples; None, with a warning, if not cacheable. Collective: call on every rank."""
         report = self._examined(loader)
         if report.reason is not None:
             others = " Or set activation_cache_views to the number of draws of each sample that it may store."
@@ -125,7 +121,6 @@ class CacheInputs:
         )
 
     def row_format(self, source: SampleSource) -> RowFormat:
-        """How a sample is stored."""
         sample_fields = dict(source.report.sample_fields)
         if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
@@ -134,14 +129,14 @@ class CacheInputs:
         return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
     def say_off(self, reason: str, is_training: bool) -> None:
-        """Tell the user once that nothing of the training, or of an evaluation set, is stored, and why."""
+        """Log and journal why nothing of the training set, or of an evaluation set, is stored."""
         self.journal.write("cache", what="off" if is_training else "evaluation off", reason=reason)
         if self.topology.rank == 0:
             what = "The activation cache stays off" if is_training else "The evaluation set is not stored"
             logger.warning(f"{what}: {reason}")
 
     def _examined(self, loader: Any) -> InputReport:
-        """What the ranks found out about the inputs, or why they did not look."""
+        """Return the ranks' common report on the inputs, or the reason why they were not examined."""
         reason = None
         if not isinstance(loader, PipelineLoader):
             reason = (
@@ -185,7 +180,7 @@ class CacheInputs:
         return report if reason is None else InputReport(reason, is_random=report.is_random)
 
     def first_told(self, reason: str | None) -> str | None:
-        """What one rank noticed holds for all: the first rank's reason that has one. A collective call."""
+        """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
         topology = self.topology
         for rank, told in enumerate(topology.gather(reason)):
             if told is not None:
@@ -194,7 +189,7 @@ class CacheInputs:
         return None
 
     def _refused_base(self) -> str | None:
-        """Why a folder cannot hold a store; one that was asked for is refused. A collective call."""
+        """Return why the base folder is unusable; raise if it was asked for. Collective: call on every rank."""
         reason = self.first_told(_error_of(self.base) if self.topology.is_first_here else None)
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
@@ -218,12 +213,12 @@ def _error_of(base: Path) -> str | None:
 
 
 def cache_base(args: PipeTransformerArguments) -> Path:
-    """The folder that stores lie in."""
+    """Return the folder that contains the stores."""
     return Path(args.activation_cache_dir or default_base())
 
 
 def remove_old_stores(args: PipeTransformerArguments) -> None:
-    """Delete the stores that killed runs left here; for the first rank on a machine, of any run."""
+    """Delete stores that killed runs left on this machine. Call on the first rank of the machine."""
     with suppress(OSError, ValueError):
         delete_leftovers(open_root(cache_base(args)))
 
@@ -234,9 +229,9 @@ _SAMPLES, _BATCHES = "samples", "batches"
 def seeded_reading(
     args: PipeTransformerArguments, topology: Topology, start_up: StartUp, dataset: Any, collate: Any
 ) -> SeededReading | None:
-    """How training samples are read of which views are stored; None if there is nothing random in them.
+    """Return a seeded reader for caching views (random augmentations of a sample), or None if views are of no use.
 
-    None also where the cache could not tell one draw from another. A collective call.
+    Collective: call on every rank.
     """
     num_views, seed = args.activation_cache_views, args.data_seed if args.data_seed is not None else args.seed
     code = ItemCode(max(1, len(dataset)), num_views)
@@ -255,12 +250,12 @@ def seeded_reading(
 
 
 def _what_draws(samples: SeededSamples, collate: Any, start_up: StartUp) -> tuple[str | None, str | None]:
-    """Who draws what the model sees: the data set alone, or its collator too; else why views are of no use."""
+    """Return the source of randomness (data set only, or collator too), or the reason why views are of no use."""
     names = start_up.probe.activation.main_input, start_up.probe.placeholders
     report = examine_inputs(samples.dataset, collate, *names)
     if not report.is_random:
         return None, None if report.reason else "samples are the same each time they are read, one row of each does"
-    # With the samples of one draw only the collator can change anything. One that mixes them shows it here.
+    # With seeded samples any remaining difference comes from the collator. One that mixes samples is refused here.
     report = examine_inputs(samples, PlainRows(collate), *names)
     if report.reason is None:
         return _SAMPLES, None
@@ -280,11 +275,11 @@ def _tell(found: str | None, reason: str | None, num_views: int) -> None:
 
 
 NUM_KEY_SAMPLES = 32
-"""Samples that say whether a store that was kept is of the same inputs."""
+"""Number of samples whose digests identify the inputs of a kept store."""
 
 
 class CacheStores:
-    """Opens stores, in the form that `inputs` says, and closes them: one a node, which its ranks share."""
+    """Stores of a run, one per node and shared by its ranks; `inputs` sets their format."""
 
     def __init__(self, inputs: CacheInputs) -> None:
         self.inputs = inputs
@@ -294,7 +289,7 @@ class CacheStores:
         self._folders: list[StoreFolder] = []
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
-        """A store for the samples of a loader; None if there is no room, on any node. A collective call."""
+        """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
         topology, store, error = self.topology, None, None
         taken = self._bytes_taken()
         try:
@@ -320,14 +315,14 @@ class CacheStores:
                 "samples. A row is used once its sample has been read again and found to be the same: the first epoch "
                 "saves computing, but still reads the data set."
             )
-        # All stores have one bound: what one takes the others cannot have.
+        # `activation_cache_max_gb` bounds all stores together.
         store.bytes_beside = partial(self._bytes_beside, store, taken)
         opened = ActivationCache(store, source, self.args.device)
         self._opened.append(opened)
         return opened
 
     def max_bytes(self) -> float:
-        """What the next store may hold."""
+        """Return the size limit of the next store in bytes."""
         asked = self.args.activation_cache_max_gb
         if asked is None:
             return safe_max_bytes(self.inputs.base)
@@ -337,11 +332,11 @@ class CacheStores:
         return sum(cache.store.bytes_taken for cache in self._opened)
 
     def _bytes_beside(self, store: ActivationStore, taken: int) -> int:
-        """What other stores have taken since they had taken `taken`."""
+        """Return the bytes that other stores have taken in addition to `taken`, the total when `store` was opened."""
         return self._bytes_taken() - store.bytes_taken - taken
 
     def close(self) -> None:
-        """Nothing is left behind, unless it was asked for."""
+        """Close all stores and delete their folders, except those that the user asked to keep."""
         for opened in self._opened:
             opened.close()
         for folder in self._folders:
@@ -351,7 +346,7 @@ class CacheStores:
                 folder.remove()
 
     def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
-        """The store that this rank makes for all on this node, or one that an earlier run kept here."""
+        """Create the node's store, or reopen one that an earlier run kept here."""
         key = self._data_key(loader, source)
         folder, store = take_store(
             self.inputs.base,
@@ -368,7 +363,7 @@ class CacheStores:
         return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
-        """Names the samples, if that is possible: only a store of the same ones may be read again."""
+        """Return a name for samples and row format that a later run recognizes; None without a fingerprint."""
         num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
         if fingerprint is None:
             if self.args.activation_cache_keep:
@@ -377,14 +372,14 @@ class CacheStores:
                     "could know it by, so the store is not kept. Use a datasets.Dataset."
                 )
             return None
-        # The fingerprint does not know the collator.
+        # A data set's fingerprint does not cover the collator, so a few collated samples are hashed as well.
         spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
         _, digests = source.digests(source.read(spread))
-        # A kept store of rows of another kind stays beside this one. Any text may be a fingerprint.
+        # Another row format gets another folder. The name is hashed since a fingerprint may be any text.
         row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
-        # Draws are the seed's.
+        # Views depend on the seed.
         drawn = "" if loader.views is None else f"\0{source.num_views}\0{loader.views.seed}"
-        # Digests of inputs end with the real tokens, rows may not.
+        # Input digests stop at the last real token; stored rows may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
         name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}{padded}".encode())

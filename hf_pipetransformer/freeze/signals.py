@@ -1,4 +1,4 @@
-"""Measurements that freeze policies may ask for."""
+"""Measurements for freeze policies: gradient norms, similarity of layer outputs, and weight changes."""
 
 from __future__ import annotations
 
@@ -16,103 +16,88 @@ from hf_pipetransformer.schedules.placement import attention_of, head_of
 
 
 class GradientNormMonitor:
-    """Averages what the gradient norm for clipping computes anyway; never waits for the device.
-
-    Args:
-        num_layers: L.
-        device: where the squares come from.
-    """
+    """Mean gradient norm of each layer and the head, from the norms of gradient clipping; `record` never syncs."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         # The last entry counts the steps.
         self._sums = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
 
     def record(self, squares: torch.Tensor) -> None:
-        """Add one optimizer step.
+        """Add one optimizer step. A step with non-finite gradients does not count, as the optimizer skips it.
 
         Args:
             squares: `(num_layers + 1,)` squared L2 norms of the reduced, unscaled, unclipped gradients of the layers
-                and the head. A step whose gradients are not finite will be skipped and does not count.
+                and the head.
         """
         squares = squares.to(self._sums)
         norms = torch.cat([squares.sqrt(), squares.new_ones(1)])
         self._sums += torch.where(squares.isfinite().all(), norms, torch.zeros_like(norms))
 
     def means(self) -> tuple[float, ...]:
-        """`num_layers + 1` mean norms since the last `reset`; empty if no step counted."""
+        """Return the `num_layers + 1` mean norms since the last `reset`; empty if no step counted."""
         sums: list[float] = self._sums.tolist()
         count = sums.pop()
         return tuple(value / count for value in sums) if count else ()
 
     def reset(self) -> None:
-        """Begin a new interval."""
         self._sums.zero_()
 
     def state(self) -> list[float]:
-        """The sums, for a checkpoint."""
         return list(self._sums.tolist())
 
     def load_state(self, sums: list[float]) -> None:
-        """Go on from `state`."""
         self._sums.copy_(torch.tensor(sums, dtype=torch.float64))
 
 
 def linear_cka(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Linear centered kernel alignment of two representations of the same samples (Kornblith et al., 2019, Eq. 4).
+    """Return the linear centered kernel alignment of two representations (Kornblith et al., 2019, Eq. 4).
 
-    1 if one is the other rotated and scaled, 0 if they have nothing in common.
+    1 if one is a rotated and scaled copy of the other, 0 if they are unrelated.
 
     Args:
         first: `(samples, features)`.
-        second: `(samples, features)`, of as many samples.
+        second: `(samples, features)` of the same samples.
     """
     grams = []
     for found in (first.double(), second.double()):
         centered = found - found.mean(dim=0)
         grams.append(centered @ centered.T)
     scale = grams[0].norm() * grams[1].norm()
-    # What is the same for all samples has nothing that could change.
+    # A representation that is constant over the samples has no similarity; 1 counts it as unchanged.
     return float((grams[0] * grams[1]).sum() / scale) if scale > 0 else 1.0
 
 
 class SimilarityMonitor:
-    """Keeps what the layers gave at the last decision, on the process that decides."""
+    """Layer outputs at the last freeze decision, kept on the process that decides."""
 
     def __init__(self) -> None:
         self._before: dict[str, torch.Tensor] = {}
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is something to compare with."""
         return bool(self._before)
 
     def compare(self, outputs: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-        """The similarity of each layer's output to that of the last call; empty the first time.
-
-        Args:
-            outputs: number of each layer to its output, `(samples, hidden)`.
-        """
+        """Return the CKA of each layer's output, `(samples, hidden)`, with the last call's; empty the first time."""
         before, self._before = self._before, dict(outputs)
         return tuple(linear_cka(before[layer], outputs[layer]) for layer in sorted(before, key=int))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the layers gave, for a checkpoint."""
         return dict(self._before)
 
     def load_state(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`."""
         self._before = dict(before)
 
 
 Report = Sequence[Sequence[float]]
-"""Of one rank: for each layer and the head the sums of squares of the changes, and of the weights before them."""
+"""Sums of squares of one rank: of the weight changes, then of the old weights; each one value per layer and head."""
 
 
 class WeightMonitor:
-    """Keeps a copy of the weights that a rank trains, made at the last decision.
+    """Copy of the weights that a rank trains, made at the last freeze decision.
 
     Args:
-        place_of: name of each parameter to its index among the layers, the head behind them; embeddings have none.
+        place_of: parameter name to the index of its layer, `num_layers` for the head; embeddings are left out.
     """
 
     def __init__(self, place_of: Mapping[str, int]) -> None:
@@ -121,21 +106,20 @@ class WeightMonitor:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is something to compare with."""
         return self._before is not None
 
     def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """From now on changes are measured from here."""
+        """Copy the weights; later changes are measured from this copy."""
         self._before = {name: value.detach().clone() for name, value in weights.items() if name in self._place_of}
 
     def forget(self) -> None:
-        """The weights may go to other ranks."""
+        """Drop the copy, because weights may move to other ranks."""
         self._before = None
 
     def report(self, weights: Mapping[str, torch.Tensor], num_layers: int) -> Report:
-        """What has changed of the weights here; they are those of `begin`."""
+        """Return the changes of this rank's weights since `begin`; `weights` must include all those names."""
         sums = torch.zeros(2, num_layers + 1, dtype=torch.float64)
-        # In one order: a file gives the names in another one, and sums would differ in the last bit.
+        # A checkpoint file returns the names in another order; unsorted, the sums would differ in the last bit.
         for name, before in sorted((self._before or {}).items()):
             changed = (weights[name].detach() - before).double().square().sum()
             found = torch.stack([changed, before.double().square().sum()])
@@ -143,29 +127,21 @@ class WeightMonitor:
         return list(sums.tolist())
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The copies by name, for a checkpoint."""
         return dict(self._before or {})
 
     def load_state(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`; the names are those of the weights that are trained here."""
+        """Restore the copies from `state`; the names must be those of the weights trained on this rank."""
         self._before = dict(before)
 
 
 def relative_changes(reports: Sequence[Report]) -> tuple[float, ...]:
-    """The L2 norms of the changes over those of the weights before, from what all ranks of a pipeline report."""
+    """Return the L2 norm of each layer's change relative to its old weights, from all reports of a pipeline."""
     changed, before = torch.tensor(reports, dtype=torch.float64).sum(dim=0).tolist()
     return tuple(math.sqrt(new / old) if old else 0.0 for new, old in zip(changed, before, strict=True))
 
 
 class LayerProbe:
-    """Runs the samples through all stages in evaluation mode, and collects a mean over positions for each layer.
-
-    Args:
-        compute: what training computes for a batch; it runs all stages.
-        samples: a batch, the same on every rank.
-        topology: the ranks.
-        device: where this rank computes.
-    """
+    """Collector of layer outputs on fixed samples (the same on every rank), averaged over positions, in eval mode."""
 
     def __init__(
         self,
@@ -180,21 +156,20 @@ class LayerProbe:
         self.device = device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the samples, for a checkpoint."""
         found = {name: value for name, value in self.samples.items() if isinstance(value, torch.Tensor)}
         return {name: value.contiguous().cpu() for name, value in found.items()}
 
     def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on with those of `tensors`; with the own samples if there are none."""
+        """Restore the samples' tensors from a checkpoint; keep the current ones if `tensors` is empty."""
         if tensors:
             others = {name: value for name, value in self.samples.items() if not isinstance(value, torch.Tensor)}
             self.samples = {**others, **tensors}
 
     def outputs(self, stage: Stage) -> dict[str, torch.Tensor]:
-        """Number of each layer to its output, `(samples, hidden)`, of the first pipeline. A collective call."""
+        """Return the first pipeline's `(samples, hidden)` outputs by layer. Collective: call on every rank."""
         found: dict[int, list[torch.Tensor]] = {}
         hooks = self._hooks(stage, lambda layer, hidden: found.setdefault(layer, []).append(_pooled(hidden)))
-        stage.view.model.eval()  # Each batch of training sets the modes anew.
+        stage.view.model.eval()  # Not restored: every training batch sets the modes again.
         here = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in self.samples.items()}
         try:
             with torch.no_grad():
@@ -207,7 +182,7 @@ class LayerProbe:
         return {layer: output for answer in answers for layer, output in answer.items()}
 
     def _hooks(self, stage: Stage, note: Callable[[int, torch.Tensor], None]) -> list[Any]:
-        """A layer's output is noted where the next one reads it: a stage may end between them."""
+        """Hook a layer's output at the next layer's input: `StageExit` skips forward hooks of a stage's last layer."""
         view, layers = stage.view, stage.view.structure.layers
 
         def before(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

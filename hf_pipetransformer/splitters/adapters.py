@@ -1,6 +1,6 @@
-"""Models with adapters of PEFT: the model inside, what of them cannot be put on stages, their files.
+"""Support for PEFT adapters: unwrapping, checks for adapters that cannot be split, and adapter files.
 
-PEFT is imported where a model has adapters only.
+PEFT is imported only if a model has adapters.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from transformers import PreTrainedModel
 FILE = "adapter_model.safetensors"
 
 METHODS = ("LORA", "IA3", "VERA", "LOHA", "LOKR", "OFT", "HRA")
-"""What PEFT calls the adapters that the tests have split."""
+"""PEFT types that the tests cover."""
 
 _NOT_TRIED = (
     *("alora_invocation_tokens", "arrow_config", "ensure_weight_tying", "kasa_config"),
     *("layer_replication", "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora"),
     "velora_config",
 )
-"""Options of LoRA that change more than single linear layers."""
+"""LoRA options that affect more than single linear layers, and are not tested."""
 
 _NOT_SETTINGS = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
-"""Entries of an adapter's configuration that no activation hangs on; saving changes some."""
+"""Entries of an adapter's configuration that do not affect activations; saving changes some of them."""
 
 _PREFIX = "base_model.model."
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether a model carries adapters, around it or added to it."""
+    """Return True if a model has PEFT adapters, wrapped around it or added to it."""
     return bool(getattr(model, "peft_config", None))
 
 
 def bare_model(model: Any) -> Any:
-    """The model of transformers inside one of PEFT; the adapters are among its modules."""
+    """Return the transformers model inside a PEFT model; adapter modules remain part of it."""
     if not has_adapters(model):
         return model
     unwrap = getattr(model, "get_base_model", None)
@@ -47,7 +47,7 @@ def bare_model(model: Any) -> Any:
 
 
 def why_unsplittable(model: Any) -> str | None:
-    """Why the adapters of a model cannot be put on stages; None if they can, or if it has none."""
+    """Return why a model's adapters cannot be split into stages; None if they can, or if it has none."""
     if not has_adapters(model):
         return None
     if getattr(model, "is_quantized", False):
@@ -70,7 +70,7 @@ def why_unsplittable(model: Any) -> str | None:
 
 
 def settings(model: Any) -> dict[str, Any]:
-    """All but the weights of the adapters that activations hang on, as JSON values in a fixed order."""
+    """Return everything except weights in the adapters that activations depend on, as JSON values in a fixed order."""
     configs = getattr(model, "peft_config", None) or {}
     layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     return {
@@ -91,7 +91,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module as they would be named and lie without adapters."""
+    """Yield the parameters of a module under the names, and in the order, that they would have without adapters."""
     children = dict(module.named_children())
     for original in ("base_layer", "original_module"):
         if original in children:
@@ -107,38 +107,36 @@ def base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def adapter_files(folder: str) -> list[str]:
-    """The files of adapters in a saved model: beside the others, and in a folder each for all but the first."""
+    """Return the adapter files of a saved model: the first adapter's at the top, others in a folder each."""
     inner = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     names = [FILE, *(os.path.join(name, FILE) for name in inner)]
     return [name for name in names if os.path.isfile(os.path.join(folder, name))]
 
 
 def saved_names(model: Any) -> list[str] | None:
-    """Names of the parameters that PEFT saves of a model with adapters; None if that is not known."""
+    """Return the names of the parameters that PEFT saves for a model with adapters; None if unknown."""
     from peft import get_peft_model_state_dict
 
     if model.save_pretrained.__module__.partition(".")[0] not in ("peft", "transformers"):
-        return None  # Code of a user's saves what it likes.
+        return None  # A user's own `save_pretrained` may save anything.
     state = model.state_dict(keep_vars=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT says the same when it saves.
+        warnings.simplefilter("ignore")  # PEFT repeats its warnings when it saves.
         of_adapters = [get_peft_model_state_dict(model, dict(state), name) for name in model.peft_config]
     saved = {id(value) for found in of_adapters for value in found.values()}
     if not saved <= {id(value) for value in state.values()}:
-        return None  # It makes other tensors of them.
+        return None  # PEFT saves tensors derived from the parameters.
     return [name for name, parameter in model.named_parameters() if id(parameter) in saved]
 
 
 def load_adapters(model: Any, folder: str, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Load saved adapters into those of a model, in place.
+    """Load saved adapters into a model with the same adapters, in place.
 
     Args:
-        model: with adapters of the same kind.
-        folder: for error texts.
-        saved: the tensors of each of `adapter_files`.
+        saved: the tensors of each of `adapter_files`, by file name.
 
     Raises:
-        ValueError: they are those of other adapters, or lack something that the model trains.
+        ValueError: the files belong to other adapters, or lack a parameter that the model trains.
     """
     if not has_adapters(model):
         raise ValueError(f"{folder!r} holds adapters, and {type(model).__name__} has none: add them as in the run.")
@@ -166,10 +164,10 @@ def load_adapters(model: Any, folder: str, saved: Mapping[str, Mapping[str, torc
 
 
 def _adapter_of(model: Any, folder: str) -> str:
-    """The adapter that a folder inside a saved model is of; PEFT saves `default`, or the only one, beside the rest."""
+    """Return the adapter's name for a folder of a saved model: PEFT puts `default`, or else the first, at the top."""
     if folder:
         return folder
     if not hasattr(model, "get_base_model"):
-        return str(model.active_adapters()[0])  # transformers saves the active one alone.
+        return str(model.active_adapters()[0])  # transformers saves the active adapter only.
     names = list(model.peft_config)
     return "default" if "default" in names else names[0]

@@ -1,4 +1,4 @@
-"""What a splitter knows about a model family, and the generic splitter's base."""
+"""Splitter interface, and the generic splitters that cut between layers only."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from hf_pipetransformer.splitters.adapters import base_parameters
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be cut into pipeline stages; the text says why."""
+    """Error for a model that cannot be cut into pipeline stages; the message gives the reason."""
 
 
 def config_value(model: nn.Module, name: str, default: Any = None) -> Any:
-    """An entry of the model's config; the default where it has none, or no config at all."""
     return getattr(getattr(model, "config", None), name, default)
 
 
 def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:
-    """The layers that a splitter finds in a model, at least one.
+    """Return the layers that a splitter finds in a model.
 
     Raises:
-        UnsupportedModelError: there is none, or what the splitter says.
+        UnsupportedModelError: there are none, or the splitter refuses the model.
     """
     layers = splitter.layers(model)
     if not layers:
@@ -40,21 +39,21 @@ def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:
 
 
 class Splitter(ABC):
-    """How a model falls into embeddings | sublayers | head.
+    """Rule that divides the models of a family into embeddings, sublayers and head.
 
-    A family's splitter says where its layers are and, if it can run half a layer, how. Everything else (what runs
-    before the first layer, what after the last, which parameters belong where) is traced on a real batch.
+    A splitter finds the layers and, if it can, runs half a layer. Everything else (modules before the first and after
+    the last layer, the stages of each parameter) is traced on a real batch.
     """
 
     model_types: tuple[str, ...] = ()
-    """The `config.model_type` of the families that it cuts; none for a splitter that is always passed by hand."""
+    """Values of `config.model_type` that select this splitter; empty if it is only passed explicitly."""
 
     cuts_inside_layers: bool
     """True if a stage boundary may fall between the attention and the MLP of one layer."""
 
     @abstractmethod
     def layers(self, model: nn.Module) -> list[nn.Module]:
-        """The encoder layers, bottom first.
+        """Return the model's layers, bottom first.
 
         Raises:
             UnsupportedModelError: the model has no single stack of uniform layers.
@@ -62,32 +61,32 @@ class Splitter(ABC):
 
     @abstractmethod
     def mlp_parts(self, layer: nn.Module) -> Iterable[nn.Module | nn.Parameter]:
-        """The children of `layer`, modules or bare parameters, of its MLP sublayer; the rest is the attention's."""
+        """Return the children of `layer` in its MLP sublayer; the rest belongs to the attention sublayer."""
 
     @abstractmethod
     def run_attention(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The attention sublayer alone, residual included: `(batch, seq, hidden)` to the same shape."""
+        """Run the attention sublayer with its residual connection: `(batch, seq, hidden)` to the same shape."""
 
     @abstractmethod
     def run_mlp(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """The MLP sublayer alone, residual included: `(batch, seq, hidden)` to the same shape."""
+        """Run the MLP sublayer with its residual connection: `(batch, seq, hidden)` to the same shape."""
 
 
 def main_input_of(model: nn.Module) -> str:
-    """Name of the input that the embeddings read; of a model that does not say, `input_ids` or the first one."""
+    """Return `main_input_name`, the input that the embeddings read; without it `input_ids` or the first argument."""
     name: str | None = getattr(model, "main_input_name", None)
     if name is not None:
         return name
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-    # A wrapper hands on whatever it is given.
+    # A wrapper's forward may take *args and **kwargs only.
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     return names[0] if names and "input_ids" not in names else "input_ids"
 
 
 class GenericSplitter(Splitter):
-    """Cuts between layers. The stack is the one `ModuleList` of `num_hidden_layers` equal modules that have parts.
+    """Splitter that cuts between layers: the model's only `ModuleList` of `num_hidden_layers` equal modules.
 
-    Where the config does not say how many, those inside it do (`vision_config`, `text_config`).
+    If the config has no `num_hidden_layers`, those of nested configs count (`vision_config`, `text_config`).
     """
 
     cuts_inside_layers = False
@@ -98,7 +97,7 @@ class GenericSplitter(Splitter):
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
         uniform = [stack for stack in stacks if len(stack) in expected.values() and _is_uniform(stack)]
         if len(uniform) > 1:
-            # Embeddings of several columns lie in lists, too (MarkupLM).
+            # Embeddings may be in a ModuleList too (MarkupLM); unlike layers, they have no submodules.
             uniform = [stack for stack in uniform if any(True for _ in stack[0].children())]
         if len(uniform) == 1:
             return list(uniform[0])
@@ -126,7 +125,7 @@ class GenericSplitter(Splitter):
 
 
 def _numbers_of_layers(model: nn.Module) -> dict[str, int]:
-    """Entry of the config to a number of layers that it says: its own, else those of the configs inside it."""
+    """Map config entry to its number of layers: the config's own, else those of nested configs."""
     config = getattr(model, "config", None)
     own = getattr(config, "num_hidden_layers", None)
     if isinstance(own, int):
@@ -144,7 +143,7 @@ def _is_uniform(stack: nn.ModuleList | nn.Sequential) -> bool:
 
 
 def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
-    """What tells a layer of a stack from the first; nothing if they are alike."""
+    """Describe the first difference between the first layer of a stack and another; empty if there is none."""
 
     def shapes(layer: nn.Module) -> dict[str, Any]:
         return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in base_parameters(layer)}}
@@ -159,7 +158,7 @@ def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
 
 
 class StackSplitter(GenericSplitter):
-    """Models without a config: the one stack of equal modules, two or more, that is not inside another such stack."""
+    """Splitter for models without a config: takes the only outermost stack of two or more equal modules."""
 
     def layers(self, model: Any) -> list[nn.Module]:
         stacks = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]

@@ -1,4 +1,4 @@
-"""Model families that may be cut between the attention and the MLP of a layer."""
+"""Splitters of model families that can be cut between the attention and the MLP of a layer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hf_pipetransformer.splitters.base import (
 
 
 class BertSplitter(Splitter):
-    """Cuts BERT-like encoders between attention and MLP."""
+    """Splitter of BERT-like encoders."""
 
     model_types: tuple[str, ...] = ("bert", "roberta", "xlm-roberta", "electra")
     cuts_inside_layers = True
 
     def layers(self, model: Any) -> list[nn.Module]:
-        # Families that are encoders only have neither option.
+        # Some families, encoder only, have neither option in their config.
         is_decoder = config_value(model, "is_decoder", False)
         add_cross_attention = config_value(model, "add_cross_attention", False)
         if is_decoder or add_cross_attention:
@@ -49,7 +49,7 @@ class BertSplitter(Splitter):
 
 
 class MPNetSplitter(BertSplitter):
-    """Cuts MPNet between attention and MLP."""
+    """Splitter of MPNet, whose attention takes other arguments than BERT's."""
 
     model_types = ("mpnet",)
 
@@ -58,7 +58,7 @@ class MPNetSplitter(BertSplitter):
 
 
 class DebertaV2Splitter(BertSplitter):
-    """Cuts DeBERTa-v2 between attention and MLP."""
+    """Splitter of DeBERTa-v2 and v3 models without a convolution."""
 
     model_types = ("deberta-v2",)
 
@@ -73,7 +73,7 @@ class DebertaV2Splitter(BertSplitter):
 
 
 class DistilBertSplitter(Splitter):
-    """Cuts DistilBERT between attention and MLP."""
+    """Splitter of DistilBERT."""
 
     model_types = ("distilbert",)
     cuts_inside_layers = True
@@ -93,7 +93,7 @@ class DistilBertSplitter(Splitter):
 
 
 class ModernBertSplitter(Splitter):
-    """Cuts ModernBERT between attention and MLP. Layers of global and of local attention have the same shapes."""
+    """Splitter of ModernBERT. Its layers with global and with local attention have the same shapes."""
 
     model_types = ("modernbert",)
     cuts_inside_layers = True
@@ -113,7 +113,7 @@ class ModernBertSplitter(Splitter):
 
 
 class ViTSplitter(Splitter):
-    """Cuts ViT-like encoders, of images or of audio spectrograms, between attention and MLP."""
+    """Splitter of ViT-like encoders of images or audio spectrograms."""
 
     model_types: tuple[str, ...] = ("vit", "deit", "audio-spectrogram-transformer")
     cuts_inside_layers = True
@@ -133,12 +133,12 @@ class ViTSplitter(Splitter):
 
 
 class BeitSplitter(ViTSplitter):
-    """Cuts BEiT between attention and MLP."""
+    """Splitter of BEiT, which adds layer scale, drop path and a relative position bias per layer."""
 
     model_types = ("beit",)
 
     def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        # Without layer scale the factor is a plain number.
+        # lambda_2 is a plain number if layer scale is off.
         scale = [layer.lambda_2] if isinstance(layer.lambda_2, nn.Parameter) else []
         return [*super().mlp_parts(layer), *scale]
 
@@ -159,7 +159,7 @@ class BeitSplitter(ViTSplitter):
 
 
 class Dinov2Splitter(Splitter):
-    """Cuts DINOv2 between attention and MLP."""
+    """Splitter of DINOv2."""
 
     model_types = ("dinov2", "dinov2_with_registers")
     cuts_inside_layers = True
@@ -179,7 +179,7 @@ class Dinov2Splitter(Splitter):
 
 
 class SiglipSplitter(Splitter):
-    """Cuts SigLIP's image classifier between attention and MLP."""
+    """Splitter of SigLIP's image classifier."""
 
     model_types = ("siglip",)
     cuts_inside_layers = True
@@ -205,7 +205,7 @@ class SiglipSplitter(Splitter):
 
 
 class LlamaSplitter(GenericSplitter):
-    """Cuts Llama-like decoders, also those whose MLP is a mixture of experts, between attention and MLP."""
+    """Splitter of Llama-like decoders, including those with a mixture of experts as the MLP."""
 
     model_types = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
     cuts_inside_layers = True
@@ -222,7 +222,7 @@ class LlamaSplitter(GenericSplitter):
 
 
 class GPT2Splitter(GenericSplitter):
-    """Cuts GPT-2 between attention and MLP."""
+    """Splitter of GPT-2."""
 
     model_types = ("gpt2",)
     cuts_inside_layers = True
@@ -274,9 +274,9 @@ _SPLITTERS = {model_type: splitter for splitter in _FAMILIES for model_type in s
 
 
 def find_splitter(model: Any) -> Splitter:
-    """The splitter of the model's family, by `config.model_type`; the generic one for families without their own.
+    """Return the splitter for `config.model_type`; `GenericSplitter` if the family has no splitter here.
 
-    Models without such a config get one that looks for a stack alone.
+    Models without a `model_type` get `StackSplitter`.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     return StackSplitter() if model_type is None else _SPLITTERS.get(model_type, GenericSplitter)()

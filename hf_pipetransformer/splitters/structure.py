@@ -1,4 +1,4 @@
-"""Structure of a model: its blocks, who uses which parameter, and the report of the traced model."""
+"""Tracing of a model on a real batch: its layers, the units that use each parameter, and activation shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, l
 
 
 StandIn = Callable[[torch.Tensor], Any]
-"""The received activation to what an entry gives in place of its own output."""
+"""Function from the received activation to a replacement for the output of an entry module."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class Structure:
     """A model as a chain of units (see `Layout`).
 
     Args:
-        layers: the encoder layers.
-        cuts_inside_layers: whether a boundary may fall inside a layer.
-        entries: the modules, none part of another, that run until the activation which enters the first layer is
-            made, the one that makes it last; a stage without the embeddings has that one give the activation which
-            it received, and the others `stand_ins`. What runs between them and the first layer (position biases,
-            rotary embeddings) runs on every stage.
-        stand_ins: of each entry, makes of the received activation something in the form of what the entry returns:
-            code that unpacks it or asks for its shape runs on every stage.
-        returns_tuple: whether a layer returns a tuple or a list, and its length; 0 for a bare tensor.
-        returns_list: it is a list.
-        units_of_parameter: name of each parameter to the units that use it, in increasing order; more than one for
-            tied weights and relative position biases.
-        units_of_buffer: the same for buffers, also for those that are not saved.
-        changes_in_place: an activation that enters a layer, or leaves the last one, is changed where it lies.
-        enters_layers: no module makes the activation that enters the first layer, but code around it does (OPT adds
-            two embeddings): there the received activation takes its place.
+        layers: the model's blocks, bottom first.
+        cuts_inside_layers: True if a stage boundary may fall inside a layer.
+        entries: the disjoint modules that produce the activation entering the first layer, the one that returns it
+            last. On a stage without the embeddings the last one returns the received activation and the others their
+            `stand_ins`. Anything else that runs before the first layer (position biases, rotary embeddings) runs on
+            every stage.
+        stand_ins: per entry, a function that turns the received activation into a value shaped like the entry's
+            output, because the code that unpacks that output or reads its shape runs on every stage.
+        returns_tuple: length of the tuple or list that a layer returns; 0 for a bare tensor.
+        returns_list: True if it is a list.
+        units_of_parameter: parameter name to the units that use it, in increasing order; more than one for tied
+            weights and relative position biases.
+        units_of_buffer: the same for buffers, including non-persistent ones.
+        changes_in_place: True if the activation entering a layer or leaving the last one is modified in place.
+        enters_layers: True if no module returns the activation entering the first layer, because code around the
+            modules computes it (OPT adds two embeddings). The received activation then replaces the layer's input.
     """
 
     layers: list[nn.Module]
@@ -64,14 +64,12 @@ class Structure:
         return units.num_units(self.num_layers)
 
     def cut_positions(self) -> list[int]:
-        """Unit indices before which a stage may begin, and the end of the chain."""
+        """Return the unit indices before which a stage may begin, and the end of the chain."""
         step = 1 if self.cuts_inside_layers else 2
         return [0, *range(1, self.num_units - 1, step), self.num_units - 1, self.num_units]
 
 
 class _Trace:
-    """What the hooks saw during one forward."""
-
     def __init__(self) -> None:
         self.stack: list[nn.Module] = []
         self.spanning: list[nn.Module] = []
@@ -89,11 +87,10 @@ class _Trace:
 
     @property
     def is_between_layers(self) -> bool:
-        """Whether some layers have run, none is running, and another may come."""
         return 0 < len(self.layer_outputs) == len(self.layer_calls)
 
     def enter_layer(self, hidden: Any) -> None:
-        """The next layer begins with `hidden`: what was read since the last one was read between two layers."""
+        """Note that the next layer begins with `hidden`, and settle which parameters were read since the last one."""
         last, version = self.versions[-1] if self.versions else (None, None)
         if self.layer_outputs and self.reads_since_layer and not (hidden is last and _version(hidden) == version):
             self.changes_between.append((len(self.layer_outputs), self.reads_since_layer[0]))
@@ -102,7 +99,7 @@ class _Trace:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes for each parameter how many layers had run when it was last read, and whether between two, by any code."""
+    """Torch function mode that notes after how many layers each parameter was last read, and reads between layers."""
 
     def __init__(self, model: nn.Module, trace: _Trace) -> None:
         super().__init__()
@@ -115,7 +112,7 @@ class _Reads(TorchFunctionMode):
         for value in chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in given):
             if id(value) in self._ids:
                 trace.reads[id(value)] = len(trace.layer_outputs)
-                # Shape and dtype are known on every stage.
+                # Reading only a shape or dtype needs no values, so it works on every stage.
                 gives_values = isinstance(result, (torch.Tensor, list, tuple)) and not isinstance(result, torch.Size)
                 if trace.is_between_layers and gives_values:
                     trace.reads_since_layer.append(id(value))
@@ -129,7 +126,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
         run_forward: runs the whole model on a small batch, without gradient.
 
     Raises:
-        UnsupportedModelError: layers that are not run once each and in order, or whose input no module returns.
+        UnsupportedModelError: the layers do not run once each in order, or a weight is applied between two of them.
     """
     layers = layers_of(splitter, bare_model(model))
     trace = _Trace()
@@ -159,7 +156,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
             "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
             "use transformers.Trainer."
         )
-    # One that runs several times counts where it runs last.
+    # A module that runs several times counts where it runs last.
     ran = [module for module, parent in trace.before if parent in trace.spanning]
     outer = list({id(module): module for module in reversed(ran)}.values())[::-1]
     found = {key: output for key, (output, version) in trace.outputs.items() if version == trace.versions[0][1]}
@@ -174,7 +171,7 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
     beside = [module for module in outer if module not in entries]
     first_output = trace.layer_outputs[0]
     users = _users(splitter, layers, entries, beside, trace)
-    # What never ran (an unused pooler, say) is kept with the head so that it is saved.
+    # Modules that never ran (an unused pooler) go to the head: some stage must own them when the model is saved.
     head = (units.head_of(len(layers)),)
     return Structure(
         layers=layers,
@@ -191,9 +188,9 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
 
 
 def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]], hidden_shape: torch.Size) -> bool:
-    """Whether only the first stage can run a module: it has weights, or takes what others make of them.
+    """True if the module has weights or an output shaped like the hidden states: only the first stage can run it.
 
-    Rotary embeddings have none and give something of another shape: every stage runs them.
+    Rotary embeddings have neither, and run on every stage.
     """
     output = outputs[id(module)][0]
     values = output if isinstance(output, (tuple, list)) else [output]
@@ -202,9 +199,9 @@ def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]]
 
 
 def _stand_in(output: Any, hidden_shape: torch.Size) -> StandIn:
-    """Return what makes a value in the form of `output`: the received activation where it has its shape, else zeros.
+    """Return a function that makes a value structured like `output` from the received activation.
 
-    Batch and length follow those of the received activation.
+    Tensors of the hidden states' shape become the activation, others zeros with its batch size and length.
     """
     if isinstance(output, torch.Tensor):
         shape, dtype = output.shape, output.dtype
@@ -219,7 +216,7 @@ def _stand_in(output: Any, hidden_shape: torch.Size) -> StandIn:
             device=received.device,
         )
     if isinstance(output, Mapping):
-        # Outputs of transformers are made like dictionaries by name.
+        # A `ModelOutput` of transformers is constructed with keyword arguments.
         kind, named = type(output), {key: _stand_in(value, hidden_shape) for key, value in output.items()}
         return lambda received: kind(**{key: make(received) for key, make in named.items()})
     if isinstance(output, (tuple, list)):
@@ -231,7 +228,6 @@ def _stand_in(output: Any, hidden_shape: torch.Size) -> StandIn:
 
 
 def _version(value: Any) -> int | None:
-    """How often a tensor was changed in place."""
     return value._version if isinstance(value, torch.Tensor) else None
 
 
@@ -283,11 +279,7 @@ def _users(
     beside: list[nn.Module],
     trace: _Trace,
 ) -> dict[int, tuple[int, ...]]:
-    """Id of every parameter and buffer to the units that use it; what never ran is left out.
-
-    Args:
-        beside: modules that run on every stage, between the entries and the first layer.
-    """
+    """Map the id of every used parameter and buffer to its units; `beside` are modules that run on every stage."""
     head = units.head_of(len(layers))
     everywhere = range(head + 1)
     users: dict[int, set[int]] = {}
@@ -307,15 +299,15 @@ def _users(
         add(module, [head] if num_layers_before == len(layers) else everywhere, recurse=False)
     for key, num_layers_before in trace.reads.items():
         if num_layers_before == len(layers):
-            users.setdefault(key, set()).add(head)  # Maybe the weight of a module that ran before the layers.
+            users.setdefault(key, set()).add(head)  # For example a tied embedding that the head reads directly.
     for key in trace.reads_between:
         users.setdefault(key, set()).update(everywhere)
     for module in beside:
         add(module, everywhere)
     for module in trace.spanning:
-        # A parameter that hangs directly on a module around the stack may be used by any unit.
+        # Any unit may use a parameter that sits directly on a module around the stack.
         add(module, everywhere, recurse=False)
-    # So may that of a module beside the layers which never ran: its weight is read without calling it (DeBERTa).
+    # The same goes for a module next to the layers that never ran: its weight is read without calling it (DeBERTa).
     after = [module for module, _ in trace.after]
     ran = {id(part) for module in [*layers, *entries, *beside, *after] for part in module.modules()}
     for module in trace.spanning[-1].modules():
@@ -325,20 +317,17 @@ def _users(
 
 
 def _tensors(part: nn.Module | nn.Parameter) -> list[torch.Tensor]:
-    """The parameters and buffers of a module, or a parameter itself."""
     return [part] if isinstance(part, nn.Parameter) else [*part.parameters(), *part.buffers()]
 
 
 @dataclass(frozen=True)
 class ActivationShape:
-    """How the shape at the stage boundaries follows from a batch.
+    """Rule that derives the activation shape at the stage boundaries from a batch.
 
     Args:
-        main_input: name of the model's main input.
         input_shape: the main input's shape in the probe, without the sample dimension.
         hidden_shape: the activation's shape in the probe, without the sample dimension: `(seq, hidden)`.
-        multiple: the model pads sequences to the next multiple of it (Longformer, to its attention window); 0 where
-            only the probe's length is known to do.
+        multiple: the model pads sequences to a multiple of this (Longformer); 0 if only the probe's length is known.
     """
 
     main_input: str
@@ -348,15 +337,14 @@ class ActivationShape:
 
     @property
     def changes_length(self) -> bool:
-        """Whether the activation has other positions than the tokens of a text."""
+        """True if the activation of a text may have another length than its number of tokens."""
         return len(self.input_shape) == 1 and self.multiple != 1
 
     def of(self, inputs: dict[str, Any]) -> tuple[int, ...]:
-        """The activation's shape `(batch, seq, hidden)` for a batch.
+        """Return the activation's shape `(batch, seq, hidden)` for a batch.
 
         Raises:
-            ValueError: the main input is missing, images have another size than at the start, or sequences
-                another length where the model takes one only.
+            ValueError: the main input is missing, or of a size or length that the model does not take.
         """
         value = inputs.get(self.main_input)
         if not isinstance(value, torch.Tensor):
@@ -390,14 +378,12 @@ def padded_length(length: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one tiny batch told about the model.
+    """Result of running the model on one tiny batch at start-up.
 
     Args:
-        structure: units and who uses which parameter.
-        unit_flops: forward floating-point operations of each unit on the probe.
-        boundary_dtypes: dtype of the activation after each unit but the head.
-        activation: shape rule at the boundaries.
-        placeholders: batch entries that only the embeddings read: other values of them on later stages change no bit.
+        unit_flops: forward floating-point operations of each unit, for the whole probe batch.
+        boundary_dtypes: dtype of the activation after each unit except the head.
+        placeholders: batch entries that only the embeddings read: other values on later stages change no bit.
     """
 
     structure: Structure

@@ -1,4 +1,4 @@
-"""The view of one stage: the model's own code, run from the first to the last unit that this rank owns."""
+"""View of one stage: the model's own forward code, restricted to the units that this rank owns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_pipetransformer.splitters.structure import StandIn, Structure
 
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function to a faster one that does the same."""
+"""Function that returns a faster version of a function, such as `torch.compile`."""
 
 
 class StageExit(Exception):
-    """Carries a stage's last activation out of the model's forward; caught by the engine, never by users."""
+    """Exception that carries a stage's last activation out of the model's forward. The engine catches it."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__("a pipeline stage ended here; this exception is caught by the pipeline engine")
@@ -29,17 +29,14 @@ class StageExit(Exception):
 
 
 class StageView:
-    """Makes a model run only a range of its units, by overriding `forward` on instances.
+    """Restriction of a model to a range of its units, by overriding `forward` on module instances.
 
-    The module tree, the names of parameters and the model's own forward code stay as they are: layers that this stage
-    does not own hand their input on, the embeddings are replaced by the received activation, and after the last owned
-    unit `StageExit` leaves the model with the activation; its autograd graph stays intact.
+    Module tree, parameter names and the model's own forward code stay unchanged. Layers that this stage does not own
+    pass their input through, the received activation replaces the embeddings' output, and after the last owned unit
+    `StageExit` carries the activation out of the forward with its autograd graph intact.
 
     Args:
-        model: the whole model.
-        splitter: how to run half a layer.
-        structure: from `trace_structure`.
-        compiled: makes a faster function of a layer's forward, or of one half of it; None leaves them as they are.
+        compiled: compiles a layer's forward, or half of it; None leaves them as they are.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class StageView:
         self._faster: dict[tuple[int, str], Callable[..., Any]] = {}
         self.received: torch.Tensor | None = None
         self.is_running = False
-        """Whether the model runs a part of its units now (`run`)."""
+        """True while `run` executes the model."""
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
         self.units = range(0)
@@ -60,25 +57,22 @@ class StageView:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the model runs a part of its units only."""
         return bool(self._installed)
 
     def install(self, *parts: range) -> None:
-        """Let the model run the units of these stages only, one stage at a time. Replaces an earlier view."""
+        """Restrict the model to these stages' units, one stage at a time, the first now; replaces earlier ones."""
         self.remove()
         self.narrow(parts[0])
         self._installed = parts
 
     def run(self, units: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
-        """Let `forward` run `units` and no others. Until `widen` the model does so.
+        """Run `forward` with the model restricted to `units`; the restriction stays until `widen`.
 
         Args:
-            units: some of the model's.
-            received: the activation that enters them, `(batch, seq, hidden)`; None for the embeddings.
-            forward: runs the model.
+            received: the activation that enters `units`, `(batch, seq, hidden)`; None for the embeddings.
 
         Returns:
-            What `forward` returned if the head is among `units`, else the activation that leaves them.
+            The result of `forward` if `units` include the head, else the activation after the last unit.
 
         Raises:
             PipelineError: the model skipped the last of `units`.
@@ -88,7 +82,7 @@ class StageView:
         try:
             result = forward()
         except StageExit as stage_exit:
-            # The traceback holds the frames of the whole forward, and with them every activation.
+            # The traceback references the frames of the whole forward, and with them every activation.
             stage_exit.__traceback__ = None
             return stage_exit.hidden
         finally:
@@ -102,12 +96,7 @@ class StageView:
 
     @contextmanager
     def backward_of(self, units: range, received: torch.Tensor | None) -> Iterator[None]:
-        """The backward of what `run` gave: a model that recomputes its layers itself finds them as they were then.
-
-        Args:
-            units: see `run`.
-            received: see `run`.
-        """
+        """Restore the view of a `run` for its backward, where a model's own checkpointing reruns the layers."""
         self.narrow(units)
         self.received = received
         try:
@@ -116,25 +105,24 @@ class StageView:
             self.received = None
 
     def narrow(self, units: range) -> None:
-        """Run `units` alone until `widen`."""
+        """Restrict the model to `units` until `widen`."""
         if units == self.units:
             return
         self._restore()
         self.units = units
         if units not in self._forwards:
-            # Ranks with several stages come back to each of them many times in a step.
+            # Cached: ranks with several stages switch between them many times per step.
             self._forwards[units] = self._forwards_of(units)
         for module, forward in self._forwards[units]:
             self._overridden.append((module, module.__dict__.get("forward")))
             module.forward = forward
 
     def widen(self) -> None:
-        """Run the whole first stage again."""
+        """Restrict the model to the whole first installed stage again."""
         if self._installed:
             self.narrow(self._installed[0])
 
     def remove(self) -> None:
-        """Give the model its own forward back."""
         self._restore()
         self._forwards.clear()
         self._installed = ()
@@ -149,7 +137,7 @@ class StageView:
         self.received = None
 
     def _forwards_of(self, units: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """The modules whose own forward does not serve a stage that owns `units`, and what they run instead."""
+        """Return the modules that need another forward on a stage with `units`, with that forward."""
         found = [] if 0 in units else self._entry_forwards()
         for index, layer in enumerate(self.structure.layers):
             forward = self._layer_forward(index, layer, units)
@@ -158,7 +146,6 @@ class StageView:
         return found
 
     def _entry_forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """What the entries give in a stage without the embeddings."""
         entries = self.structure.entries
         forwards: list[Callable[..., Any]] = [partial(self._give_stand_in, make) for make in self.structure.stand_ins]
         if not self.structure.enters_layers:
@@ -167,15 +154,15 @@ class StageView:
 
     def _give_stand_in(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
-        return make(self.received)  # What the code around makes of it is not read.
+        return make(self.received)  # Only its structure and shape matter.
 
     def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
-        # Autograd does not let a leaf be changed where it lies, and others still read it.
+        # Autograd forbids in-place changes of a leaf that requires grad, and the received tensor is read again later.
         return self.received.clone() if self.structure.changes_in_place else self.received
 
     def _layer_forward(self, index: int, layer: nn.Module, units: range) -> Callable[..., Any] | None:
-        """What `layer` does in a stage that owns `units`; None if its own forward serves."""
+        """Return the forward of `layer` on a stage with `units`; None if its own forward will do."""
         attention, mlp = attention_of(index), mlp_of(index)
         last = units[-1]
         exits_before = last == 0 and index == 0
@@ -213,7 +200,7 @@ class StageView:
         return forward
 
     def _fast(self, index: int, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled if that was asked for: once for each layer, whatever stages come and go."""
+        """Return the function, compiled if requested. Compiles once per layer and part, not again for a new layout."""
         if self._compiled is None:
             return function
         if (index, part) not in self._faster:

@@ -1,4 +1,4 @@
-"""Full precision for checks: what differs there by more than rounding is wrong, on a GPU and under bf16 too."""
+"""Start-up check, in deterministic float32, that the split model has the loss and gradients of the whole one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes in float32, whatever the run computes in, and each time to the same bits.
+    """Run the model in float32 inside the context, with bitwise reproducible results.
 
-    Weights in half precision are replaced by float32 ones and come back untouched; autocast is off, also where the
-    loss of a user turns it on; products of float32 are float32; attention kernels that take no float32 are replaced.
+    Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
+    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32.
     """
     with ExitStack() as stack:
         stack.enter_context(_float32_weights(model))
@@ -41,7 +41,7 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch whose tensors of half precision are float32."""
+    """Return the batch with its half-precision tensors cast to float32."""
     return {
         key: value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
         for key, value in inputs.items()
@@ -70,7 +70,7 @@ def _without_autocast() -> Iterator[None]:
     with ExitStack() as stack:
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        # Contexts that are entered inside find the switch stuck.
+        # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
         torch.set_autocast_enabled = lambda *_: None
         try:
             yield
@@ -87,11 +87,11 @@ def _float32_products() -> Iterator[None]:
     ]
     own = [kernel.fp32_precision for kernel in kernels]
     try:
-        # A CTC loss reads the older switch of cuDNN (`torch.backends.cudnn.flags`), which torch refuses where it says
-        # something else than the newer ones.
+        # A CTC loss reads cuDNN's legacy switch (`torch.backends.cudnn.flags`), and torch raises if it disagrees with
+        # the newer `fp32_precision`.
         allowed_tf32 = backends.cudnn.allow_tf32
     except RuntimeError:
-        allowed_tf32 = None  # Its user has set them apart.
+        allowed_tf32 = None  # The user set the two switches to different values.
     try:
         if allowed_tf32 is not None:
             backends.cudnn.allow_tf32 = False
@@ -107,7 +107,7 @@ def _float32_products() -> Iterator[None]:
 
 @contextmanager
 def _float32_attention(model: Any) -> Iterator[None]:
-    """Flash attention takes half precision only."""
+    """Replace flash attention, which accepts half precision only."""
     own = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if own is None or "flash" not in own:
         yield
@@ -135,9 +135,9 @@ def _deterministic() -> Iterator[None]:
 
 
 LOSS_TOLERANCE = 1e-5
-"""Relative difference between the losses of the split and of the whole model that still counts as rounding."""
+"""Largest relative difference between the split and the whole model's loss that counts as rounding."""
 GRADIENT_TOLERANCE = 1e-4
-"""The same for the norms of the gradients."""
+"""Largest relative difference of the gradient norms that counts as rounding."""
 
 Compute = Callable[[dict[str, Any]], torch.Tensor]
 
@@ -145,17 +145,14 @@ Compute = Callable[[dict[str, Any]], torch.Tensor]
 def probe_model(
     model: nn.Module, splitter: Splitter, compute: Compute, inputs: dict[str, Any], main_input: str
 ) -> Probe:
-    """Trace the model and check that cutting it at every possible place changes neither result nor gradients.
-
-    The comparison is made in full precision, whatever the run computes in.
+    """Trace the model and check in float32 that cutting it at every possible place keeps its loss and gradients.
 
     Args:
-        compute: runs the whole model on inputs and returns a scalar to compare, the loss where there are labels.
+        compute: runs the whole model on inputs and returns a scalar to compare, the loss if there are labels.
         inputs: a tiny batch on the model's device.
-        main_input: name of the input that the embeddings read.
 
     Raises:
-        UnsupportedModelError: the split model differs from the whole one, or a loss reads what all layers say.
+        UnsupportedModelError: the split model differs from the whole one, or its loss reads the routers of all layers.
     """
     value = inputs.get(main_input)
     if not isinstance(value, torch.Tensor) or not value.dim():
@@ -180,7 +177,7 @@ def probe_model(
 
 @contextmanager
 def _said_of(model: nn.Module, structure: Structure) -> Iterator[None]:
-    """What goes wrong where code around the layers got what a stage received, in words."""
+    """Explain errors of model code between embeddings and first layer that does not run without the embeddings."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
@@ -211,7 +208,7 @@ def _check_split(
     inputs: dict[str, Any],
     main_input: str,
 ) -> bool:
-    """Compare the split model with the whole one; the answer is whether its later stages read the main input."""
+    """Compare the split model with the whole one; return True if later stages may read the main input."""
     with gradients_discarded(model):
         expected = compute(inputs)
         if expected.requires_grad:
@@ -235,15 +232,13 @@ def _check_split(
 
 
 def _noise_like(value: torch.Tensor) -> torch.Tensor:
-    """Other values from the same range: whoever reads them gives something else, zeros might make no difference."""
+    """Return other values from the same range. Zeros could leave the result unchanged even where they are read."""
     low, high = value.aminmax()
     return torch.where(high > low, low + (high - low) * torch.rand_like(value), value + 1)
 
 
 @dataclass(frozen=True)
 class _SplitRun:
-    """What the model gave as a chain of stages: its loss, what the stages sent, gradients and their norms."""
-
     loss: torch.Tensor
     sent: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
@@ -259,10 +254,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _multiple(chain: _Chain, length: int) -> int:
-    """Which multiples of tokens a model pads sequences to: 1 where it pads none; 0 if lengths follow another rule.
-
-    Found with embeddings of sequences of a few other lengths.
-    """
+    """Return the multiple that the model pads sequences to: 1 if it does not pad, 0 if lengths follow another rule."""
 
     def follows(multiple: int, lengths: list[int]) -> bool:
         return all(chain.length_for(length, each) == padded_length(each, multiple) for each in lengths)
@@ -276,7 +268,6 @@ def _multiple(chain: _Chain, length: int) -> int:
 
 
 def _of_length(value: Any, length: int, found: int) -> Any:
-    """Repeat or cut an entry of a batch of `length` tokens so that it has `found`."""
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
         return value
     return torch.cat([value] * -(-found // length), dim=1)[:, :found]
@@ -305,17 +296,15 @@ def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, 
 
 
 class _NoModules(nullcontext[None]):
-    """In place of what tells `FlopCounterMode` the module that runs: all is one.
+    """Replacement for the module tracker of `FlopCounterMode` that counts everything under one module.
 
-    Torch's own hangs hooks on the gradients of what modules take, which fails without gradients if that is a weight.
+    Torch's own tracker hooks the gradients of module inputs, which fails under `no_grad` if an input is a weight.
     """
 
     parents: ClassVar = {"Global"}
 
 
 class _Chain:
-    """Runs the model as a chain of the smallest possible stages, forward and backward."""
-
     def __init__(
         self,
         view: StageView,
@@ -334,7 +323,7 @@ class _Chain:
         self.hidden_shape: tuple[int, ...] = ()
 
     def length_for(self, present: int, length: int) -> int | None:
-        """Positions of the activation for sequences of `length`, not `present` tokens; None if it takes none."""
+        """Return the activation's length for sequences of `length` instead of `present` tokens; None if that fails."""
         self.view.install(range(1))
         try:
             with torch.no_grad():
@@ -342,13 +331,13 @@ class _Chain:
         except StageExit as stage_exit:
             return stage_exit.hidden.shape[1] if stage_exit.hidden.dim() > 1 else None
         except (IndexError, RuntimeError, ValueError):
-            return None  # Longer than there are positions, say.
+            return None  # For example, longer than the position embeddings.
         finally:
             self.view.remove()
         return None
 
     def run(self) -> list[torch.Tensor]:
-        """What each stage gives, the loss last; with the backward if there is one."""
+        """Return each stage's output, the loss last; run the backward too if gradients are enabled."""
         received: torch.Tensor | None = None
         done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
         try:
@@ -356,7 +345,7 @@ class _Chain:
                 output = self._run_stage(range(start, end), received)
                 done.append((range(start, end), received, output))
                 received = output.detach().requires_grad_(torch.is_grad_enabled())
-            if torch.is_grad_enabled():  # Without, a hook may let embeddings ask for gradients all the same.
+            if torch.is_grad_enabled():  # Outputs can require grad under no_grad (embedding hooks).
                 self._backward(done)
         finally:
             self.view.remove()
@@ -401,12 +390,12 @@ def _total(norms: torch.Tensor) -> float:
 
 def _is_close(found: float, expected: float, tolerance: float) -> bool:
     both_undefined = found != found and expected != expected
-    is_same = both_undefined or found == expected  # Infinities differ by nan.
+    is_same = both_undefined or found == expected  # inf - inf is nan.
     return is_same or abs(found - expected) <= tolerance * max(abs(expected), 1e-3)
 
 
 def _norms_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Alike where they are numbers, and not finite in the same places."""
+    """True if the norms are close where finite, and not finite in the same places."""
     are_same = (found == expected) | (found.isnan() & expected.isnan())
     differences = torch.where(are_same, 0.0, found - expected)
     return _total(differences) <= tolerance * max(_total(expected[expected.isfinite()]), 1e-3)
@@ -426,18 +415,17 @@ def gradients_discarded(model: nn.Module) -> Iterator[None]:
 
 
 _PARTS = ("_parameters", "_buffers", "_modules")
-"""Where a module holds what belongs to it."""
 
 
 @contextmanager
 def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
-    """Evaluation mode, and no trace left in any random number generator or module mode.
+    """Put the model into evaluation mode, and restore RNG states and module modes on exit.
 
-    After an error the modules are as before, too: some models make parts of themselves anew in their first forward,
-    which draws weights, and have to do so again where Trainer goes on with them.
+    On an error the modules' attributes are restored too: some models build parts of themselves, with random weights,
+    in their first forward, and must do it again when a plain Trainer goes on with them.
 
     Args:
-        is_training: whether the outermost module says that it trains, which a loss may ask.
+        is_training: value of `model.training` on the outermost module, which a loss may read.
     """
     modes = {module: module.training for module in model.modules()}
     own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}

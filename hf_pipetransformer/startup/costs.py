@@ -1,4 +1,4 @@
-"""Measured costs: of the blocks of a model, of transfers, and the memory of the devices."""
+"""Measurement of a model's units (seconds, bytes), of transfers between ranks, and of device memory."""
 
 from __future__ import annotations
 
@@ -29,22 +29,20 @@ from hf_pipetransformer.startup.model import Inspection, Subject
 
 NUM_REPEATS = 5
 PROFILE_SECONDS = 10.0
-"""What measuring may take: of a large micro-batch of a slow model only a part is measured."""
+"""Time budget of a measurement; for slow models it is met by measuring with fewer samples."""
 MEMORY_SHARE = 0.5
-"""Share of the free memory that measuring may take."""
+"""Share of the free memory that a measurement may use."""
 
 Compute = Callable[[dict[str, Any]], torch.Tensor]
 
 
 @dataclass
 class UnitProfile:
-    """By unit, for one sample.
+    """Costs of each unit for one sample, in seconds and bytes.
 
     Args:
-        forward: seconds of the forward.
-        backward: seconds of the whole backward.
         edge_backward: seconds of the backward if the unit's input needs no gradient.
-        activation_bytes: bytes that the unit keeps for its backward, its weights not counted.
+        activation_bytes: bytes saved for the backward, weights not counted.
         boundary_bytes: bytes of the activation between two units.
     """
 
@@ -62,18 +60,17 @@ class _Times:
 
 
 def affordable_samples(wanted: int, pilot: UnitProfile, num_units_run: int, free_bytes: float) -> int:
-    """How many samples to measure with: `wanted`, unless that takes too long or too much memory. Pure.
+    """Return the number of samples to measure with: `wanted`, or fewer if that takes too much time or memory.
 
     Args:
-        wanted: samples of the run's own micro-batch.
-        pilot: measured on fewer samples.
-        num_units_run: units that are run alone; before each runs the chain that leads to it.
-        free_bytes: free memory of the device.
+        wanted: samples of the run's micro-batch.
+        pilot: profile measured on fewer samples.
+        num_units_run: number of units timed alone; the forward of all units below runs once before each.
     """
     runs = 2 * (NUM_REPEATS + 1) + 1
     slowest = max(f + b for f, b in zip(pilot.forward, pilot.backward, strict=True))
     seconds = num_units_run * (sum(pilot.forward) + runs * slowest)
-    # What a unit keeps, its gradients, and as much again for what it makes on the way.
+    # Saved activations, their gradients, and as much again for temporaries.
     needed = 3 * max(pilot.activation_bytes)
     limits = [
         PROFILE_SECONDS / seconds if seconds else wanted,
@@ -91,13 +88,12 @@ def profile_units(
     size: int,
     num_repeats: int = NUM_REPEATS,
 ) -> UnitProfile:
-    """Run the embeddings, one middle layer and the head alone, a few times each.
+    """Time the embeddings, one middle layer and the head; the middle layer stands for all layers.
 
     Args:
         compute: runs the whole model on inputs and returns a scalar to differentiate.
-        inputs: a batch on the model's device.
-        size: its number of samples.
-        num_repeats: how often each is timed, after a first run that does not count.
+        size: number of samples in `inputs`, which is on the model's device.
+        num_repeats: timed runs of each, after one warm-up run.
     """
     num_units = structure.num_units
     zeros = [0.0] * num_units
@@ -128,20 +124,18 @@ def profile_units(
 
 
 def middle_layer(model: nn.Module, structure: Structure) -> int:
-    """The layer that stands for all: the middle one of those that are trained, of all if none is."""
+    """Return the layer to measure: the middle one of the trained layers, or of all layers if none is trained."""
     trained = _trained_layers(model, structure) or list(range(structure.num_layers))
     return trained[len(trained) // 2]
 
 
 def units_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
-    """The units that stand for all: embeddings, attention and MLP of `layer` (one piece if uncut), head."""
+    """Return the units to measure: embeddings, attention and MLP of `layer` (one piece if uncut), head."""
     middle = (attention_of(layer), mlp_of(layer)) if structure.cuts_inside_layers else (attention_of(layer),)
     return (0, *middle, structure.num_units - 1)
 
 
 class _Runner:
-    """Runs single units of a model."""
-
     def __init__(
         self, view: StageView, compute: Compute, inputs: dict[str, Any], device: torch.device, num_repeats: int
     ) -> None:
@@ -152,14 +146,13 @@ class _Runner:
         self.num_repeats = num_repeats
 
     def hidden_before(self, unit: int) -> torch.Tensor | None:
-        """The activation that enters `unit`; None before the embeddings."""
         if unit == 0:
             return None
         with torch.no_grad():
             return self._run(range(unit), None).detach()
 
     def time(self, units: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> _Times:
-        """Seconds of forward and backward, the first run left out."""
+        """Time the forward and backward of `units` repeatedly, without the first (warm-up) run."""
         times = _Times()
         for repeat in range(self.num_repeats + 1):
             forward, backward = self.once(units, hidden, needs_input_gradient)
@@ -169,7 +162,6 @@ class _Runner:
         return times
 
     def once(self, units: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
-        """Seconds of a forward and a backward."""
         received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
         start = self._now()
         output = self._run(units, received)
@@ -179,7 +171,7 @@ class _Runner:
         return middle - start, self._now() - middle
 
     def saved_bytes(self, units: range, hidden: torch.Tensor | None) -> float:
-        """Bytes kept for the backward, each storage once, weights left out."""
+        """Return the bytes saved for the backward, each storage counted once, weights not counted."""
         weights = {p.untyped_storage().data_ptr() for p in self.view.model.parameters()}
         storages: dict[int, int] = {}
 
@@ -187,7 +179,7 @@ class _Runner:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 storages[storage.data_ptr()] = storage.nbytes()
-            # The tensor itself may be the output of the node that keeps it: the graph would hold itself for ever.
+            # Detach: if a node saves its own output, the graph would reference itself and never be freed.
             return tensor.detach()
 
         received = None if hidden is None else hidden.clone().requires_grad_()
@@ -217,10 +209,7 @@ def _trained_layers(model: nn.Module, structure: Structure) -> list[int]:
 
 @contextmanager
 def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
-    """Inside, layers train what their user trains of them; all there is, if no layer trains anything.
-
-    Gradients are dropped.
-    """
+    """Train what the user trains inside the context, or everything if no layer is trained; discard its gradients."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     if not _trained_layers(model, structure):
         for parameter in flags:
@@ -234,18 +223,12 @@ def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
 
 
 ReadBatch = Callable[[int], dict[str, Any]]
-"""A batch of so many samples, with which the run begins."""
+"""Function from a number of samples to a batch of the first samples of the run."""
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What plans start from.
-
-    Args:
-        units: of the model.
-        overheads: of the machine.
-        num_samples: of the micro-batch that the units were measured with.
-    """
+    """Measured costs that plans start from; units were measured with a micro-batch of `num_samples`."""
 
     units: UnitCosts
     overheads: Overheads
@@ -260,11 +243,10 @@ def measure_costs(
     inspection: Inspection,
     read: ReadBatch | None,
 ) -> MeasuredCosts:
-    """Rank 0's measurement, on every rank. A collective call.
+    """Measure unit costs on rank 0 and transfers between ranks. Collective: call on every rank.
 
     Args:
-        inspection: makes it.
-        read: gives the batch that the units are measured with; None measures with the subject's.
+        read: reads the batch to measure with; None uses the subject's.
     """
 
     def measure() -> dict[str, Any]:
@@ -287,7 +269,7 @@ def measure_costs(
     shared: dict[bool, list[tuple[tuple[int, ...], int]]] = {True: [], False: []}
     for name, parameter in subject.model.named_parameters():
         units = structure.units_of_parameter[name]
-        # Of tied weights the first user keeps the state and takes the step.
+        # The first unit that uses a tied weight owns its optimizer state and steps it.
         parameters[units[0]] += parameter.numel()
         kept[units[0]] += 0 if parameter.requires_grad else parameter.numel()
         sizes = trained_bytes if parameter.requires_grad else kept_bytes
@@ -319,10 +301,7 @@ def _measure_units(
     topology: Topology,
     read: ReadBatch | None,
 ) -> tuple[UnitProfile, int]:
-    """What the units cost, and with how many samples that was measured.
-
-    That many are in the run's largest micro-batch, or fewer where it is too much work or memory.
-    """
+    """Return unit costs and the samples measured with: the largest micro-batch, or fewer if too slow or too large."""
     inputs, size = subject.inputs, batch_size(subject.inputs)
     measure = partial(profile_units, subject.model, subject.splitter, structure, subject.loss)
     if read is None:
@@ -339,31 +318,30 @@ def _measure_units(
 
 
 def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topology) -> int:
-    """Samples that the whole model may be run with in the memory that is free here; at least 1."""
+    """Return the number of samples, at least 1, that fit through the whole model in this device's free memory."""
     kept = sum(units.activation_bytes)
     return max(1, int(MEMORY_SHARE * _free_bytes(device, topology.num_ranks_here) / kept)) if kept else 1
 
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
-    """Samples of the largest micro-batch that the first layout has; with K to be chosen, that of the shortest."""
+    """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
     size = args.pipeline_size or 1
     samples = args.train_samples_per_device * size
     return -(-samples // num_microbatches_at_start(args, size, samples))
 
 
 def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
-    """M of the first layout: the user's, or the rule's."""
+    """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
     rule = (args.pipeline_schedule, args.gradient_accumulation_steps, args.pipeline_weights)
     return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A batch's entry on a device."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def smallest_device_bytes(device: torch.device, topology: Topology) -> float:
-    """Memory of the smallest device of the run, which every plan is for. A collective call."""
+    """Return the bytes of the run's smallest device, which plans must fit. Collective: call on every rank."""
     return min(topology.gather(_device_bytes(device, topology.num_ranks_here)))
 
 

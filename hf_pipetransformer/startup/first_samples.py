@@ -1,4 +1,4 @@
-"""The samples that a run looks at before it starts."""
+"""Choice of the few samples that the start-up checks run on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 _MARKS_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What flattening collators add, beside `position_ids`, to say where samples begin."""
+"""Batch entries that flattening collators add, besides `position_ids`, to mark where samples begin."""
 
 _REMEDY = (
     "Expected one row a sample: use a collator that pads, such as DataCollatorWithPadding, in place of "
@@ -33,15 +33,14 @@ _REMEDY = (
 
 
 def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
-    """Refuse a batch in which a row is not one sample of the data set, whatever that is.
+    """Refuse a batch whose rows are not one sample of the data set each.
 
     Args:
-        inputs: a collated batch.
-        num_samples: how many samples were collated into it.
-        main_input: name of the model's main input; None looks for the usual names.
+        num_samples: number of samples that were collated into `inputs`.
+        main_input: name of the model's main input; None tries the usual names.
 
     Raises:
-        ValueError: the collator put several samples into one row, or rows and samples differ in number.
+        ValueError: the collator put several samples into one row, or the numbers of rows and samples differ.
     """
     marks = [name for name in _MARKS_OF_PACKING if inputs.get(name) is not None]
     if marks:
@@ -67,9 +66,9 @@ def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: st
 
 
 def _first_restart(positions: torch.Tensor, attention_mask: Any) -> int | None:
-    """The first row whose positions, `(batch, seq)`, fall and rise again; None if there is none.
+    """Return the first row whose positions, `(batch, seq)`, decrease and then increase again; None if there is none.
 
-    Padding repeats one position, so it falls at most once, or is masked.
+    Padding cannot trigger this: it is masked, or repeats one position and so decreases at most once.
     """
     is_real = torch.ones_like(positions, dtype=torch.bool)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == positions.shape:
@@ -84,29 +83,27 @@ def _first_restart(positions: torch.Tensor, attention_mask: Any) -> int | None:
 
 NUM_PROBE_SAMPLES = 6
 NUM_SEARCHED_SAMPLES = 48
-"""Samples among which labelled ones, and different labels, are looked for."""
+"""Number of samples that are searched for labeled ones with different labels."""
 
 
 class FirstBatches(Protocol):
-    """The batches that a run begins with."""
+    """First batches of a run."""
 
     def collated(self) -> Generator[tuple[dict[str, Any], int]]:
-        """One after the other, and how many samples are in each."""
+        """Yield collated batches, each with its number of samples."""
 
     def read(self, num_samples: int) -> dict[str, Any]:
-        """The first samples, at most so many, in one batch."""
+        """Return at most `num_samples` first samples as one batch."""
 
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """As the run's own sampler and collator make them; what they draw is drawn again by the run.
+    """First batches from the run's sampler and collator. RNG states are restored, so the run repeats the same draws.
 
     Args:
-        dataset: samples by index, or a stream.
-        collate: samples to a batch.
-        size: samples of a batch of one device.
-        order: indices in the order of the run; not asked for of a stream.
-        sampler: that the order comes from.
+        size: samples of one device's batch.
+        order: returns the indices in the run's order; not called for a stream.
+        sampler: source of `order`; its RNG state is restored as well.
     """
 
     dataset: Any
@@ -116,14 +113,12 @@ class OwnBatches:
     sampler: Any = None
 
     def collated(self) -> Generator[tuple[dict[str, Any], int]]:
-        """See `FirstBatches`."""
         with generators_kept(self.dataset, self.collate, self.sampler):
             samples = self._samples()
             while rows := list(islice(samples, min(self.size, NUM_SEARCHED_SAMPLES))):
                 yield dict(self.collate(rows)), len(rows)
 
     def read(self, num_samples: int) -> dict[str, Any]:
-        """See `FirstBatches`."""
         with generators_kept(self.dataset, self.collate, self.sampler):
             return dict(self.collate(list(islice(self._samples(), num_samples))))
 
@@ -140,34 +135,29 @@ class OwnBatches:
 
 @dataclass(frozen=True)
 class UsersBatch:
-    """The first batch of a loader of the user's own."""
+    """First batch of a user's own loader."""
 
     batch: dict[str, Any]
 
     def collated(self) -> Generator[tuple[dict[str, Any], int]]:
-        """See `FirstBatches`."""
         yield self.batch, batch_size(self.batch)
 
     def read(self, num_samples: int) -> dict[str, Any]:
-        """See `FirstBatches`."""
         return take_samples(self.batch, slice(0, num_samples))
 
 
 def probe_samples(
     batches: FirstBatches, main_input: str, count: Callable[[Mapping[str, Any]], int], most: int = NUM_PROBE_SAMPLES
 ) -> dict[str, Any]:
-    """A few samples of one of the batches that the run begins with: no others are sure to fit into one batch.
+    """Return a few samples of one of the run's first batches; samples of different batches may not collate together.
 
-    It is the first in which samples have labels, and different ones, or if there is none soon, what comes closest.
+    Takes the first batch with labeled samples of different labels or, if none comes soon, the closest to that.
 
     Args:
-        batches: that the run begins with.
-        main_input: name of the input that the embeddings read.
-        count: items of a batch that the mean of the loss runs over.
-        most: samples of it that are taken.
+        count: returns the number of items of a batch that the loss averages over.
 
     Raises:
-        ValueError: the data set is empty, or a batch is no batch of its samples.
+        ValueError: the data set is empty, or the rows of a batch are not one sample each.
     """
     num_seen, best, found = 0, (-1, -1), None
     with closing(batches.collated()) as collated:
@@ -188,9 +178,9 @@ def probe_samples(
 def _choose_rows(
     batch: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int], most: int
 ) -> tuple[list[int], int, int]:
-    """Rows of a batch to probe with, labelled ones and of each label in turn; how many labels and labelled rows.
+    """Return rows to probe with, the number of different labels, and the number of labeled rows among those returned.
 
-    Labels that are no classes count as different.
+    Prefers labeled rows and cycles over their labels. Labels that are not classes count as all different.
     """
     size = batch_size(batch)
     by_label: dict[Any, list[int]] = {}
@@ -207,7 +197,7 @@ def _choose_rows(
 
 
 def _label_of(sample: Mapping[str, Any]) -> Any:
-    """The class of a sample, or the classes of its tokens; None if its labels are no classes."""
+    """Return the class of a sample, or the set of its tokens' classes; None if its labels are not classes."""
     labels = sample.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
         return None
@@ -215,10 +205,7 @@ def _label_of(sample: Mapping[str, Any]) -> Any:
 
 
 def with_two_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A batch in which class labels differ: where all are the same, every second sample gets another one.
-
-    Only then does it show whether a loss weighs its classes.
-    """
+    """Change every second class label if all are equal, as a single class cannot reveal a class-weighted loss."""
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return inputs
@@ -227,14 +214,14 @@ def with_two_labels(inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs
     known = classes[0] if classes else 0
     changed = labels.clone() if classes else torch.full_like(labels, known)
-    # Every loss over classes knows the first two.
+    # Classes 0 and 1 exist for every classification loss.
     other = known - 1 if known else 1
     changed[1::2] = torch.where(changed[1::2] == IGNORED_LABEL, IGNORED_LABEL, other)
     return {**inputs, "labels": changed}
 
 
 def most_samples(args: PipeTransformerArguments) -> int:
-    """How many samples the whole model may be run with, in full precision: a step of the run takes more memory."""
+    """Return how many samples the whole model can run in float32 without exceeding the memory of a training step."""
     if args.pipeline_checkpoint != "never" or args.activation_checkpointing:
         return 1
     size = args.train_samples_per_device
@@ -242,11 +229,9 @@ def most_samples(args: PipeTransformerArguments) -> int:
 
 
 def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
-    """Those of a loader. A collective call; it draws from the global generators.
+    """Return the first batches of `given`, the arguments of Trainer's loader or a user's own loader.
 
-    Args:
-        trainer: of the options, the columns and the collator.
-        given: what Trainer's loader was asked for, or a loader of the user's own.
+    Draws from the global generators. Collective: call on every rank.
     """
     if not isinstance(given, Request):
         return UsersBatch(_first_of(given))
@@ -260,7 +245,7 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
 
 
 def _first_of(loader: Any) -> dict[str, Any]:
-    """The first batch of a user's loader. Each rank reads its own, as the ranks may do it together."""
+    """Return the first batch of a user's loader. Every rank reads its own, since reading may be a collective."""
     if iter(loader) is iter(loader):
         raise ValueError(
             f"The {type(loader).__name__} can be iterated once only, and a run looks at its first batch before it "
@@ -270,5 +255,5 @@ def _first_of(loader: Any) -> dict[str, Any]:
         batch = next(iter(loader), None)
     if batch is None:
         raise ValueError(f"The {type(loader).__name__} is empty: expected at least one batch.")
-    getattr(loader, "end", lambda: None)()  # What accelerate made believes that it is still being read.
+    getattr(loader, "end", lambda: None)()  # A loader prepared by accelerate would stay marked as active.
     return dict(batch)

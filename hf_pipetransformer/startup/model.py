@@ -1,4 +1,4 @@
-"""The model that a run starts with: its inspection on all ranks, and what its padding changes."""
+"""Inspection of the model that a run starts with: errors agreed on by all ranks, frozen layers, effect of padding."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ from hf_pipetransformer.startup.check import Compute, gradient_norms, gradients_
 T = TypeVar("T")
 
 _NOT_OF_THE_MODEL = (PipelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Another rank's failure, a lack of memory, a device that is lost: Trainer would fare no better."""
+"""Errors that do not speak against the model (another rank failed, out of memory, lost device): raised unchanged."""
 _OUT_OF_HOST_MEMORY = "DefaultCPUAllocator"
 
 
 class Inspection:
-    """Makes calls that run a model, and turns what they raise into one kind of error.
-
-    Args:
-        topology: the ranks, which agree on the outcome.
-        name: of the model's class.
-    """
+    """Wrapper for calls that run the model: turns errors into `UnsupportedModelError`, the same on every rank."""
 
     def __init__(self, topology: Topology, name: str) -> None:
         self._topology = topology
@@ -40,7 +35,7 @@ class Inspection:
         self._of_data: Exception | None = None
 
     def reading(self, read: Callable[[int], T]) -> Callable[[int], T]:
-        """Make `read` one whose errors are the data set's: they stay what they are."""
+        """Wrap `read` so that its errors are attributed to the data set and raised unchanged."""
 
         def noting_errors(num_samples: int) -> T:
             try:
@@ -52,10 +47,10 @@ class Inspection:
         return noting_errors
 
     def on_every_rank(self, call: Callable[[], T]) -> T:
-        """Make a call on every rank; what one of them raises is refused by all. A collective call.
+        """Call `call` on every rank and raise on all if it raises on one. Collective: call on every rank.
 
         Raises:
-            UnsupportedModelError: the call raised on some rank; on that rank with its error as the cause.
+            UnsupportedModelError: the call raised on some rank; on that rank with the original error as the cause.
         """
         value, refusal = self._attempt(call)
         for text in self._topology.gather(None if refusal is None else str(refusal)):
@@ -64,10 +59,10 @@ class Inspection:
         return cast(T, value)
 
     def on_first_rank(self, call: Callable[[], Any]) -> Any:
-        """Give every rank what a call gives on rank 0; see `Topology.decide`. A collective call.
+        """Call `call` on rank 0 and return its result on every rank. Collective: call on every rank.
 
         Raises:
-            UnsupportedModelError: on every rank, the call raised; on rank 0 with its error as the cause.
+            UnsupportedModelError: on every rank, if the call raised; on rank 0 with the original error as the cause.
         """
         refusals = []
 
@@ -82,7 +77,6 @@ class Inspection:
         return value
 
     def _attempt(self, call: Callable[[], T]) -> tuple[T | None, UnsupportedModelError | None]:
-        """Return what a call gives, or what the model is refused for."""
         try:
             return call(), None
         except UnsupportedModelError as error:
@@ -105,14 +99,11 @@ ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A whole model, a tiny batch, and how its loss is computed.
+    """Whole model, a tiny batch, and the computation of its loss.
 
     Args:
-        model: the whole model.
-        splitter: how it falls into layers.
-        inputs: the batch.
-        compute: the loss of the whole model for some inputs, given the number of items to divide by.
-        count: items of a batch that the model's mean runs over.
+        compute: returns the whole model's loss for some inputs and the number of items to divide by.
+        count: returns the number of items of a batch that the loss averages over.
     """
 
     model: nn.Module
@@ -122,7 +113,7 @@ class Subject:
     count: Callable[[Any], int]
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Of some inputs, divided by the items of the whole batch."""
+        """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""
         return self.compute(inputs, self.count(self.inputs))
 
     @property
@@ -132,12 +123,11 @@ class Subject:
 
     @property
     def pad_token_id(self) -> int:
-        """What text is padded with."""
         return config_value(self.model, "pad_token_id") or 0
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether the model draws random masks, or noise, in training: a module or the config holds a rate above 0."""
+    """Return True if a module or the config has a dropout or jitter rate above 0."""
     config = getattr(model, "config", None)
     holders: list[Any] = [*model.modules(), *([config] if hasattr(config, "__dict__") else [])]
     rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name or "jitter" in name]
@@ -146,7 +136,6 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def trained_units(model: nn.Module, structure: Structure) -> set[int]:
-    """The units that use a parameter with a gradient."""
     return {
         unit
         for name, parameter in model.named_parameters()
@@ -156,7 +145,7 @@ def trained_units(model: nn.Module, structure: Structure) -> set[int]:
 
 
 def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
-    """F at the start: leading layers that the script froze, the embeddings included."""
+    """Return the number of leading layers that the script froze; 0 if the embeddings are trained."""
     first = min(trained_units(model, structure), default=structure.num_units - 1)
     return max(0, block_of(first) - 1)
 
@@ -168,13 +157,10 @@ GRADIENT_TOLERANCE = 1e-4
 def sees_padding(
     model: nn.Module, splitter: Splitter, structure: Structure, compute: Compute, inputs: dict[str, Any]
 ) -> bool:
-    """Put noise on the hidden states at masked positions: does the loss or any gradient change?
+    """Return True if noise on the hidden states at masked positions changes the loss or any gradient norm.
 
-    A mean over tokens that are not ignored does not see padding, a softmax over positions (question answering) does.
-
-    Args:
-        compute: the loss of the whole model.
-        inputs: a tiny batch with `attention_mask`, `(batch, seq)`, that masks some positions.
+    A softmax over positions (question answering) depends on padding, a mean over labeled tokens does not. `inputs`
+    must have an `attention_mask`, `(batch, seq)`, that masks some positions.
     """
     view = StageView(model, splitter, structure)
     masked = inputs["attention_mask"] == 0
@@ -209,7 +195,7 @@ def _loss_and_norms(
 
 
 def hangs_on_length(subject: Subject) -> bool:
-    """Whether one more position of padding changes the loss: then replicas must pad alike."""
+    """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
     if not _is_text(subject):
         return False
     padded = _padded_more(subject)
@@ -222,7 +208,7 @@ def hangs_on_length(subject: Subject) -> bool:
 
 
 def hangs_on_padding(subject: Subject, probe: Probe) -> bool:
-    """Whether what stands at masked positions changes the loss: then stored rows keep it."""
+    """Return True if values at masked positions may change the loss, so that stored rows must keep them."""
     padded = _padded_more(subject) if _is_text(subject) and not probe.activation.changes_length else None
     if padded is None or _loss_if_taken(subject, padded) is None:
         return True
@@ -230,7 +216,7 @@ def hangs_on_padding(subject: Subject, probe: Probe) -> bool:
 
 
 def _loss_if_taken(subject: Subject, inputs: dict[str, Any]) -> float | None:
-    """The loss; None where the model does not take sequences of this length (Nystromformer takes one length)."""
+    """Return the loss; None if the model does not accept this sequence length (Nystromformer accepts one only)."""
     try:
         with torch.no_grad():
             return float(subject.loss(inputs))
@@ -246,7 +232,7 @@ def _is_text(subject: Subject) -> bool:
 
 
 def _padded_more(subject: Subject) -> dict[str, Any] | None:
-    """The batch with one more position of padding; None where that is not possible."""
+    """Return the batch with one more position of padding; None without an attention mask or room for it."""
     length = subject.inputs[subject.main_input].shape[1]
     longest = config_value(subject.model, "max_position_embeddings", length + 1)
     if "attention_mask" not in subject.inputs or length + 2 >= longest:

@@ -1,4 +1,4 @@
-"""The first layout of a run, and what the later ones are planned from."""
+"""Choice of a run's first layout on rank 0, inputs of later plans, and the start-up line that explains them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _MEANING = {
     "spectrain": "forwards and backwards see predicted weights",
     "xpipe": "forwards and backwards see weights predicted as Adam does",
 }
-"""What each `pipeline_weights` is, in words."""
+"""Description of each value of `pipeline_weights`, for the start-up line."""
 
 
 def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes: float) -> dict[str, Any]:
-    """All but the layout that the memory of a rank hangs on, as JSON values."""
+    """Return everything except the layout that a rank's memory depends on, as JSON values."""
     names = (
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
@@ -66,18 +66,13 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
 
 @dataclass(frozen=True)
 class RunPlanner:
-    """Plans with what rank 0 measured and what all devices have in common; rank 0 chooses.
+    """Planner of layouts from measured costs; rank 0 chooses and broadcasts.
 
     Args:
-        args: the options.
-        topology: the ranks.
-        probe: of the model.
-        costs: of its units, the same on every rank.
-        device_bytes: memory of the smallest device.
-        num_frozen_by_user: leading layers that the script froze.
-        has_dropout: whether the model draws random masks in training.
-        unfit: the longest pipeline that ran out of memory under the same conditions: no new one is as short.
-        num_probed: samples of the batch that `probe` counts the operations of.
+        device_bytes: memory of the smallest device, in bytes.
+        num_frozen_by_user: number of leading layers that the script froze.
+        unfit: largest pipeline length that ran out of memory under the same conditions; new pipelines are longer.
+        num_probed: number of samples in the batch that `probe.unit_flops` refers to.
     """
 
     args: PipeTransformerArguments
@@ -91,41 +86,42 @@ class RunPlanner:
     num_probed: int = 1
 
     def trying(self, layout: Layout) -> dict[str, Any]:
-        """What the event of a fault under `layout` says of it, for `read_unfit`."""
+        """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
         conditions = memory_conditions(self.args, self.probe, self.device_bytes)
         return {"layout": layout.as_event(), "conditions": conditions}
 
     @property
     def measures_microbatches(self) -> bool:
-        """Whether M is tried on training steps. By itself only where no number but the last digits hangs on it."""
+        """True if the number of micro-batches M is tuned on training steps; "auto" needs M to change rounding only."""
         asked = self.args.pipeline_parallel_num_microbatches
         if self.args.cuts_tokens or self.args.is_asynchronous:
-            return False  # It is planned with the slices, or there is no bubble that it would shrink.
+            return False  # M is planned together with the slices, or there is no bubble to shrink.
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
     def _is_free(self) -> bool:
-        """Whether clocks may choose between layouts that differ in rounding only."""
+        """True if measured times may choose between layouts, because layouts differ by rounding only."""
         return not (self.has_dropout or self.args.full_determinism)
 
     @property
     def _work(self) -> tuple[float, ...]:
-        """Operations per sample of each unit's forward where cuts change numbers, which clocks must not; else nothing.
+        """Forward FLOPs per sample of each unit if stage cuts change results; empty if measured times can be used.
 
-        Cuts say which stage draws which masks, and under an asynchronous schedule how old the weights are.
+        Cuts determine dropout masks and, in an asynchronous schedule, weight staleness: cuts chosen by measured times
+        would make results irreproducible.
         """
         if self._is_free and not self.args.is_asynchronous:
             return ()
         counted = self.probe.unit_flops
         if not any(counted):
-            # A model without matrix products has none that are counted.
+            # `FlopCounterMode` counts matrix products only, and this model has none.
             return tuple(map(float, self.costs.units.parameters))
         return tuple(each / self.num_probed for each in counted)
 
     def inputs(
         self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[tuple[int, int], int]
     ) -> PlanInputs:
-        """What the plans of a run that began under `layout` start from."""
+        """Return the inputs of later plans of a run that began with `layout`."""
         args, units = self.args, self.costs.units
         rules = PlanRules(
             compression=args.pipeline_compression,
@@ -147,14 +143,13 @@ class RunPlanner:
         return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
     def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
-        """The layout of the start, chosen by rank 0.
+        """Return the first layout, chosen by rank 0. Collective: call on every rank.
 
         Args:
-            samples_per_device: samples of a loader batch by rank.
-            num_frozen: layers that an earlier part of the run froze.
+            num_frozen: number of layers that were already frozen when the run resumed.
 
         Raises:
-            ValueError: on every rank, the pipeline length that was asked for is not possible.
+            ValueError: on every rank, if the requested pipeline length is not possible.
         """
         num_frozen = max(num_frozen, self.num_frozen_by_user)
         chosen = self.topology.decide(lambda: self._choose(samples_per_device, num_frozen).as_event())
@@ -207,11 +202,11 @@ class RunPlanner:
         )
 
     def describe(self, layout: Layout, samples_per_device: int, policy: str, freezes: bool) -> dict[str, Any]:
-        """The start-up line's honest expectation, and the inputs of the choice, for the event."""
+        """Return the event of the choice: the expectation printed at start-up, and the costs behind it."""
         costs, samples = self.costs, samples_per_device * layout.pipeline_size
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
-        # Without frozen layers there is nothing to store.
+        # Only outputs of frozen layers are cached.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.is_asynchronous
         cache = self.args.activation_cache if may_cache else "off"
         freezing = f"Freezing: {policy}."
@@ -235,7 +230,6 @@ class RunPlanner:
         }
 
     def _bubble(self, layout: Layout) -> str:
-        """How much of the devices the schedule can use, as a sentence; nothing without a pipeline."""
         k, m = layout.pipeline_size, layout.num_microbatches
         if k == 1:
             return ""
@@ -245,7 +239,6 @@ class RunPlanner:
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
 
     def _slices(self, layout: Layout, samples: int) -> str:
-        """How sequences of the length that was measured are cut, as a sentence, or why they stay whole."""
         costs, is_free = self.costs.units.slices, self.args.num_microbatches is None
         if costs is None or not self.args.cuts_tokens:
             return ""
@@ -271,7 +264,7 @@ class RunPlanner:
         return said + (f", and measured times err by {100 * (1 - WORTH):.0f} % or more." if share < 0 else ".")
 
     def _rule(self, layout: Layout) -> str:
-        """Why M is not tried, as a sentence, where it could be."""
+        """Return a sentence on why M is not tuned; empty if it is tuned or could not be."""
         is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
         if layout.pipeline_size == 1 or not is_free or self.measures_microbatches:
             return ""
@@ -280,7 +273,6 @@ class RunPlanner:
         return rule + "pipeline_parallel_num_microbatches='measured' tries others."
 
     def _asynchrony(self, layout: Layout) -> str:
-        """What it means that stages do not wait for each other, as sentences."""
         k, m, kind = layout.pipeline_size, layout.num_microbatches, self.args.pipeline_weights
         ahead = -(-(k - 1 - layout.first_active_stage) // (m * self.args.gradient_accumulation_steps))
         updates = f"{ahead} update{'' if ahead == 1 else 's'}"
@@ -294,23 +286,16 @@ class RunPlanner:
 
 
 def _listed(lengths: Sequence[int]) -> str:
-    """Two numbers or more in words."""
     return f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """What was found out about a model before its first step, the same on every rank.
+    """Findings about a model before its first step, the same on every rank.
 
     Args:
-        probe: of the model.
-        loss_rule: how losses of parts add up.
-        common_length: the length that replicas must pad alike to; None where padding changes no loss.
-        sees_padding: whether what stands at masked positions changes the loss.
-        pad_token_id: what text is padded with.
-        main_dtype: of the main input.
-        samples: the tiny batch that was looked at.
-        plans: plans the layouts.
+        common_length: how replicas pad to a common length; None if padding does not change the loss.
+        sees_padding: True if hidden states at masked positions may change the loss, so that stored rows keep them.
     """
 
     probe: Probe

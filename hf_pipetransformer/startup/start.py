@@ -1,4 +1,4 @@
-"""Whether sequences may be cut into slices of their tokens, and what slices cost on this machine."""
+"""Start-up inspection of a model (`look_at`), including the check and measurement of token slices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from hf_pipetransformer.startup.planner import RunPlanner, StartUp, memory_condi
 
 NUM_REPEATS = 3
 SLICE_COUNTS = (1, 2, 4, 8)
-"""Into so many equal slices are sequences cut for measuring."""
+"""Numbers of equal slices that sequences are cut into for measuring."""
 
 MOST_SEQUENCES = 4
 
@@ -65,13 +65,7 @@ _REMEDY = "Token slices are for models in which no token reads a later one. Set 
 
 
 class SlicedModel:
-    """Runs a whole model on the slices of one batch, the last of one pipeline.
-
-    Args:
-        subject: the model, and how its loss is computed.
-        structure: of the model.
-        rule: how losses of parts add up.
-    """
+    """Whole model run as a single-stage pipeline over the token slices of one batch."""
 
     def __init__(self, subject: Subject, structure: Structure, rule: LossRule) -> None:
         self.subject = subject
@@ -82,12 +76,11 @@ class SlicedModel:
         self.program = TokenSliceProgram(plain, structure.num_layers)
 
     def run(self, inputs: dict[str, Any], bounds: Sequence[int], note: Callable[[int], None]) -> float:
-        """The loss; its gradients are added up.
+        """Run forward and backward of all slices, accumulate gradients, and return the loss.
 
         Args:
-            inputs: the batch, on the model's device.
-            bounds: of the slices.
-            note: told the number of each slice whose forward or backward is done.
+            bounds: token positions where slices begin, and the sequence length at the end.
+            note: called with a slice's number after its forward and after its backward.
         """
         total, slices = self.subject.count(inputs), cut_tokens(inputs, bounds)
         (row,) = find_schedule("token").table(1, 1, num_token_slices=len(slices))
@@ -114,10 +107,10 @@ class SlicedModel:
 
 
 def check_slices(exact: Subject, structure: Structure, rule: LossRule, inspection: Inspection) -> None:
-    """Compare slices of the tiny batch's sequences with whole ones, in full precision. A collective call.
+    """Compare token slices of the tiny batch with whole sequences in float32. Collective: call on every rank.
 
     Raises:
-        ValueError: on every rank, their loss or gradients differ.
+        ValueError: on every rank, if loss or gradients differ.
     """
     refusal = inspection.on_first_rank(lambda: refusal_of_slices(exact, structure, rule))
     if refusal is not None:
@@ -125,12 +118,12 @@ def check_slices(exact: Subject, structure: Structure, rule: LossRule, inspectio
 
 
 def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> str | None:
-    """Why slices do not give what whole sequences give, in full precision; None if they do."""
+    """Return why slices do not reproduce the loss and gradients of whole sequences; None if they do."""
     value, name = exact.inputs[exact.main_input], type(exact.model).__name__
     if value.dim() < 2:
         return f"{name} reads {exact.main_input!r} of shape {tuple(value.shape)}, not (batch, seq). {_REMEDY}"
     if any(getattr(module, "gradient_checkpointing", False) for module in exact.model.modules()):
-        # Only in training, and without a word, it drops the keys and values that it is given.
+        # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
         return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='always'."
     length = value.shape[1]
     half = -(-length // 2)
@@ -143,7 +136,7 @@ def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> s
     with gradients_discarded(exact.model):
         try:
             found = SlicedModel(exact, structure, rule).run(exact.inputs, bounds, lambda _: None)
-        # Whatever a model says to keys and values that it does not know.
+        # A model that cannot take cached keys and values may raise anything.
         except Exception as error:
             return f"{name} does not run on slices of a sequence ({type(error).__name__}: {error}). {_REMEDY}"
         found_norms = gradient_norms(exact.model)
@@ -160,12 +153,7 @@ def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> s
 def measure_slices(
     subject: Subject, structure: Structure, rule: LossRule, inspection: Inspection, read: ReadBatch | None, most: int
 ) -> TokenCosts:
-    """What slices cost on rank 0, for one sequence and for a few. A collective call.
-
-    Args:
-        read: gives the sequences that are measured; None measures the subject's.
-        most: sequences that the whole model may be run with.
-    """
+    """Measure token slices of one and of up to `most` sequences on rank 0. Collective: call on every rank."""
     device = next(subject.model.parameters()).device
 
     def measure() -> dict[str, Any]:
@@ -178,7 +166,7 @@ def measure_slices(
 
 
 def measured_times(subject: Subject, structure: Structure, rule: LossRule, batch: dict[str, Any]) -> list[SliceTime]:
-    """Of the slices of one sequence and of all in a batch on the model's device, cut in a few ways."""
+    """Time slices of one sequence and of the whole batch, cut in a few ways. `batch` is on the model's device."""
     size, deadline = batch_size(batch), time.perf_counter() + PROFILE_SECONDS
     one = take_samples(batch, slice(0, 1))
     settings = [(one, count) for count in SLICE_COUNTS] + [(batch, count) for count in SLICE_COUNTS[::2] if size > 1]
@@ -188,7 +176,7 @@ def measured_times(subject: Subject, structure: Structure, rule: LossRule, batch
 def _times_of(
     subject: Subject, structure: Structure, rule: LossRule, inputs: dict[str, Any], count: int, deadline: float
 ) -> list[SliceTime]:
-    """Seconds of forward and backward of each of `count` equal slices: the least of a few runs."""
+    """Return the seconds of forward plus backward of each of `count` equal slices: the minimum over a few runs."""
     device = next(subject.model.parameters()).device
     length = inputs[subject.main_input].shape[1]
     bounds = sorted({length * number // count for number in range(count + 1)})
@@ -230,23 +218,19 @@ def look_at(
     read: ReadBatch | None = None,
     events: str | None = None,
 ) -> StartUp:
-    """Check on a tiny batch that a model can be split and that its loss can, and measure it. A collective call.
+    """Check on a tiny batch, in float32, that the model and its loss can be split, and measure the model's costs.
 
-    Checks are made in full precision, whatever the run computes in.
+    Collective: call on every rank.
 
     Args:
-        given: the model and the batch.
-        args: the options.
-        topology: the ranks.
-        device: where this rank computes.
-        is_training: whether the model says so when it is asked.
-        read: gives the batch that the units are measured with, called by rank 0 alone; None measures the tiny batch.
-        events: the file with what happened to earlier runs in this folder, for training; on rank 0.
+        is_training: value of `model.training` during the checks.
+        read: reads the batch that the units are measured with, called on rank 0 only; None measures the tiny batch.
+        events: path of the event file of earlier runs in this output folder, for training; read on rank 0 only.
 
     Raises:
-        UnsupportedModelError: on every rank, the split model gives other numbers, or what looks at it raised.
+        UnsupportedModelError: on every rank, if the split model computes other numbers or the model raises.
         LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
-        ValueError: the models of the ranks differ, or slices of sequences, if they are asked for, give other numbers.
+        ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
     _move_to_probe(model, device, topology)
@@ -297,17 +281,17 @@ def look_at(
 
 
 def _move_to_probe(model: nn.Module, device: torch.device, topology: Topology) -> None:
-    """To the ranks' devices if the whole model with its gradients fits on each, else to the CPU."""
+    """Move the model to the ranks' devices if it fits on each together with its gradients, else to the CPU."""
     fits = True
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # Beside the weights: float32 ones, two sets of gradients.
+        # Weights plus three float32 copies: full-precision weights and two sets of gradients.
         fits = sum(p.numel() * (p.element_size() + 3 * 4) for p in model.parameters()) < free / 2
     model.to(device if all(topology.gather(fits)) else "cpu")
 
 
 def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> None:
-    """All ranks make the same transfers and the same collective calls only with the same model."""
+    """Check that all ranks have the same model; otherwise their transfers and collectives would not match."""
     facts: dict[str, Any] = {
         "places to cut": probe.structure.cut_positions(),
         "dtypes between the units": [str(dtype) for dtype in probe.boundary_dtypes],
@@ -319,7 +303,7 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
 
 
 def _padding(exact: Subject, args: PipeTransformerArguments, topology: Topology, probe: Probe) -> tuple[bool, bool]:
-    """Whether replicas must pad alike, and whether stored rows keep their padding."""
+    """Return (replicas must pad to a common length, stored rows keep their padding)."""
     pads_alike = topology.world_size > 1 and hangs_on_length(exact)
     return pads_alike, args.activation_cache == "off" or hangs_on_padding(exact, probe)
 
@@ -330,7 +314,7 @@ def _loss_rule(
     inputs, is_whole = exact.inputs, topology.world_size == 1 and args.num_microbatches in (None, 1)
     is_alone = batch_size(inputs) == 1
     if is_alone:
-        # Two of them with gradients may not fit into memory: then the losses alone are compared.
+        # Only losses are compared then, since two samples with gradients may not fit into memory.
         inputs = take_rows(inputs, torch.tensor([0, 0]))
 
     def measure(parts: Parts, num_items: int) -> torch.Tensor:
@@ -348,7 +332,7 @@ def _loss_rule(
         found = find_loss_rule(measure, with_two_labels(inputs), exact.count, not is_whole)
         refusal = found.refusal
         if not found.is_finite and any(bool(p.isnan().any()) for p in exact.model.parameters()):
-            # Whatever the rule is: its gradients leave no weight that is a number.
+            # With nan weights no rule can be found, and none would matter.
             logger.warning("Weights of the model are nan before the first step, so everything that follows is.")
             refusal = None
         return [found.rule.value, found.ignores_num_items, refusal]
