@@ -149,8 +149,7 @@ def steps_beside(counts_of_another: list[int]) -> Steps:
     pipeline.layout = SimpleNamespace(num_replicas=2)
     topology: Any = SimpleNamespace(rank=0)
     windows: Any = SimpleNamespace(is_on=False, queue=())
-    skips: Any = None
-    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology), windows, skips)
+    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology), windows)
 
 
 def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:

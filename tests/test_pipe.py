@@ -16,7 +16,7 @@ from hf_pipetransformer.pipe.flow import release
 from hf_pipetransformer.pipe.micro_batches import NoChunk
 from hf_pipetransformer.pipe.pipe import GPipe, Pipe
 from hf_pipetransformer.pipe.recomputation import checkpointed, is_checkpointing, is_recomputing, waking
-from hf_pipetransformer.pipe.skips import pop, skippable, stash
+from hf_pipetransformer.pipe.skip import pop, skippable, stash
 from hf_pipetransformer.pipe.stages import WithDevice
 
 

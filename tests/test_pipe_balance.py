@@ -10,7 +10,7 @@ from hf_pipetransformer.pipe import balance as child_costs
 from hf_pipetransformer.pipe.balance import balance_by_size, balance_by_time, partition_model
 from hf_pipetransformer.pipe.micro_batches import NoChunk
 from hf_pipetransformer.pipe.pipe import Pipe
-from hf_pipetransformer.pipe.skips import pop, skippable, stash
+from hf_pipetransformer.pipe.skip import pop, skippable, stash
 
 
 CPU = torch.device("cpu")

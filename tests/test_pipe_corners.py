@@ -20,7 +20,7 @@ from hf_pipetransformer.pipe import workers
 from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.recomputation import Drawing
-from hf_pipetransformer.pipe.skips import pop, skippable, stash
+from hf_pipetransformer.pipe.skip import pop, skippable, stash
 from hf_pipetransformer.pipe.stages import WithDevice
 from hf_pipetransformer.pipe.workers import arrive, depart
 from tests.test_pipe import MODES, Sum, assert_transparent, gradients, on_many_devices, sequential

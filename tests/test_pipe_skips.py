@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.pipe.balance import partition_model
-from hf_pipetransformer.pipe.skips import (
+from hf_pipetransformer.pipe.skip import (
     Namespace,
     SkipExchange,
     current_exchange,

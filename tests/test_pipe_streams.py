@@ -17,7 +17,7 @@ from torch import nn
 from hf_pipetransformer.pipe import workers as streams
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.recomputation import is_recomputing
-from hf_pipetransformer.pipe.skips import pop, skippable, stash
+from hf_pipetransformer.pipe.skip import pop, skippable, stash
 from hf_pipetransformer.pipe.stages import WithDevice
 
 

@@ -80,7 +80,7 @@ def overridden_methods() -> set[str]:
     """`Base.method` for every method in the rooms of the trainer and the arguments that hides one of transformers."""
     found = set()
     for path, tree in TREES.items():
-        if path.parent.name not in ("trainer", "run") and path.name != "arguments.py":
+        if path.parent.name not in ("trainer", "training") and path.name != "arguments.py":
             continue
         for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
             bases = {ast.unparse(base) for base in kind.bases}

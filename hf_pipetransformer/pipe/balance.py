@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_pipetransformer.pipe.micro_batches import NoChunk
-from hf_pipetransformer.pipe.skips import Key, SkipExchange, Skippable, exchanging
+from hf_pipetransformer.pipe.skip import Key, SkipExchange, Skippable, exchanging
 from hf_pipetransformer.pipe.stages import Expanding, check_module, normalised, split_by_balance
 from hf_pipetransformer.planning.partition import partition
 

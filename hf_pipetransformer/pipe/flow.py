@@ -18,7 +18,7 @@ import torch
 
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values
 from hf_pipetransformer.pipe.recomputation import checkpointed, waking
-from hf_pipetransformer.pipe.skips import Key, SkipExchange, exchanging
+from hf_pipetransformer.pipe.skip import Key, SkipExchange, exchanging
 from hf_pipetransformer.pipe.stages import Stage
 from hf_pipetransformer.pipe.workers import Departed, Workers, arrive, depart
 from hf_pipetransformer.schedules import Op, find_schedule, source_of

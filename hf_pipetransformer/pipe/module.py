@@ -13,7 +13,7 @@ from hf_pipetransformer.pipe.batchnorm import DeferredBatchNorm
 from hf_pipetransformer.pipe.flow import Flow, run_undivided
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, gather, scatter
 from hf_pipetransformer.pipe.recomputation import MODES, num_checkpointed
-from hf_pipetransformer.pipe.skips import find_routes, verify_skippables
+from hf_pipetransformer.pipe.skip import find_routes, verify_skippables
 from hf_pipetransformer.pipe.stages import Stage, check_module, device_of
 from hf_pipetransformer.pipe.workers import is_same_place
 
