@@ -40,9 +40,9 @@ COUNTERPARTS = {
     "_clock_cycles": f"{plugin.__name__}.clock_cycles",
     "checkpoint": f"{OURS}.recomputation.checkpointed",
     "clock_cycles": f"{plugin.__name__}.clock_cycles",
-    "current_skip_tracker": f"{OURS}.skip.exchange.current_exchange",
-    "SkipTracker": f"{OURS}.skip.exchange.SkipExchange",
-    "use_skip_tracker": f"{OURS}.skip.exchange.exchanging",
+    "current_skip_tracker": f"{OURS}.skip.current_exchange",
+    "SkipTracker": f"{OURS}.skip.SkipExchange",
+    "use_skip_tracker": f"{OURS}.skip.exchanging",
     "verify_module": f"{OURS}.stages.check_module",
 }
 """Internals of theirs that we have under another name, with the same arguments."""

@@ -26,7 +26,7 @@ print("from torchgpipe.skip import pop")
 EXPECTED = """import torch
 from hf_pipetransformer.pipe.skip import Namespace
 from hf_pipetransformer.pipe.skip import stash
-from hf_pipetransformer.pipe.skip.exchange import SkipExchange as SkipTracker
+from hf_pipetransformer.pipe.skip import SkipExchange as SkipTracker
 import pipe_suite_plugin; Task = pipe_suite_plugin.StandIn('Task')
 from torchgpipe_balancing import blockpartition
 from pipe_suite_plugin import TEST_CUDA, run_tests
