@@ -44,7 +44,7 @@ def unlawful_transfers(tree: ast.Module, may_batch: bool) -> list[str]:
 
 @pytest.mark.parametrize(("name", "tree"), [pytest.param(*module, id=module[0] or "package") for module in MODULES])
 def test_every_transfer_is_batched(name: str, tree: ast.Module) -> None:
-    assert unlawful_transfers(tree, may_batch=name == "transfers") == []
+    assert unlawful_transfers(tree, may_batch=name == "comm.transfers") == []
 
 
 @pytest.mark.parametrize(
