@@ -135,7 +135,9 @@ def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> N
     """
     if limit is None or limit <= 0:
         return
-    found = sorted(_numbered(output_dir), key=lambda each: (each[0] <= step, each[0]))
+    # A link leads to a folder that is somebody else's: it neither counts nor goes.
+    folders = [each for each in _numbered(output_dir) if not os.path.islink(each[1])]
+    found = sorted(folders, key=lambda each: (each[0] <= step, each[0]))
     kept = {step}
     if best is not None:
         kept |= {each for each, folder in found if os.path.abspath(folder) == os.path.abspath(best)}

@@ -158,6 +158,9 @@ def _check_place(place: Any, step: int, num_samples: int) -> None:
     """Raise ValueError for a data position that a run of `step` steps cannot have."""
     place = entries(place, "place")
     whole_number(entry(place, "epoch"), "epoch", most=step)
+    if place.get("num_samples") is not None:
+        # A user's sampler may draw more samples per epoch than the data set has.
+        num_samples = whole_number(place["num_samples"], "num_samples", most=MOST_SAMPLES)
     whole_number(entry(place, "samples"), "samples", most=num_samples)
     whole_number(entry(place, "global_batch"), "global_batch", 1)
     if place.get("group_size") is not None:

@@ -36,12 +36,13 @@ def only_run(output_dir: str, topology: Topology) -> Iterator[None]:
         ValueError: on every rank: another run has the lock, or its process cannot be checked from this host.
     """
     own = _describe_process()
-    is_held = topology.decide(lambda: _take(output_dir, own))
     try:
+        topology.decide(lambda: _take(output_dir, own))
         yield
     finally:
         path = Path(output_dir, LOCK_FILE)
-        if topology.rank == 0 and is_held:
+        # Also where the other ranks never heard of it: the file itself says whose it is.
+        if topology.rank == 0:
             with contextlib.suppress(OSError):
                 if _owner_of(path.read_bytes()) == own:
                     path.unlink()

@@ -108,6 +108,10 @@ def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
     return step, epoch, batch
 
 
+_PICKLED = re.compile(r"pytorch_model.*\.bin|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+"""Files of `torch.save` that Trainer reads; a callback of the user's may add others."""
+
+
 def check_trainers(folder: str, needs_weights: bool = True) -> None:
     """Refuse a checkpoint that Trainer would fail to resume from, or restore only in part.
 
@@ -120,7 +124,7 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
     """
     _read_counts(folder)
     names = sorted(os.listdir(folder))
-    pickled = [name for name in names if re.fullmatch(r"pytorch_model.*\.bin|.*\.(pt|pth)", name)]
+    pickled = [name for name in names if _PICKLED.fullmatch(name)]
     if has_weights(folder):
         check_weights(folder)
     elif needs_weights and not any(name.startswith(("pytorch_model", "adapter_model")) for name in names):

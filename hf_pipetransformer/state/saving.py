@@ -179,6 +179,8 @@ class Checkpoints:
             "epoch": self.epoch + is_at_end,
             "samples": 0 if is_at_end else loader.num_done,
             "global_batch": loader.total_batch_size,
+            # Of an epoch: a user's sampler may draw more than the data set has.
+            "num_samples": loader.num_samples if has_length(loader) else None,
             **loader.arrangement.as_json(),
         }
 

@@ -231,12 +231,15 @@ class Run:
         folder, is_pipelines = self.topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
         self.is_left_to_trainer = not is_pipelines
         # Without a checkpoint, Trainer raises its own error; `find_resumption` later picks the newest sound one.
-        return True if is_pipelines or folder is None else str(folder)
+        if is_pipelines or folder is None:
+            return True
+        # Each node may have an `output_dir` of its own, under another path.
+        return os.path.join(output_dir, os.path.basename(str(folder)))
 
     def _only_run(self, trial: Any) -> AbstractContextManager[None]:
         """Lock `output_dir` against concurrent runs; hyperparameter trials have their own folders and need no lock."""
         args = self.trainer.args
-        writes = not self.is_left_to_trainer or args.save_strategy != SaveStrategy.NO
+        writes = not self.is_left_to_trainer or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         return only_run(args.output_dir, self.topology) if writes and trial is None else nullcontext()
 
     @contextmanager
@@ -249,10 +252,11 @@ class Run:
         trainer = self.trainer
         if not self.is_left_to_trainer:
             self.topology.decide(lambda: checkpoint.check_unlinked(folder))
-        elif trainer.args.should_save:
-            # Not collective: one of Trainer's own callbacks may save on one process only.
+        else:
+            # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
             checkpoint.check_unlinked(folder)
-            checkpoint.clear(folder, keeps_random=self.topology.world_size > 1)
+            if trainer.args.should_save:
+                checkpoint.clear(folder, keeps_random=self.topology.world_size > 1)
         with rotating_by_step(trainer.state.global_step):
             yield
 

@@ -57,7 +57,8 @@ def _selectable() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What became of the classes that the selected tests ask for, all of which run together."""
-    items = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
+    own = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    items = [item for item in own if "outcomes" in getattr(item, "fixturenames", ())]
     wanted = {item.callspec.params["name"] for item in items}
     selected = [subject for subject in every_subject() if subject.name in wanted]
     return run(selected, tmp_path_factory.mktemp("families"), in_parts=len(selected) > 200)
