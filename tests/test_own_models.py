@@ -372,6 +372,46 @@ def test_what_modules_return_is_any_form(kind: type[nn.Module]) -> None:
     assert not structure.enters_layers
 
 
+class WithMask(nn.Module):
+    """Embeddings that give a mask of their padding, and the length, beside the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.table(ids), (ids == 0)[..., None], ids.shape[1]
+
+
+class ReadsBesideTheActivation(Stack):
+    """Its layers, or its head, read what the embeddings give beside the activation."""
+
+    main_input_name = "ids"
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads, self.entry = reads, WithMask()
+        self.blocks = nn.ModuleList([ToldBlock() for _ in range(L)])
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden, mask, length = self.entry(ids)
+        for block in self.blocks:
+            hidden = block(hidden, mask.float() if self.reads == "mask" else None)
+        y = self.head(hidden).sum(dim=(1, 2)) / (length if self.reads == "length" else 1)
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+@pytest.mark.parametrize("reads", ["mask", "length", "nothing"])
+def test_what_later_stages_do_not_have_is_not_taken_for_what_a_batch_happened_to_hold(reads: str) -> None:
+    """Without padding the mask is zeros, as is what stands in for it; another batch would train with wrong numbers."""
+    model, inputs = ReadsBesideTheActivation(reads), {"ids": torch.randint(1, 9, (4, 5)), "labels": torch.randn(4)}
+    if reads == "nothing":
+        assert probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "ids").activation
+        return
+    with pytest.raises(UnsupportedModelError, match="reads what they give beside the activation"):
+        probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "ids")
+
+
 MODELS = {
     kind.__name__: kind
     for kind in (

@@ -34,6 +34,8 @@ class Structure:
             every stage.
         stand_ins: per entry, a function that turns the received activation into a value shaped like the entry's
             output, because the code that unpacks that output or reads its shape runs on every stage.
+        other_stand_ins: the same with other values, by which the self-check sees whether anything reads values.
+        has_only_activations: True if every entry returns the activation alone, so that both are the same.
         returns_tuple: length of the tuple or list that a layer returns; 0 for a bare tensor.
         returns_list: True if it is a list.
         units_of_parameter: parameter name to the units that use it, in increasing order; more than one for tied
@@ -53,6 +55,8 @@ class Structure:
     changes_in_place: bool
     enters_layers: bool = False
     stand_ins: list[StandIn] = field(default_factory=list)
+    other_stand_ins: list[StandIn] = field(default_factory=list)
+    has_only_activations: bool = True
     returns_list: bool = False
 
     @property
@@ -119,7 +123,9 @@ class _Reads(TorchFunctionMode):
         return result
 
 
-def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any]) -> Structure:
+def trace_structure(
+    model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any], is_text: bool = False
+) -> Structure:
     """Run the model once with hooks and read its structure.
 
     Args:
@@ -184,6 +190,12 @@ def trace_structure(model: nn.Module, splitter: Splitter, run_forward: Callable[
         changes_in_place=any(_version(value) != version for value, version in trace.versions),
         enters_layers=not makers,
         stand_ins=[_stand_in(trace.outputs[id(entry)][0], hidden_shape) for entry in entries],
+        other_stand_ins=[
+            _stand_in(trace.outputs[id(entry)][0], hidden_shape, is_other=True, is_text=is_text) for entry in entries
+        ],
+        has_only_activations=all(
+            getattr(trace.outputs[id(entry)][0], "shape", None) == hidden_shape for entry in entries
+        ),
     )
 
 
@@ -198,32 +210,46 @@ def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]]
     return is_like_hidden or any(True for _ in module.parameters())
 
 
-def _stand_in(output: Any, hidden_shape: torch.Size) -> StandIn:
+def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_text: bool = False) -> StandIn:
     """Return a function that makes a value structured like `output` from the received activation.
 
-    Tensors of the hidden states' shape become the activation, others zeros with its batch size and length.
+    Tensors of the hidden states' shape become the activation, others zeros with its batch size and length. With
+    `is_other` these are ones instead, and numbers beside a text change too: whoever reads their values, and not only
+    their form, then computes something else.
     """
     if isinstance(output, torch.Tensor):
         shape, dtype = output.shape, output.dtype
         if shape == hidden_shape:
             return lambda received: received.detach().clone()
+        fill = 1 if is_other else 0
+        if shape and shape == hidden_shape[-len(shape) :]:
+            # Such as position embeddings, which have no batch dimension: the length follows all the same.
+            return lambda received: torch.full(
+                received.shape[-len(shape) :], fill, dtype=dtype, device=received.device
+            )
         follows = [
             axis < 2 and axis < len(hidden_shape) and shape[axis] == hidden_shape[axis] for axis in range(len(shape))
         ]
-        return lambda received: torch.zeros(
+        return lambda received: torch.full(
             [received.shape[axis] if follows[axis] else size for axis, size in enumerate(shape)],
+            fill,
             dtype=dtype,
             device=received.device,
         )
     if isinstance(output, Mapping):
         # A `ModelOutput` of transformers is constructed with keyword arguments.
-        kind, named = type(output), {key: _stand_in(value, hidden_shape) for key, value in output.items()}
+        kind = type(output)
+        named = {key: _stand_in(value, hidden_shape, is_other, is_text) for key, value in output.items()}
         return lambda received: kind(**{key: make(received) for key, make in named.items()})
     if isinstance(output, (tuple, list)):
-        sequence, parts = type(output), [_stand_in(value, hidden_shape) for value in output]
+        sequence, parts = type(output), [_stand_in(value, hidden_shape, is_other, is_text) for value in output]
         if sequence not in (tuple, list):  # A named tuple.
             return lambda received: sequence(*(make(received) for make in parts))
         return lambda received: sequence(make(received) for make in parts)
+    if is_other and is_text and isinstance(output, (bool, int, float)):
+        # Images have one size in a run, and so have numbers that follow from it.
+        changed = not output if isinstance(output, bool) else output + 1
+        return lambda received: changed
     return lambda received: output
 
 

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -161,11 +161,11 @@ def probe_model(
             f"sample; it has {sorted(inputs)}."
         )
     _refuse_loss_over_routers(model)
-    structure = trace_structure(model, splitter, lambda: compute(inputs))
+    is_text = value.dim() == 2 and not value.is_floating_point()
+    structure = trace_structure(model, splitter, lambda: compute(inputs), is_text)
     chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
     with torch.no_grad(), _said_of(model, structure):
         chain.run()
-    is_text = value.dim() == 2 and not value.is_floating_point()
     multiple = _multiple(chain, value.shape[1]) if is_text else 1
     activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]), multiple)
     _check_shape(model, chain.hidden_shape, activation.of(inputs))
@@ -223,6 +223,15 @@ def _check_split(
             f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a "
             "Splitter that knows it, or use transformers.Trainer."
         )
+    if not structure.has_only_activations:
+        forms = replace(structure, stand_ins=structure.other_stand_ins)
+        with_other_forms = _run_split(model, StageView(model, splitter, forms), forms, compute, inputs, inputs)
+        if not found.has_the_bits_of(with_other_forms):
+            raise UnsupportedModelError(
+                f"Code of {type(model).__name__} behind its embeddings reads what they give beside the activation (a "
+                "mask or a length, say), which a later stage does not have. Compute it from the inputs of the model "
+                "instead, or use transformers.Trainer."
+            )
     value = inputs[main_input]
     if not value.is_floating_point():
         return True
@@ -262,9 +271,15 @@ def _multiple(chain: _Chain, length: int) -> int:
     found, other = chain.hidden_shape[1] if len(chain.hidden_shape) > 1 else 0, max(1, length - 1)
     if found == length and chain.length_for(length, other) == other:
         return 1
-    longer = chain.length_for(length, found + 1)
-    multiple = 0 if longer is None else longer - found
-    return multiple if multiple > 1 and found % multiple == 0 and follows(multiple, [length, other, found]) else 0
+    # The shortest length that is padded to the same one. No longer ones are tried: there may be no positions for them,
+    # which ends a process on a GPU.
+    shortest, too_short = length, 0
+    while shortest - too_short > 1:
+        middle = (shortest + too_short) // 2
+        shortest, too_short = (middle, too_short) if chain.length_for(length, middle) == found else (shortest, middle)
+    multiple = found - too_short
+    lengths = [length, shortest, max(1, too_short)]
+    return multiple if multiple > 1 and found % multiple == 0 and follows(multiple, lengths) else 0
 
 
 def _of_length(value: Any, length: int, found: int) -> Any:
@@ -330,8 +345,10 @@ class _Chain:
                 self.compute({key: _of_length(value, present, length) for key, value in self.inputs.items()})
         except StageExit as stage_exit:
             return stage_exit.hidden.shape[1] if stage_exit.hidden.dim() > 1 else None
-        except (IndexError, RuntimeError, ValueError):
-            return None  # For example, longer than the position embeddings.
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception:
+            return None  # For example, a model of one length that says so.
         finally:
             self.view.remove()
         return None

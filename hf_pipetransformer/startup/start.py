@@ -296,6 +296,7 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
         "places to cut": probe.structure.cut_positions(),
         "dtypes between the units": [str(dtype) for dtype in probe.boundary_dtypes],
         "shape between the units": list(probe.activation.hidden_shape),
+        "multiple that lengths are padded to": probe.activation.multiple,
         "frozen layers": num_frozen_by_user(model, probe.structure),
         "dropout": has_dropout(model),
     }
