@@ -252,6 +252,14 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
             "micro-batches and replicas would each have their own. Use one process with "
             "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
         )
+    # I-BERT tracks the ranges of its activations, in training and also without quantizing them.
+    ranges = [name for name, module in model.named_modules() if type(module).__name__ == "QuantAct"]
+    if ranges and not is_undivided:
+        raise ModelSettingError(
+            f"The model tracks the ranges of its activations ({ranges[0]}) batch by batch; micro-batches and replicas "
+            "would each have their own. Use one process with pipeline_parallel_num_microbatches=1, or "
+            "transformers.Trainer."
+        )
     if optimizers[0] is not None and pipeline_size != 1:
         _check_divisible(optimizers[0])
     config = getattr(model, "config", None)

@@ -33,6 +33,7 @@ ONCE_BROKEN = {
     "DebertaForSequenceClassification",
     "HubertForCTC",
     "HubertForSequenceClassification",
+    "IBertForSequenceClassification",
     "LongformerForSequenceClassification",
     "MarkupLMForSequenceClassification",
     "NanoChatForCausalLM",
