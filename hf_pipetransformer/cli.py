@@ -11,6 +11,7 @@ from hf_pipetransformer.planning.simulator import draw, equal_durations, simulat
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,8 +65,6 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def _simulate_window(options: argparse.Namespace) -> None:
     """Draw an asynchronous schedule from one drain to the next, and print what each rank stores."""
-    from hf_pipetransformer.schedules.weight_kinds import find_weights
-
     kind = find_weights(options.weights or "pipeoptim")
     placement, frozen = Placement(options.stages), options.frozen_stages
     step_size = 1 if options.step_microbatches is None else options.step_microbatches

@@ -11,9 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.options.arguments import WEIGHTS
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 from hf_pipetransformer.training.windows import check_stages, next_drain
 from tests.models import build_model, collate, make_dataset
 
@@ -46,10 +44,6 @@ def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         arguments(tmp_path, **options)
-
-
-def test_the_option_names_all_kinds_of_weights() -> None:
-    assert WEIGHTS == WEIGHTS_NAMES
 
 
 def layout_of(num_stages: int, schedule: str = "async_1f1b", num_microbatches: int = 1) -> Layout:

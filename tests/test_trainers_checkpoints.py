@@ -393,6 +393,31 @@ def test_the_best_and_the_last_checkpoint_stay_and_those_of_a_longer_run_go_firs
     assert left(3, 3, f"{tmp_path}/./checkpoint-99") == {2, 3, 99}
 
 
+def test_the_target_of_a_link_among_old_checkpoints_stays_whole(tmp_path: Path) -> None:
+    archived, folder = tmp_path / "archive", tmp_path / "output"
+    for each in (archived, *(folder / f"checkpoint-{step}" for step in (2, 3))):
+        each.mkdir(parents=True)
+        (each / "trainer_state.json").touch()
+    (folder / "checkpoint-1").symlink_to(archived)
+    checkpoint.rotate(str(folder), 1, 3, None)
+    assert (archived / "trainer_state.json").is_file()
+    assert {path.name for path in folder.iterdir()} == {"checkpoint-1", "checkpoint-3"}
+
+
+class DrawsLonger(PipeTransformerTrainer):
+    """Draws three times as many samples an epoch as the data set has."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.RandomSampler(self.train_dataset, replacement=True, num_samples=48)
+
+
+def test_a_run_whose_sampler_is_longer_than_the_data_set_is_resumed(tmp_path: Path) -> None:
+    make(DrawsLonger, tmp_path, **FREEZES).train()
+    # 20 of 48 samples of the epoch, of a data set of 16.
+    assert checkpoint.read_state(str(tmp_path / "checkpoint-5"))["place"]["samples"] == 20
+    assert checkpoint.latest_sound(str(tmp_path))[0] == str(tmp_path / "checkpoint-6")
+
+
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run with all defaults saved."""
@@ -445,6 +470,11 @@ def test_a_damaged_checkpoint_of_trainer_is_passed_over(
     damage(copied / "checkpoint-4" / name)
     with pytest.raises(ValueError, match=f"found no sound checkpoint.*checkpoint-6.*{name}.*checkpoint-4.*{name}"):
         find_for_trainer(str(copied), True)
+
+
+def test_a_file_that_a_callback_added_is_no_damage(copied: Path) -> None:
+    (copied / "checkpoint-6" / "averaged.pt").write_bytes(b"not a zip archive")
+    assert find_for_trainer(str(copied), True) == (str(copied / "checkpoint-6"), False)
 
 
 def test_weights_alone_and_none_are_told_apart(copied: Path) -> None:

@@ -26,6 +26,7 @@ from hf_pipetransformer.options.reading import (
 )
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.schedules.placement import Plans
+from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 RECOMPUTE_MODES = ("always", "except_last", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
-WEIGHTS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
@@ -50,7 +50,7 @@ READERS: dict[str, Reader] = {
     "pipeline_schedule": choice(SCHEDULE_NAMES),
     "pipeline_token_slices": lengths_or("auto"),
     "pipeline_chunks": optional(whole_number("a number of stages, 1 or more", least=1)),
-    "pipeline_weights": choice(WEIGHTS),
+    "pipeline_weights": choice(WEIGHTS_NAMES),
     "pipeline_clip": choice(CLIPS),
     "pipeline_drain_interval": optional(whole_number("a number of optimizer steps, 1 or more", least=1)),
     "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
@@ -181,7 +181,7 @@ class PipeTransformerArguments(TrainingArguments):
             "and current ('pipeoptim'), current and current ('vanilla'), the forward's in both ('stashing'), "
             "those before the last update in both ('double_buffer'), or predicted in both "
             "('spectrain', and 'xpipe', which predicts as Adam does).",
-            "choices": WEIGHTS,
+            "choices": WEIGHTS_NAMES,
         },
     )
     pipeline_clip: str = field(
