@@ -70,7 +70,7 @@ def cut(part: Callable[[Any, range], nn.Module], model: Any, num_layers: int, nu
 
 
 @dataclass
-class Unit:
+class MicroBatch:
     """A micro-batch on its way.
 
     Args:
@@ -92,7 +92,7 @@ class SimulatedRank:
     Args:
         part: what it computes.
         factor: of the learning rate by step.
-        kind: which weights its passes see; None where each window is one unit, so that it does not matter.
+        kind: which weights its passes see; None where each window is one micro-batch, so that it does not matter.
         looks_ahead: whether predictions ask the schedule for the coming learning rates.
     """
 
@@ -104,7 +104,7 @@ class SimulatedRank:
         make_optimizer: Callable[[Any], torch.optim.Optimizer],
         factor: Callable[[int], float],
         kind: WeightKind | None,
-        units_per_step: int,
+        micro_batches_per_step: int,
         looks_ahead: bool,
     ) -> None:
         self.part, self.stage, self.num_stages = part, stage, num_stages
@@ -114,7 +114,7 @@ class SimulatedRank:
         if kind is not None:
             rates = coming_rates(self.scheduler if looks_ahead else None, self.optimizer)
             self.weights = StageWeights(
-                kind, stage, num_stages, self.optimizer, rates, units_per_step, say=lambda _: None
+                kind, stage, num_stages, self.optimizer, rates, micro_batches_per_step, say=lambda _: None
             )
             self.optimizer.register_step_pre_hook(lambda *_: weights.before_update())
             self.optimizer.register_step_post_hook(lambda *_: weights.after_update())
@@ -122,29 +122,33 @@ class SimulatedRank:
         self._entered: dict[int, torch.Tensor | None] = {}
         self._left: dict[int, torch.Tensor] = {}
 
-    def row(self, num_units: int) -> list[tuple[str, int]]:
+    def row(self, num_micro_batches: int) -> list[tuple[str, int]]:
         """1F1B: the warm-up, then a forward and a backward in turn."""
-        warm = min(self.num_stages - 1 - self.stage, num_units)
-        pairs = [one for i in range(num_units - warm) for one in (("F", warm + i), ("B", i))]
-        return [("F", i) for i in range(warm)] + pairs + [("B", i) for i in range(num_units - warm, num_units)]
+        warm = min(self.num_stages - 1 - self.stage, num_micro_batches)
+        pairs = [one for i in range(num_micro_batches - warm) for one in (("F", warm + i), ("B", i))]
+        return (
+            [("F", i) for i in range(warm)]
+            + pairs
+            + [("B", i) for i in range(num_micro_batches - warm, num_micro_batches)]
+        )
 
-    def forward(self, index: int, unit: Unit, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, index: int, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         """What leaves the stage; of the last one the loss."""
         entered = None if received is None else received.detach().requires_grad_()
-        seen = contextlib.nullcontext() if self.weights is None else self.weights.forward(index, unit.step)
+        seen = contextlib.nullcontext() if self.weights is None else self.weights.forward(index, micro_batch.step)
         with torch.autocast("cpu", torch.bfloat16), seen:
-            left = self.part(entered, unit.batch)
+            left = self.part(entered, micro_batch.batch)
         if self.stage + 1 == self.num_stages:
-            left = nn.functional.cross_entropy(left.float(), unit.batch["labels"]) * unit.share
+            left = nn.functional.cross_entropy(left.float(), micro_batch.batch["labels"]) * micro_batch.share
         self._entered[index], self._left[index] = entered, left
         return left.detach()
 
-    def backward(self, index: int, unit: Unit, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of what entered; the update, if the unit ends its step."""
+    def backward(self, index: int, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of what entered; the update, if the micro-batch ends its step."""
         entered = self._entered.pop(index)
-        with contextlib.nullcontext() if self.weights is None else self.weights.backward(index, unit.step):
+        with contextlib.nullcontext() if self.weights is None else self.weights.backward(index, micro_batch.step):
             self._left.pop(index).backward(gradient)
-        if unit.ends_step:
+        if micro_batch.ends_step:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
@@ -156,9 +160,11 @@ class SimulatedRank:
 
 
 def run_window(
-    ranks: Sequence[SimulatedRank], units: Sequence[Unit], after_step: Callable[[int], None] = lambda _: None
+    ranks: Sequence[SimulatedRank],
+    micro_batches: Sequence[MicroBatch],
+    after_step: Callable[[int], None] = lambda _: None,
 ) -> float:
-    """Run units from one drain to the next; the mean of the losses of its steps.
+    """Run micro-batches from one drain to the next; the mean of the losses of its steps.
 
     Args:
         after_step: is told each step of the window that the first stage, the last to do so, has done.
@@ -166,8 +172,8 @@ def run_window(
     for rank in ranks:
         if rank.weights is not None:
             rank.weights.begin()
-    rows = [rank.row(len(units)) for rank in ranks]
-    inputs: list[dict[int, Any]] = [dict.fromkeys(range(len(units))), *({} for _ in ranks[1:])]
+    rows = [rank.row(len(micro_batches)) for rank in ranks]
+    inputs: list[dict[int, Any]] = [dict.fromkeys(range(len(micro_batches))), *({} for _ in ranks[1:])]
     gradients: list[dict[int, Any]] = [{} for _ in ranks]
     loss = 0.0
     while any(rows):
@@ -176,19 +182,19 @@ def run_window(
                 continue
             op, index = row.pop(0)
             if op == "F":
-                left = rank.forward(index, units[index], inputs[k].pop(index))
+                left = rank.forward(index, micro_batches[index], inputs[k].pop(index))
                 if k + 1 < len(ranks):
                     inputs[k + 1][index] = left
                 else:
                     gradients[k][index] = None
                     loss += left.item()
             else:
-                gradient = rank.backward(index, units[index], gradients[k].pop(index))
+                gradient = rank.backward(index, micro_batches[index], gradients[k].pop(index))
                 if k:
                     gradients[k - 1][index] = gradient
-                elif units[index].ends_step:
-                    after_step(units[index].step)
+                elif micro_batches[index].ends_step:
+                    after_step(micro_batches[index].step)
     for rank in ranks:
         if rank.weights is not None:
             rank.weights.end()
-    return loss / (units[-1].step + 1)
+    return loss / (micro_batches[-1].step + 1)

@@ -142,8 +142,8 @@ class Moves(NamedTuple):
     """Values of memory traffic for each weight of a stage, beside what computing takes, in the steady state.
 
     Args:
-        forward: of a unit's forward.
-        backward: of a unit's backward.
+        forward: of a block's forward.
+        backward: of a block's backward.
         update: of a step's update, what the optimizer moves included.
     """
 
@@ -151,8 +151,8 @@ class Moves(NamedTuple):
     backward: float
     update: float
 
-    def of_unit(self, step_size: int) -> float:
-        """A unit's share of everything."""
+    def of_block(self, step_size: int) -> float:
+        """A block's share of everything."""
         return self.forward + self.backward + self.update / step_size
 
 
@@ -160,8 +160,8 @@ def moves(kind_name: str, stage: int, num_stages: int, step_size: int, optimizer
     """Counted over the row of a long window, whose beginning and end cancel between two lengths."""
     steps = 4 * num_stages
     short, long = (_moved(kind_name, stage, num_stages, step_size, optimizer, each * steps) for each in (1, 2))
-    units = steps * step_size
-    counts = (steps if op is Op.UPDATE else units for op in short)
+    blocks = steps * step_size
+    counts = (steps if op is Op.UPDATE else blocks for op in short)
     return Moves(*((long[op] - short[op]) / count for op, count in zip(short, counts, strict=True)))
 
 
@@ -186,7 +186,7 @@ def _moved(kind_name: str, stage: int, num_stages: int, step_size: int, optimize
         elif op is Op.BACKWARD:
             wanted = kind.backward_version(seen.pop(number), num_updates)
             if step_size > 1:
-                # Gradients are added to those of the step's other units: all but the first read and write the sum.
+                # Gradients are added to those of the step's other blocks: all but the first read and write the sum.
                 moved[op] += 3 * (step_size - 1) / step_size
         elif op is Op.UPDATE:
             wanted = num_updates
@@ -302,18 +302,18 @@ def scaling(num_stages: int, batch: int | None, messages: float) -> dict[str, An
     return {
         "throughput over Vanilla-1F1B's": {NAMES[each]: round(found[each] / found["vanilla"], 5) for each in order},
         "samples of a micro-batch": {NAMES[each]: batches[each] for each in order},
-        "values moved a weight and unit": {
-            NAMES[each]: round(max(_of_units(each, num_stages)), 2) for each in order if each != SYNCHRONOUS
+        "values moved a weight and block": {
+            NAMES[each]: round(max(_of_blocks(each, num_stages)), 2) for each in order if each != SYNCHRONOUS
         },
         "Vanilla-1F1B, samples a second": round(found["vanilla"], 1),
         "pairs in the paper's order": _pairs_in_order(order),
     }  # fmt: skip
 
 
-def _of_units(name: str, num_stages: int) -> list[float]:
+def _of_blocks(name: str, num_stages: int) -> list[float]:
     step_size = step_size_of(name, num_stages)
     stages = range(num_stages)
-    return [moves(name, stage, num_stages, step_size, "adam").of_unit(step_size) for stage in stages]
+    return [moves(name, stage, num_stages, step_size, "adam").of_block(step_size) for stage in stages]
 
 
 def _pairs_in_order(order: Sequence[str]) -> str:

@@ -10,9 +10,9 @@ Three pieces; each takes medians over alternating rounds, and is merged into the
 2. `write`: two processes, ViT: the share of step time that storing takes in the first epoch after F layers froze, and
    the share that reading takes in the next one.
 3. `throughput`: two processes, K=1, R=2, F layers frozen, every sample stored: steps beside the bound. A frozen layer
-   costs nothing, an active one 3, the first active one 2. The unit is the layers' share of the step at F=0 in the same
-   round. Head, optimizer and reduction count as measured at that F; reading rows and all else counts against the share
-   (`rest as measured` grants it, as the piece of that name in benchmark_freezing.py does).
+   costs nothing, an active one 3, the first active one 2. The block is the layers' share of the step at F=0 in the
+   same round. Head, optimizer and reduction count as measured at that F; reading rows and all else counts against the
+   share (`rest as measured` grants it, as the piece of that name in benchmark_freezing.py does).
 
 Whole runs, real data and the decisions of `auto`: benchmark_cache_runs.py, which adds to the same file.
 """
@@ -270,7 +270,7 @@ def benchmark_throughput(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _throughput_run(name: str, frozen: int) -> dict[str, Any]:
-    """Parts of a step, all samples stored, and what the profile says of the units."""
+    """Parts of a step, all samples stored, and what the profile says of the blocks."""
     num_batches = 4
     model, samples, batch = samples_of(name, num_batches)
     options: dict[str, Any] = {"freeze_policy": "none"}
@@ -282,7 +282,7 @@ def _throughput_run(name: str, frozen: int) -> dict[str, Any]:
     assert trainer.pipeline_run.in_force is not None and len(trainer.parts) == 1, len(trainer.parts)
     found, parts = trainer.parts[0]
     assert (found.num_frozen_layers, found.cache_level) == (frozen, frozen), found
-    costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(found, 1, {}).units
+    costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(found, 1, {}).blocks
     read = 0.0
     if frozen and dist.get_rank() == 0:
         later = cache_epochs(events)[1:]
@@ -292,15 +292,15 @@ def _throughput_run(name: str, frozen: int) -> dict[str, Any]:
 
 
 def _beside_bound(num_layers: int, frozen: int, full: dict[str, Any], run: dict[str, Any]) -> dict[str, float]:
-    """Shares of the bound of a run at F, by the unit of the run at F=0."""
+    """Shares of the bound of a run at F, by the block of the run at F=0."""
     costs, parts, at_zero = full["costs"], run["parts"], full["parts"]
-    # The layers' share of forward and backward at F=0; embeddings and head by their share in the unit profile.
+    # The layers' share of forward and backward at F=0; embeddings and head by their share in the block profile.
     outside = [costs.edge_backward[0] + costs.forward[0], costs.backward[-1] + costs.forward[-1]]
     computed = at_zero["forward"] + at_zero["backward"]
     scale = computed / (sum(costs.forward) + sum(costs.backward[1:]) + costs.edge_backward[0])
-    unit = (computed - sum(outside) * scale) / (3 * num_layers)
+    block = (computed - sum(outside) * scale) / (3 * num_layers)
     # A stored sample passes neither embeddings nor frozen layers.
-    layers = unit * (3 * (num_layers - frozen) - (frozen < num_layers))
+    layers = block * (3 * (num_layers - frozen) - (frozen < num_layers))
     bound = layers + scale * outside[1] + parts["optimizer"] + parts["reduction"]
     rest = parts["total"] - parts["forward"] - parts["backward"]
     return {

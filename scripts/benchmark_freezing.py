@@ -5,7 +5,7 @@
 Four questions, each inside one run, the contenders alternating, medians and the spread written down:
 
 1. `throughput`: steps at F frozen layers without a cache, K=1, R=2, beside the bound: a frozen layer costs its forward
-   (1), an active one 3, the first active one 2. The unit is the layers' share of the step at F=0 in the same run;
+   (1), an active one 3, the first active one 2. The block is the layers' share of the step at F=0 in the same run;
    embeddings, head, optimizer, reduction and the rest count as measured at that F.
 2. `transitions`: 50 forced changes between K=2 x R=1 and K=1 x R=2: seconds, bytes, and whether file descriptors,
    threads and memory stay flat.
@@ -142,11 +142,11 @@ def dist_folder() -> str:
 
 
 def layout(num_layers: int, frozen: int, stages: int, microbatches: int) -> dict[str, Any]:
-    """A layout for two processes as it stands in an events file, cut in the middle of the active units."""
-    units = 2 * num_layers + 2
+    """A layout for two processes as it stands in an events file, cut in the middle of the active blocks."""
+    blocks = 2 * num_layers + 2
     first = 2 * frozen + 1 if frozen else 0
-    middle = [(first + units) // 2] if stages == 2 else []
-    return Layout(num_layers, frozen, stages, 2 // stages, (0, *middle, units), microbatches, "1f1b").as_event()
+    middle = [(first + blocks) // 2] if stages == 2 else []
+    return Layout(num_layers, frozen, stages, 2 // stages, (0, *middle, blocks), microbatches, "1f1b").as_event()
 
 
 def plan_of(layouts: list[dict[str, Any]], steps_each: int) -> list[dict[str, Any]]:
@@ -165,22 +165,22 @@ def benchmark_throughput(rounds: int) -> dict[str, Any]:
     plan = plan_of([layout(num_layers, frozen, 1, 1) for _ in range(rounds) for frozen in depths], each)
     trainer = train(name, rounds * len(depths) * each, plan, pipeline_parallel_size=1)
     assert trainer.pipeline_run.in_force is not None
-    costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(trainer.parts[0][0], 1, {}).units
+    costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(trainer.parts[0][0], 1, {}).blocks
     shares: dict[int, list[float]] = {frozen: [] for frozen in depths}
     speedups: dict[int, list[float]] = {frozen: [] for frozen in depths}
     for start in range(0, len(trainer.parts) - len(depths) + 1, len(depths)):
         group = trainer.parts[start : start + len(depths)]
         full = group[0][1]
-        # The layers' share of forward and backward at F=0; embeddings and head by their share in the unit profile.
+        # The layers' share of forward and backward at F=0; embeddings and head by their share in the block profile.
         ends = [costs.forward[0], costs.forward[-1]]
         outside = [costs.edge_backward[0] + ends[0], costs.backward[-1] + ends[1]]
         computed = full["forward"] + full["backward"]
         profile = sum(costs.forward) + sum(costs.backward[1:]) + costs.edge_backward[0]
         scale = computed / profile
-        unit = (computed - sum(outside) * scale) / (3 * num_layers)
+        block = (computed - sum(outside) * scale) / (3 * num_layers)
         for found, parts in group:
             frozen = found.num_frozen_layers
-            layers = unit * (3 * (num_layers - frozen) - (frozen > 0) + frozen)
+            layers = block * (3 * (num_layers - frozen) - (frozen > 0) + frozen)
             embeddings = scale * (ends[0] if frozen else outside[0])
             rest = parts["total"] - parts["forward"] - parts["backward"]
             bound = layers + embeddings + scale * outside[1] + rest

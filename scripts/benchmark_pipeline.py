@@ -7,7 +7,7 @@ Two questions, each answered by ratios inside one run with the contenders altern
 1. `data_parallel`: K=1, R=world size, beside `Trainer` with DistributedDataParallel (found-unused off, same batch).
 2. `schedules`: K=world size, M = 2, 4, 8, our engine beside the schedules of `torch.distributed.pipelining` on the
    very same stages; forward and backward of one mini-batch, no optimizer. One process running the whole model over
-   the same micro-batches is the unit: the ideal speed-up over it is K * M / (M + K - 1).
+   the same micro-batches is the block: the ideal speed-up over it is K * M / (M + K - 1).
 
 Two processes on two cores measure the engine, not what more devices would gain; a K=4 figure needs four devices.
 """
@@ -279,7 +279,7 @@ def benchmark_schedules(rounds: int, repeats: int, num_microbatches: tuple[int, 
         whole, _ = make(batch)
         found = probe(model, inputs)
         layout = plan_layout(
-            found.unit_flops, found.structure.cut_positions(), found.structure.num_layers, world, 1, 1, "1f1b"
+            found.block_flops, found.structure.cut_positions(), found.structure.num_layers, world, 1, 1, "1f1b"
         )
         settings = StageSettings(torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
         stage = apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)

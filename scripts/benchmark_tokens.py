@@ -62,7 +62,7 @@ def gpt2(num_samples: int, length: int) -> tuple[GPT2LMHeadModel, dict[str, torc
 
 def stage_of(model: GPT2LMHeadModel, found: Probe, topology: Topology) -> Stage:
     """This rank's part of as many stages as there are processes."""
-    layout = plan_layout(found.unit_flops, found.structure.cut_positions(), 6, topology.world_size, 1, 1, "1f1b")
+    layout = plan_layout(found.block_flops, found.structure.cut_positions(), 6, topology.world_size, 1, 1, "1f1b")
     settings = StageSettings(torch.device("cpu"), 300.0, "never", StepMeter(torch.device("cpu")))
     return apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
 

@@ -341,9 +341,9 @@ def check_stages(model_name: str, precision: str, schedule: str, folder: Path, d
 def check_transition(model_name: str, folder: Path, device: str, backend: str) -> Figures:
     """From K=2 to K=1 x R=2 while layers freeze: the losses of Trainer that freezes; what is saved is whole."""
     expected = recall(folder, f"{model_name}-frozen")
-    units = 2 * NUM_LAYERS + 2
-    before = Layout(NUM_LAYERS, 0, 2, 1, (0, units // 2, units), 2, "1f1b")
-    after = Layout(NUM_LAYERS, NUM_FROZEN, 1, 2, (0, units), 1, "1f1b")
+    blocks = 2 * NUM_LAYERS + 2
+    before = Layout(NUM_LAYERS, 0, 2, 1, (0, blocks // 2, blocks), 2, "1f1b")
+    after = Layout(NUM_LAYERS, NUM_FROZEN, 1, 2, (0, blocks), 1, "1f1b")
     plan = folder / f"plan-{model_name}.jsonl"
     if os.environ["RANK"] == "0":
         events = [{"event": "run", "step": 0, "layout": before.as_event()}]

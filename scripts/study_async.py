@@ -9,8 +9,8 @@ files in `--folder`: start the script again and it goes on where it stopped. `--
 
 Settings: learning rate linear after a warm-up of a tenth of the steps, no clipping, no dropout, bf16 autocast; the word
 embeddings of MiniLM are not trained (half of its weights, which a short run hardly moves). One drain, at the end.
-`double_buffer` with four stages needs three units a step or more: it cuts each mini-batch into four micro-batches, the
-others train with one unit a step. What SpecTrain and XPipe do with AdamW is this package's generalisation.
+`double_buffer` with four stages needs three micro-batches a step or more: it cuts each mini-batch into four micro-batches, the
+others train with one micro-batch a step. What SpecTrain and XPipe do with AdamW is this package's generalisation.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from async_stages import Batch, BertPart, SimulatedRank, Unit, ViTPart, cut, run_window
+from async_stages import Batch, BertPart, MicroBatch, SimulatedRank, ViTPart, cut, run_window
 from benchmark_real_input import cifar10_images, minilm_folder
 from intervals import interval_95
 
@@ -193,11 +193,11 @@ def batches(task: Any, num_steps: int, size: int, seed: int) -> list[list[int]]:
     return [cut_up[i] for i in torch.randperm(len(cut_up), generator=generator).tolist()]
 
 
-def units_of(task: Any, chosen: list[list[int]], num_micro_batches: int) -> list[Unit]:
+def micro_batches_of(task: Any, chosen: list[list[int]], num_micro_batches: int) -> list[MicroBatch]:
     """A window over these batches."""
     size = len(chosen[0]) // num_micro_batches
     return [
-        Unit(task.batch(batch[i : i + size]), 1 / num_micro_batches, step, i + size == len(batch))
+        MicroBatch(task.batch(batch[i : i + size]), 1 / num_micro_batches, step, i + size == len(batch))
         for step, batch in enumerate(chosen)
         for i in range(0, len(batch), size)
     ]
@@ -237,7 +237,7 @@ def run(cell: Cell, task: Any) -> dict[str, Any]:
             errors.append({"step": done, "stages": [None if error is None else asdict(error) for error in found]})
 
     for start in range(0, num_steps, interval):
-        window = units_of(task, chosen[start : start + interval], num_micro_batches)
+        window = micro_batches_of(task, chosen[start : start + interval], num_micro_batches)
         losses.append(run_window(ranks, window, partial(note, start)))
     return {
         **asdict(cell), "rate": rate, "num_steps": num_steps, "num_correct": count_correct(task, model),

@@ -104,10 +104,10 @@ def contenders(task: TaskSettings) -> dict[str, Contender]:
         table[f"first {name} frozen, half of the epochs"] = Contender("full", math.ceil(longest / 2), options)
         table[f"first {name} frozen, twice the epochs"] = Contender("full", 2 * longest, options)
     deep, steps = round(2 / 3 * num_layers), math.ceil(task.num_training / task.batch)
-    halfway, thawing = f"{steps * longest // 2}:{deep}", f"0:{deep},{steps}:0"
+    halfway, unfreezing = f"{steps * longest // 2}:{deep}", f"0:{deep},{steps}:0"
     table["first 2/3 frozen halfway"] = Contender("full", longest, {**STORED, "freeze_at": halfway})
     table["first 2/3 frozen for an epoch, then none"] = Contender(
-        "full", longest - 1, {**STORED, "freeze_at": thawing}
+        "full", longest - 1, {**STORED, "freeze_at": unfreezing}
     )
     for name in TOPS:
         num_top = round(PREFIXES[name] * num_layers)

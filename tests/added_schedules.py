@@ -12,8 +12,8 @@ def _in_order(placement: Placement, num_microbatches: int, _first_active_stage: 
     rank 0   F0 F1 .  .  B0 B1
     rank 1   .  F0 F1 B0 B1 .
     """
-    row = [Action(op, i) for op in (Op.FORWARD, Op.BACKWARD) for i in range(num_microbatches)]
-    return [row] * placement.pipeline_size
+    actions = [Action(op, i) for op in (Op.FORWARD, Op.BACKWARD) for i in range(num_microbatches)]
+    return [actions] * placement.pipeline_size
 
 
 def _breadth_first(placement: Placement, num_microbatches: int, _first_active_stage: int) -> list[list[Action]]:
@@ -24,13 +24,13 @@ def _breadth_first(placement: Placement, num_microbatches: int, _first_active_st
         rank 0   F0   F1   F0.1 F1.1 .    B0.1 B1.1 B0   B1   .
         rank 1   .    F0   F1   F0.1 F1.1 B0.1 B1.1 B0   B1
     """
-    row = [
+    actions = [
         Action(op, i, chunk)
         for op, step in ((Op.FORWARD, 1), (Op.BACKWARD, -1))
         for chunk in range(placement.num_chunks)[::step]
         for i in range(num_microbatches)
     ]
-    return [row] * placement.pipeline_size
+    return [actions] * placement.pipeline_size
 
 
 GPIPE_IN_ORDER = Schedule("gpipe_in_order", _in_order)

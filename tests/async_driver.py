@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.schedules.weight_kinds import find_weights
-from tests.async_simulation import Stage, make_stages, output_gradient, unit_of_data
+from tests.async_simulation import Stage, make_stages, micro_batch_of_data, output_gradient
 
 
 def warm_up(step: int) -> float:
@@ -19,14 +19,16 @@ def warm_up(step: int) -> float:
 class Driven:
     """A stage in one process, with an optimizer and a schedule, as Trainer has them on a rank."""
 
-    def __init__(self, stage: Stage, kind: str, k: int, num_stages: int, units_per_step: int, make_optimizer) -> None:
+    def __init__(
+        self, stage: Stage, kind: str, k: int, num_stages: int, micro_batches_per_step: int, make_optimizer
+    ) -> None:
         self.stage, self.k = stage, k
         self.optimizer = make_optimizer(stage.parameters())
         self.scheduler = LambdaLR(self.optimizer, warm_up)
         rates = coming_rates(self.scheduler, self.optimizer)
         self.said: list[str] = []
         self.weights = StageWeights(
-            find_weights(kind), k, num_stages, self.optimizer, rates, units_per_step, self.said.append
+            find_weights(kind), k, num_stages, self.optimizer, rates, micro_batches_per_step, self.said.append
         )
         self.optimizer.register_step_pre_hook(lambda *_: self.weights.before_update())
         self.optimizer.register_step_post_hook(lambda *_: self.weights.after_update())
@@ -34,40 +36,47 @@ class Driven:
         self.left: dict[int, torch.Tensor] = {}
         self.most_held = 0
 
-    def row(self, num_units: int, num_stages: int) -> list[tuple[str, int]]:
+    def row(self, num_micro_batches: int, num_stages: int) -> list[tuple[str, int]]:
         """1F1B over the window."""
-        warm = min(num_stages - 1 - self.k, num_units)
-        pairs = [pair for i in range(num_units - warm) for pair in (("F", warm + i), ("B", i))]
-        return [("F", i) for i in range(warm)] + pairs + [("B", i) for i in range(num_units - warm, num_units)]
+        warm = min(num_stages - 1 - self.k, num_micro_batches)
+        pairs = [pair for i in range(num_micro_batches - warm) for pair in (("F", warm + i), ("B", i))]
+        return (
+            [("F", i) for i in range(warm)]
+            + pairs
+            + [("B", i) for i in range(num_micro_batches - warm, num_micro_batches)]
+        )
 
     def note(self) -> None:
         self.most_held = max(self.most_held, self.weights.bytes_held)
 
-    def forward(self, unit: int, step: int, received: torch.Tensor, dtype: torch.dtype) -> None:
+    def forward(self, micro_batch: int, step: int, received: torch.Tensor, dtype: torch.dtype) -> None:
         entered = received.detach()
-        self.entered[unit] = entered if self.stage.is_first else entered.requires_grad_()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), self.weights.forward(unit, step):
+        self.entered[micro_batch] = entered if self.stage.is_first else entered.requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), self.weights.forward(micro_batch, step):
             self.note()
-            self.left[unit] = self.stage(self.entered[unit])
+            self.left[micro_batch] = self.stage(self.entered[micro_batch])
 
-    def backward(self, unit: int, step: int, gradient: torch.Tensor, is_last: bool) -> torch.Tensor | None:
-        with self.weights.backward(unit, step):
+    def backward(self, micro_batch: int, step: int, gradient: torch.Tensor, is_last: bool) -> torch.Tensor | None:
+        with self.weights.backward(micro_batch, step):
             self.note()
-            self.left.pop(unit).backward(gradient)
+            self.left.pop(micro_batch).backward(gradient)
         if is_last:
             self.optimizer.step()
             self.note()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        return self.entered.pop(unit).grad
+        return self.entered.pop(micro_batch).grad
 
 
 def drive(driven: list[Driven], windows, dtype=torch.float32) -> None:
-    """Run windows of steps with so many units each, every pass as soon as what it needs is there."""
-    num_units_before = 0
+    """Run windows of steps with so many micro-batches each, every pass as soon as what it needs is there."""
+    num_micro_batches_before = 0
     for sizes in windows:
         step_of = [step for step, size in enumerate(sizes) for _ in range(size)]
-        inputs = [{u: unit_of_data(num_units_before + u)[0] for u in range(len(step_of))}, *({} for _ in driven[1:])]
+        inputs = [
+            {u: micro_batch_of_data(num_micro_batches_before + u)[0] for u in range(len(step_of))},
+            *({} for _ in driven[1:]),
+        ]
         gradients: list[dict[int, torch.Tensor]] = [{} for _ in driven]
         rows = [stage.row(len(step_of), len(driven)) for stage in driven]
         for stage in driven:
@@ -76,27 +85,27 @@ def drive(driven: list[Driven], windows, dtype=torch.float32) -> None:
             for k, (stage, row) in enumerate(zip(driven, rows, strict=True)):
                 if not row or row[0][1] not in (inputs if row[0][0] == "F" else gradients)[k]:
                     continue
-                op, unit = row.pop(0)
-                step = step_of[unit]
+                op, micro_batch = row.pop(0)
+                step = step_of[micro_batch]
                 if op == "F":
-                    stage.forward(unit, step, inputs[k].pop(unit), dtype)
+                    stage.forward(micro_batch, step, inputs[k].pop(micro_batch), dtype)
                     if k + 1 < len(driven):
-                        inputs[k + 1][unit] = stage.left[unit].detach()
+                        inputs[k + 1][micro_batch] = stage.left[micro_batch].detach()
                     else:
-                        target = unit_of_data(num_units_before + unit)[1]
-                        gradients[k][unit] = output_gradient(stage.left[unit], target)
+                        target = micro_batch_of_data(num_micro_batches_before + micro_batch)[1]
+                        gradients[k][micro_batch] = output_gradient(stage.left[micro_batch], target)
                 else:
-                    is_last = step_of[unit + 1 : unit + 2] != [step]
-                    found = stage.backward(unit, step, gradients[k].pop(unit), is_last)
+                    is_last = step_of[micro_batch + 1 : micro_batch + 2] != [step]
+                    found = stage.backward(micro_batch, step, gradients[k].pop(micro_batch), is_last)
                     if k:
-                        gradients[k - 1][unit] = found
+                        gradients[k - 1][micro_batch] = found
         for stage in driven:
             assert stage.weights.num_updates == len(sizes)
             stage.weights.end()
             assert stage.weights.bytes_held == 0
-        num_units_before += len(step_of)
+        num_micro_batches_before += len(step_of)
 
 
-def driven_stages(kind, num_stages, units_per_step, make_optimizer, stages=None) -> list[Driven]:
+def driven_stages(kind, num_stages, micro_batches_per_step, make_optimizer, stages=None) -> list[Driven]:
     stages = stages or make_stages(num_stages)
-    return [Driven(s, kind, k, num_stages, units_per_step, make_optimizer) for k, s in enumerate(stages)]
+    return [Driven(s, kind, k, num_stages, micro_batches_per_step, make_optimizer) for k, s in enumerate(stages)]

@@ -1,4 +1,5 @@
-"""Asynchronous 1F1B as mathematics: unit by unit, with the weights of every version kept, and backwards by hand.
+"""Asynchronous 1F1B as mathematics: micro-batch by micro-batch, with the weights of every version kept, and backwards
+by hand.
 
 Nothing is shared with the package: each stage computes `(linear, tanh, layer norm, linear)`, the first one behind an
 embedding, from weights given to its forward and weights given to its backward.
@@ -48,9 +49,9 @@ def make_stages(num_stages: int) -> list[Stage]:
     return stages
 
 
-def unit_of_data(unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch_of_data(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens `(rows,)` and targets `(rows, width)`."""
-    generator = torch.Generator().manual_seed(1000 + unit)
+    generator = torch.Generator().manual_seed(1000 + micro_batch)
     tokens = torch.randint(VOCABULARY, (ROWS,), generator=generator)
     return tokens, torch.randn(ROWS, WIDTH, generator=generator)
 
@@ -127,7 +128,7 @@ class SimulatedStage:
         return Snapshot([p.detach().clone() for p in self.parameters], state, before, last_rates, moments)
 
     def update(self, gradients: list[Weights], rate_factor: float) -> None:
-        """A step with the sums of the gradients of its units."""
+        """A step with the sums of the gradients of its micro-batches."""
         last = self.history[-1]
         moments: list[Any] = []
         for p, group, own, *parts in zip(self.parameters, self.group_of, last.moments, *gradients, strict=True):
@@ -183,24 +184,34 @@ def simulate(
     stages: list[Stage],
     make_optimizer: MakeOptimizer,
     windows: Sequence[Sequence[int]],
-    units_per_step: int,
+    micro_batches_per_step: int,
     schedule: Callable[[int], float],
     dtype: torch.dtype = torch.float32,
 ) -> list[Weights]:
-    """The weights of every stage after windows of steps with so many units each."""
+    """The weights of every stage after windows of steps with so many micro-batches each."""
     simulated = [SimulatedStage(stage, make_optimizer) for stage in stages]
-    num_units_before, num_steps_before = 0, 0
+    num_micro_batches_before, num_steps_before = 0, 0
     for sizes in windows:
         for stage in simulated:
             stage.begin()
         step_of = [step for step, size in enumerate(sizes) for _ in range(size)]
         gradients: list[list[Weights]] = [[] for _ in stages]
-        for unit, step in enumerate(step_of):
+        for micro_batch, step in enumerate(step_of):
             seen = [
-                versions(kind, k, len(stages), unit, step_of, units_per_step, stage, num_steps_before, schedule)
+                versions(
+                    kind,
+                    k,
+                    len(stages),
+                    micro_batch,
+                    step_of,
+                    micro_batches_per_step,
+                    stage,
+                    num_steps_before,
+                    schedule,
+                )
                 for k, stage in enumerate(simulated)
             ]
-            hidden, target = unit_of_data(num_units_before + unit)
+            hidden, target = micro_batch_of_data(num_micro_batches_before + micro_batch)
             saved = []
             for stage, (forward_weights, _) in zip(simulated, seen, strict=True):
                 hidden, kept = forward_by_hand(stage.is_first, forward_weights, hidden, dtype)
@@ -210,11 +221,11 @@ def simulate(
                 stage = simulated[k]
                 gradient, found = backward_by_hand(stage.is_first, seen[k][1], saved[k], gradient)
                 gradients[k].append(found)
-            if step_of[unit + 1 : unit + 2] != [step]:
+            if step_of[micro_batch + 1 : micro_batch + 2] != [step]:
                 for stage, sums in zip(simulated, gradients, strict=True):
                     stage.update(sums, schedule(num_steps_before + step))
                     sums.clear()
-        num_units_before += len(step_of)
+        num_micro_batches_before += len(step_of)
         num_steps_before += len(sizes)
     return [[p.detach() for p in stage.parameters] for stage in simulated]
 
@@ -223,16 +234,16 @@ def versions(
     kind: str,
     k: int,
     num_stages: int,
-    unit: int,
+    micro_batch: int,
     step_of: Sequence[int],
-    units_per_step: int,
+    micro_batches_per_step: int,
     stage: SimulatedStage,
     num_steps_before: int,
     schedule: Callable[[int], float],
 ) -> tuple[Weights, Weights]:
-    """The weights that the forward and the backward of a unit see on stage k."""
-    num_backwards = max(0, unit - (num_stages - 1 - k))
-    v_f, v_b = step_of[num_backwards], step_of[unit]
+    """The weights that the forward and the backward of a micro-batch see on stage k."""
+    num_backwards = max(0, micro_batch - (num_stages - 1 - k))
+    v_f, v_b = step_of[num_backwards], step_of[micro_batch]
     # The number of complete steps among those backwards.
     assert v_f == sum(step_of.count(step) == step_of[:num_backwards].count(step) for step in range(v_f + 1))
 
@@ -251,6 +262,6 @@ def versions(
     if kind == "double_buffer":
         delayed = version(min(max(0, v_b - 1), v_f))
         return delayed, delayed
-    position = unit - step_of.index(v_b)
-    target = v_b + (position + k // 2) // units_per_step
+    position = micro_batch - step_of.index(v_b)
+    target = v_b + (position + k // 2) // micro_batches_per_step
     return ahead(v_f, target, kind == "xpipe"), ahead(v_b, target, kind == "xpipe")

@@ -108,8 +108,8 @@ def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
 def run_table(table: Table, engines: Sequence[Engine], micro_batches: Sequence[Sequence[MicroBatch]]) -> list[Any]:
     """What the last stage gave for each micro-batch; `micro_batches` as each rank has them."""
     runs = [
-        engine.begin(row, own).drain
-        for engine, row, own in zip(engines, table, micro_batches, strict=True)
+        engine.begin(actions, own).drain
+        for engine, actions, own in zip(engines, table, micro_batches, strict=True)
     ]  # fmt: skip
     return [result for results in together(runs) for result in results]
 
@@ -119,13 +119,13 @@ class ModelPipeline:
 
     Args:
         model: copied for each rank.
-        boundaries: of the stages' units.
+        boundaries: of the stages' blocks.
         placement: of the stages.
         inputs: a batch.
         num_microbatches: it is cut into.
         first_active_stage: see `Schedule.table`.
         splits: whether programs put off weight gradients.
-        wrap: makes another program of a stage's; gets its view and units too.
+        wrap: makes another program of a stage's; gets its view and blocks too.
         splitter: of the model; None looks for it.
         loss_of: what the model gives.
     """
@@ -150,9 +150,9 @@ class ModelPipeline:
 
         def program_of(stage: int) -> StageProgram:
             view = self.views[placement.rank_of(stage)]
-            units = range(boundaries[stage], boundaries[stage + 1])
+            blocks = range(boundaries[stage], boundaries[stage + 1])
             later = WeightGradients(linear_layers(view.model) if splits else [])
-            return wrap(ModelProgram(view, units, torch.float32, stage > first_active_stage, later), stage)
+            return wrap(ModelProgram(view, blocks, torch.float32, stage > first_active_stage, later), stage)
 
         self.structure = structure
         self.engines = make_engines(placement, program_of)

@@ -14,8 +14,8 @@ from hf_pipetransformer.schedules import (
     NEEDS,
     SENDS,
     Action,
+    ActionList,
     Op,
-    Row,
     ScheduleError,
     Table,
     source_of,
@@ -44,13 +44,13 @@ def check_table(
     of a link match strictly by order. Gloo is more generous, so what ends here ends there.
 
     Args:
-        table: one row of actions a rank.
+        table: one list of actions per rank.
         num_microbatches: M; every stage must run each micro-batch once: a forward, and a backward, whole or in two.
         has_backward: False for a table of evaluation.
         first_active_stage: stages below it run forwards only, and no gradient is sent to them or expected by them.
         placement: where the stages lie; by default one on each rank.
-        num_token_slices: so many micro-batches in a row, from a multiple of it on, are slices of the same sequences:
-            their forwards must follow each other, and their backwards in the reverse order.
+        num_token_slices: so many micro-batches in a list of actions, from a multiple of it on, are slices of the same
+            sequences: their forwards must follow each other, and their backwards in the reverse order.
         step_sizes: of a table with updates, micro-batches of each step: every stage must update itself once a step,
             between the last backward of the step and its next computation.
 
@@ -58,10 +58,10 @@ def check_table(
         ScheduleError: with the ranks that wait for each other, the messages that do not match, or what is missing.
     """
     placement = placement or Placement(len(table))
-    for rank, row in enumerate(table):
-        _check_row(rank, row, num_microbatches, placement.num_chunks, len(step_sizes))
+    for rank, actions in enumerate(table):
+        _check_actions(rank, actions, num_microbatches, placement.num_chunks, len(step_sizes))
         for chunk, stage in enumerate(placement.stages_of(rank)):
-            own = tuple(action for action in row if action.chunk == chunk)
+            own = tuple(action for action in actions if action.chunk == chunk)
             _check_stage(stage, own, num_microbatches, has_backward and stage >= first_active_stage)
             _check_gradients_stay_active(stage, own, first_active_stage)
             _check_token_slices(stage, own, num_token_slices)
@@ -71,10 +71,10 @@ def check_table(
     check_on_nccl(table, placement=placement)
 
 
-def _check_row(rank: int, row: Row, num_microbatches: int, num_chunks: int, num_steps: int) -> None:
-    if len(set(row)) != len(row):
-        raise ScheduleError(f"Rank {rank} has an action twice in {_text(row)}.")
-    for action in row:
+def _check_actions(rank: int, actions: ActionList, num_microbatches: int, num_chunks: int, num_steps: int) -> None:
+    if len(set(actions)) != len(actions):
+        raise ScheduleError(f"Rank {rank} has an action twice in {_text(actions)}.")
+    for action in actions:
         count, what = (num_steps, "steps") if action.op is Op.UPDATE else (num_microbatches, "micro-batches")
         if not 0 <= action.micro_batch < count:
             raise ScheduleError(f"Rank {rank} has {action}, but there are {count} {what}.")
@@ -82,20 +82,20 @@ def _check_row(rank: int, row: Row, num_microbatches: int, num_chunks: int, num_
             raise ScheduleError(f"Rank {rank} has {action}, but it holds {num_chunks} stages.")
 
 
-def _check_stage(stage: int, row: Row, num_microbatches: int, has_backward: bool) -> None:
-    """`row`: what its rank does for `stage`."""
-    order = {(action.op, action.micro_batch): position for position, action in enumerate(row)}
+def _check_stage(stage: int, actions: ActionList, num_microbatches: int, has_backward: bool) -> None:
+    """`actions`: what its rank does for `stage`."""
+    order = {(action.op, action.micro_batch): position for position, action in enumerate(actions)}
     for i in range(num_microbatches):
         found = [op for op in COMPUTATIONS if (op, i) in order]
         if found not in ((_WHOLE, _SPLIT) if has_backward else ([Op.FORWARD],)):
-            raise ScheduleError(f"Stage {stage} does not run micro-batch {i} as often as it should: {_text(row)}.")
+            raise ScheduleError(f"Stage {stage} does not run micro-batch {i} as often as it should: {_text(actions)}.")
         for earlier, later in [*pairwise(found), *((source, GIVES[source]) for source in found if source in GIVES)]:
-            if order.get((later, i), len(row)) < order[earlier, i]:
+            if order.get((later, i), len(actions)) < order[earlier, i]:
                 raise ScheduleError(f"Stage {stage} runs {later.value}{i} before {earlier.value}{i}.")
 
 
-def _check_gradients_stay_active(stage: int, row: Row, first_active_stage: int) -> None:
-    for action in row:
+def _check_gradients_stay_active(stage: int, actions: ActionList, first_active_stage: int) -> None:
+    for action in actions:
         receiver = stage - 1 if action.op is Op.SEND_BACKWARD else stage
         if action.op in _GRADIENT and 0 <= receiver < first_active_stage:
             raise ScheduleError(
@@ -104,9 +104,9 @@ def _check_gradients_stay_active(stage: int, row: Row, first_active_stage: int) 
             )
 
 
-def _check_token_slices(stage: int, row: Row, num_token_slices: int) -> None:
+def _check_token_slices(stage: int, actions: ActionList, num_token_slices: int) -> None:
     for ops, step in (((Op.FORWARD,), 1), (BEGINS_BACKWARD, -1)):
-        order = [action.micro_batch for action in row if action.op in ops]
+        order = [action.micro_batch for action in actions if action.op in ops]
         for earlier, later in pairwise(sorted(order, key=lambda i: i // num_token_slices)):
             if earlier // num_token_slices == later // num_token_slices and later - earlier != step:
                 what = "forward" if step > 0 else "backward"
@@ -116,21 +116,21 @@ def _check_token_slices(stage: int, row: Row, num_token_slices: int) -> None:
                 )
 
 
-def _check_updates(stage: int, row: Row, step_sizes: Sequence[int], runs_ahead: int) -> None:
+def _check_updates(stage: int, actions: ActionList, step_sizes: Sequence[int], runs_ahead: int) -> None:
     """`runs_ahead`: forwards of a frozen stage beyond those of its step; a stage without backwards counts those."""
-    last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in row) else (Op.FORWARD,)
+    last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in actions) else (Op.FORWARD,)
     total, updates = sum(step_sizes), []
     ends = [min(end + runs_ahead, total) if end else 0 for end in accumulate(step_sizes)]
     done: set[int] = set()
     is_last = True
-    for action in row:
+    for action in actions:
         if action.op is Op.UPDATE:
             updates.append(action.micro_batch)
             expected = ends[len(updates) - 1]
             if done != set(range(expected)) or not is_last:
                 raise ScheduleError(
                     f"Stage {stage} has {action} where {len(done)} micro-batches are done; expected it directly after "
-                    f"the first {expected}: {_text(row)}."
+                    f"the first {expected}: {_text(actions)}."
                 )
         elif action.op in COMPUTATIONS:
             is_last = action.op in last_op
@@ -141,7 +141,7 @@ def _check_updates(stage: int, row: Row, step_sizes: Sequence[int], runs_ahead: 
 
 
 LinkKey = tuple[int, str]
-"""The lower of two stages in a row that lie on two ranks, and the direction: `"forward"` or `"backward"`."""
+"""The lower of two stages in a table that lie on two ranks, and the direction: `"forward"` or `"backward"`."""
 
 _TRANSFERS = {
     Op.RECEIVE_FORWARD: (-1, "forward"),
@@ -172,7 +172,7 @@ def check_on_nccl(
       computation until its input is there.
 
     Args:
-        table: one row of actions a rank.
+        table: one list of actions per rank.
         is_rehearsed: whether every link has had a transfer before.
         communicator: names the communicator that a link uses; by default each has its own.
         placement: where the stages lie; by default one on each rank.
@@ -183,19 +183,23 @@ def check_on_nccl(
     _OnStreams(table, is_rehearsed, communicator, placement or Placement(len(table))).run()
 
 
-def check_first_uses(rows: Sequence[Sequence[LinkKey]]) -> None:
-    """Prove that ranks that use their links for the first time, each in the order of its row, get through, or raise.
+def check_first_uses(action_lists: Sequence[Sequence[LinkKey]]) -> None:
+    """Prove that ranks that use their links for the first time, each in the order of its actions, get through, or
+    raise.
 
     Args:
-        rows: per rank, the links that it uses; each use blocks the rank until that at the other end is at it, too.
+        action_lists: per rank, the links that it uses; each use blocks the rank until that at the other end is at it,
+            too.
 
     Raises:
         ScheduleError: who waits for whom.
     """
-    position = [0] * len(rows)
+    position = [0] * len(action_lists)
 
     while True:
-        at = {rank: row[position[rank]] for rank, row in enumerate(rows) if position[rank] < len(row)}
+        at = {
+            rank: actions[position[rank]] for rank, actions in enumerate(action_lists) if position[rank] < len(actions)
+        }
         if not at:
             return
         keys = list(at.values())
@@ -226,7 +230,7 @@ class _OnStreams:
         self.given: set[tuple[int, Op, int]] = set()
 
     def run(self) -> None:
-        """Raise unless every rank gets to the end of its row and every stream runs empty."""
+        """Raise unless every rank gets to the end of its actions and every stream runs empty."""
         ranks = range(len(self.table))
         while True:
             moved = [self._advance(rank) for rank in ranks]
@@ -318,5 +322,5 @@ class _OnStreams:
         return f" behind {queue[0]}" if queue and queue[0] != action else ""
 
 
-def _text(row: Row) -> str:
-    return " ".join(map(str, row))
+def _text(actions: ActionList) -> str:
+    return " ".join(map(str, actions))

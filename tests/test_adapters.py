@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.chain import _context
-from hf_pipetransformer.planning.costs import UnitCosts, rank_bytes, trained_elements
+from hf_pipetransformer.planning.costs import BlockCosts, rank_bytes, trained_elements
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.schedules.layout import Layout
@@ -86,17 +86,17 @@ def test_the_split_model_gives_what_the_whole_one_gives_and_layers_own_their_ada
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, layer in enumerate(structure.layers):
         for parameter in layer.parameters():
-            assert set(structure.units_of_parameter[names[id(parameter)]]) <= {attention_of(index), mlp_of(index)}
-    shared = [name for name, units in structure.units_of_parameter.items() if len(units) > 1]
+            assert set(structure.blocks_of_parameter[names[id(parameter)]]) <= {attention_of(index), mlp_of(index)}
+    shared = [name for name, blocks in structure.blocks_of_parameter.items() if len(blocks) > 1]
     assert not any(model.get_parameter(name).requires_grad for name in shared)
 
 
 def test_an_adapter_that_was_added_belongs_to_its_layer_and_half() -> None:
-    units = probed(adapted("bert", "lora", is_added=True), "bert").structure.units_of_parameter
+    blocks = probed(adapted("bert", "lora", is_added=True), "bert").structure.blocks_of_parameter
     layer = "bert.encoder.layer.2"
-    assert units[f"{layer}.attention.self.query.lora_B.default.weight"] == (attention_of(2),)
-    assert units[f"{layer}.attention.output.dense.lora_A.default.weight"] == (attention_of(2),)
-    assert units[f"{layer}.output.dense.lora_A.default.weight"] == (mlp_of(2),)
+    assert blocks[f"{layer}.attention.self.query.lora_B.default.weight"] == (attention_of(2),)
+    assert blocks[f"{layer}.attention.output.dense.lora_A.default.weight"] == (attention_of(2),)
+    assert blocks[f"{layer}.output.dense.lora_A.default.weight"] == (mlp_of(2),)
 
 
 def test_layers_are_as_uniform_as_they_are_without_adapters() -> None:
@@ -164,7 +164,7 @@ def test_a_layer_that_freezes_takes_its_adapter_along(tmp_path: Path) -> None:
     own = dict(after.named_parameters())
     moved = {name for name, parameter in before.named_parameters() if not torch.equal(parameter, own[name])}
     blocks = {
-        block_of(trainer.pipeline_run.pipeline.stage.view.structure.units_of_parameter[name][0]) for name in moved
+        block_of(trainer.pipeline_run.pipeline.stage.view.structure.blocks_of_parameter[name][0]) for name in moved
     }
     assert blocks == {3, 4, 5}
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
@@ -179,7 +179,7 @@ def adapted_names(model: Any) -> list[str]:
 
 
 def test_what_the_user_froze_costs_neither_gradients_nor_moments() -> None:
-    costs = UnitCosts(
+    costs = BlockCosts(
         forward=(1.0,) * 6, backward=(1.0,) * 6, edge_backward=(1.0,) * 6, activation_bytes=(0.0,) * 6,
         parameters=(100, 50, 50, 50, 50, 10), kept=(100, 40, 50, 40, 50, 0), kept_shared=(((0, 5), 100),),
     )  # fmt: skip

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.schedules import Op, Row, find_schedule
+from hf_pipetransformer.schedules import ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
-from hf_pipetransformer.schedules.asynchronous import ASYNC_1F1B, enough, step_row, units_ahead, window_table
+from hf_pipetransformer.schedules.asynchronous import (
+    ASYNC_1F1B,
+    enough,
+    micro_batches_ahead,
+    step_actions,
+    window_table,
+)
 from hf_pipetransformer.schedules.placement import Placement
 from tests.schedule_checker import check_on_nccl, check_table
 from tests.test_schedules import one_communicator_a_pair, parse, some_counts, table_of, text
@@ -17,37 +23,37 @@ from tests.test_schedules import one_communicator_a_pair, parse, some_counts, ta
 IRREGULAR = ((2, 2, 1), (3, 0, 0, 1, 7, 1, 1, 0), (0, 0, 1, 4, 2), (9, 1, 1, 1), (0,))
 
 
-def text_of_computations(row: Row) -> str:
-    return " ".join(str(action) for action in row if action.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE))
+def text_of_computations(actions: ActionList) -> str:
+    return " ".join(str(action) for action in actions if action.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE))
 
 
-def concatenated(placement: Placement, first_active_stage: int, rank: int, step_sizes: tuple[int, ...]) -> Row:
-    """The rows of all steps with the numbers that their units and updates have in the window."""
-    row, first = [], 0
+def concatenated(placement: Placement, first_active_stage: int, rank: int, step_sizes: tuple[int, ...]) -> ActionList:
+    """The action_lists of all steps with the numbers that their micro-batches and updates have in the window."""
+    actions, first = [], 0
     for step, size in enumerate(step_sizes):
         before, after = step_sizes[:step], step_sizes[step + 1 :]
-        for action in step_row(placement, first_active_stage, rank, before, size, after):
+        for action in step_actions(placement, first_active_stage, rank, before, size, after):
             shift = step if action.op is Op.UPDATE else first
-            row.append(action._replace(micro_batch=action.micro_batch + shift))
+            actions.append(action._replace(micro_batch=action.micro_batch + shift))
         first += size
-    return tuple(row)
+    return tuple(actions)
 
 
-def test_each_stage_updates_itself_after_the_backward_of_each_unit() -> None:
-    assert [text_of_computations(row) for row in ASYNC_1F1B.table(2, 3)] == [
+def test_each_stage_updates_itself_after_the_backward_of_each_micro_batch() -> None:
+    assert [text_of_computations(actions) for actions in ASYNC_1F1B.table(2, 3)] == [
         "F0 F1 B0 U0 F2 B1 U1 B2 U2",
         "F0 B0 U0 F1 B1 U1 F2 B2 U2",
     ]
     assert ASYNC_1F1B.table(2, 3) == window_table(Placement(2), 0, (1, 1, 1))
-    assert [text(row) for row in ASYNC_1F1B.table(1, 2)] == ["F0 B0 U0 F1 B1 U1"]
+    assert [text(actions) for actions in ASYNC_1F1B.table(1, 2)] == ["F0 B0 U0 F1 B1 U1"]
 
 
 def test_a_window_is_the_drawn_table() -> None:
-    assert [text_of_computations(row) for row in window_table(Placement(2), 0, (2, 2))] == [
+    assert [text_of_computations(actions) for actions in window_table(Placement(2), 0, (2, 2))] == [
         "F0 F1 B0 F2 B1 U0 F3 B2 B3 U1",
         "F0 B0 F1 B1 U0 F2 B2 F3 B3 U1",
     ]
-    assert [text_of_computations(row) for row in window_table(Placement(3), 1, (1, 1, 1, 1))] == [
+    assert [text_of_computations(actions) for actions in window_table(Placement(3), 1, (1, 1, 1, 1))] == [
         "F0 F1 F2 U0 F3 U1 U2 U3",
         "F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 B3 U3",
         "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3",
@@ -55,26 +61,28 @@ def test_a_window_is_the_drawn_table() -> None:
 
 
 def test_an_update_follows_the_gradient_that_is_sent_and_the_receives_posted_ahead() -> None:
-    assert [text(row) for row in window_table(Placement(2), 0, (1, 1, 1))] == [
+    assert [text(actions) for actions in window_table(Placement(2), 0, (1, 1, 1))] == [
         "F0 RB0 SF0 F1 SF1 B0 RB1 U0 F2 RB2 SF2 B1 U1 B2 U2",
         "RF0 F0 RF1 B0 SB0 U0 F1 RF2 B1 SB1 U1 F2 B2 SB2 U2",
     ]
 
 
-def test_a_step_without_units_is_an_update_alone() -> None:
-    rows = [text_of_computations(row) for row in window_table(Placement(2), 0, (0, 1, 0, 1, 0))]
-    assert rows == ["U0 F0 F1 B0 U1 U2 B1 U3 U4", "U0 F0 B0 U1 U2 F1 B1 U3 U4"]
-    assert [text(step_row(Placement(2), 0, rank, (1,), 0, (1,))) for rank in (0, 1)] == ["U0", "U0"]
+def test_a_step_without_micro_batches_is_an_update_alone() -> None:
+    action_lists = [text_of_computations(actions) for actions in window_table(Placement(2), 0, (0, 1, 0, 1, 0))]
+    assert action_lists == ["U0 F0 F1 B0 U1 U2 B1 U3 U4", "U0 F0 B0 U1 U2 F1 B1 U3 U4"]
+    assert [text(step_actions(Placement(2), 0, rank, (1,), 0, (1,))) for rank in (0, 1)] == ["U0", "U0"]
 
 
 def test_the_steady_steps_of_a_window_are_one_row() -> None:
-    rows = {step_row(Placement(4), 0, 1, (1,) * t, 1, (1,) * (40 - t)) for t in range(4, 37)}
-    assert [text(row) for row in rows] == ["F2 RF3 SF2 B0 RB1 SB0 U0"]
+    action_lists = {step_actions(Placement(4), 0, 1, (1,) * t, 1, (1,) * (40 - t)) for t in range(4, 37)}
+    assert [text(actions) for actions in action_lists] == ["F2 RF3 SF2 B0 RB1 SB0 U0"]
 
 
 def test_without_its_updates_a_window_is_1f1b() -> None:
     table = window_table(Placement(4), 1, (3, 0, 2, 4))
-    assert tuple(tuple(each for each in row if each.op is not Op.UPDATE) for row in table) == table_of("1f1b", 4, 9, 1)
+    assert tuple(tuple(each for each in actions if each.op is not Op.UPDATE) for actions in table) == table_of(
+        "1f1b", 4, 9, 1
+    )
 
 
 SIZES = st.lists(st.sampled_from([0, 1, 1, 1, 2, 3, 5]), min_size=1, max_size=14).map(tuple)
@@ -101,27 +109,27 @@ def test_the_rows_of_long_windows_are_those_of_their_short_contexts(pipeline_siz
                 assert concatenated(placement, first_active, rank, step_sizes) == table[rank]
 
 
-def test_enough_units_around_a_step_decide_about_its_row() -> None:
+def test_enough_micro_batches_around_a_step_decide_about_its_row() -> None:
     placement = Placement(4)
     around = enough(4)
     for rank in range(4):
-        wanted = step_row(placement, 0, rank, (1,) * around, 2, (1,) * around)
-        assert wanted == step_row(placement, 0, rank, (5, 1, 1, around), 2, (3 * around, 1))
-        assert wanted != step_row(placement, 0, rank, (1,) * around, 2, ()) or rank == 3
+        wanted = step_actions(placement, 0, rank, (1,) * around, 2, (1,) * around)
+        assert wanted == step_actions(placement, 0, rank, (5, 1, 1, around), 2, (3 * around, 1))
+        assert wanted != step_actions(placement, 0, rank, (1,) * around, 2, ()) or rank == 3
 
 
 @pytest.mark.parametrize("pipeline_size", range(1, 7))
-def test_a_row_names_no_units_further_ahead_than_it_says(pipeline_size: int) -> None:
+def test_a_row_names_no_micro_batches_further_ahead_than_it_says(pipeline_size: int) -> None:
     placement = Placement(pipeline_size)
     for rank in range(pipeline_size):
         found = set()
         for first_active in range(pipeline_size):
             for step, size in enumerate(sizes := (0, 1, 1, 3, 0, 2, 1, 1, 1, 5, 1, 1, 1, 1, 1)):
-                row = step_row(placement, first_active, rank, sizes[:step], size, sizes[step + 1 :])
-                units = [action.micro_batch for action in row if action.op is not Op.UPDATE]
-                assert min(units, default=0) >= 0
-                found.add(max(units, default=size - 1) - size + 1)
-        assert max(found) == units_ahead(pipeline_size, rank)
+                actions = step_actions(placement, first_active, rank, sizes[:step], size, sizes[step + 1 :])
+                micro_batches = [action.micro_batch for action in actions if action.op is not Op.UPDATE]
+                assert min(micro_batches, default=0) >= 0
+                found.add(max(micro_batches, default=size - 1) - size + 1)
+        assert max(found) == micro_batches_ahead(pipeline_size, rank)
 
 
 @pytest.mark.parametrize("pipeline_size", range(1, 9))
@@ -151,7 +159,7 @@ def test_windows_have_the_needs_of_1f1b_on_nccl(pipeline_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
+    ("actions", "complaint"),
     [
         # The update of a step comes early, late, twice, or not at all.
         ("F0 U0 B0 F1 B1 U1", "has U0 where 0 micro-batches are done"),
@@ -163,13 +171,13 @@ def test_windows_have_the_needs_of_1f1b_on_nccl(pipeline_size: int) -> None:
         # Updates in the wrong order, and one of a step that there is not.
         ("F0 B0 U1 F1 B1 U0", r"updates \[1, 0\]"),
         ("F0 B0 U0 F1 B1 U1 U2", "there are 2 steps"),
-        # The unit of the next step comes first.
+        # The micro-batch of the next step comes first.
         ("F0 F1 B1 U0 B0 U1", "has U0 where 1 micro-batches are done"),
     ],
 )
-def test_the_checker_rejects_misplaced_updates(row: str, complaint: str) -> None:
+def test_the_checker_rejects_misplaced_updates(actions: str, complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
-        check_table(parse(row), 2, step_sizes=(1, 1))
+        check_table(parse(actions), 2, step_sizes=(1, 1))
 
 
 @pytest.mark.parametrize("frozen", ["F0 SF0 U0 F1 SF1 U1", "F0 SF0 F1 U0 SF1 F2 SF2"])
@@ -192,7 +200,7 @@ def test_what_is_in_flight_is_that_of_a_long_window() -> None:
 
 @pytest.mark.parametrize(("placement", "sizes"), [(Placement(2, 2), (1,)), (Placement(2), (1, -1))])
 def test_windows_that_cannot_be_are_refused(placement: Placement, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="one stage a rank and steps of 0 units or more"):
+    with pytest.raises(ValueError, match="one stage a rank and steps of 0 micro_batches or more"):
         window_table(placement, 0, sizes)
 
 

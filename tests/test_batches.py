@@ -18,7 +18,7 @@ from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.data.batches import batch_size, count_items, join_outputs, split_batch
 from hf_pipetransformer.data.dispatching import StreamLoader
 from hf_pipetransformer.data.node_shares import replica_slice
-from hf_pipetransformer.data.rng import SharedDraws, States, present_states
+from hf_pipetransformer.data.rng import SharedRngState, States, present_states
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler, Samples
 
 
@@ -178,7 +178,7 @@ def test_a_stream_goes_on_where_a_run_was_saved() -> None:
 
 def drawing_stream(states: States) -> StreamLoader:
     loader = DataLoader(Rows(12), batch_size=2, collate_fn=lambda rows: {"x": torch.tensor(rows), "y": torch.rand(2)})
-    return StreamLoader(loader, ALONE, frozenset(), 5.0, 2, is_training=True, shared=SharedDraws(states))
+    return StreamLoader(loader, ALONE, frozenset(), 5.0, 2, is_training=True, shared=SharedRngState(states))
 
 
 def drawn(batches: Iterator[Any], most: int = 100) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_pipetransformer.cache.chain import PrefixWatch, chain_keys, unit_digests
+from hf_pipetransformer.cache.chain import PrefixWatch, block_digests, chain_keys
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 
@@ -21,7 +21,7 @@ def traced(name):
     model = build_model(name)
     inputs = collate(list(make_dataset(name, 2)))
     structure = trace_structure(model, find_splitter(model), lambda: model(**inputs))
-    return model, {**structure.units_of_parameter, **structure.units_of_buffer}
+    return model, {**structure.blocks_of_parameter, **structure.blocks_of_buffer}
 
 
 def tensors(model):
@@ -29,7 +29,7 @@ def tensors(model):
 
 
 def keys_of(model, users, num_frozen=NUM_LAYERS, context="sdpa"):
-    return chain_keys(unit_digests(tensors(model), users, range(2 * num_frozen + 1)), num_frozen, context)
+    return chain_keys(block_digests(tensors(model), users, range(2 * num_frozen + 1)), num_frozen, context)
 
 
 def first_changed(users):
@@ -57,8 +57,8 @@ def test_one_changed_element_changes_the_keys_above_it_and_no_others(name):
 
 def test_the_walk_above_meets_embeddings_layers_buffers_head_and_shared_weights():
     model, users = traced("bert_masked")
-    assert {min(units) for units in users.values()} == set(range(HEAD + 1))
-    assert any(len(units) > 1 for units in users.values())
+    assert {min(blocks) for blocks in users.values()} == set(range(HEAD + 1))
+    assert any(len(blocks) > 1 for blocks in users.values())
     assert dict(model.named_buffers()) and all(0 in users[name] for name, _ in model.named_buffers())
 
 
@@ -76,7 +76,7 @@ def test_the_context_changes_every_key():
 
 
 def digest(tensor, name="weight"):
-    return unit_digests({name: tensor}, {name: (0,)}, [0])[0]
+    return block_digests({name: tensor}, {name: (0,)}, [0])[0]
 
 
 def test_a_digest_is_over_name_dtype_shape_and_bytes():
@@ -102,26 +102,26 @@ def test_a_digest_sees_one_element_of_every_dtype(dtype):
     assert digest(tensor[:0]) == digest(changed[:0])
 
 
-def test_units_are_independent_of_each_other():
+def test_blocks_are_independent_of_each_other():
     named = {"low": torch.zeros(2), "high": torch.ones(2), "shared": torch.ones(3)}
     users = {"low": (0,), "high": (1,), "shared": (0, 1)}
-    both = unit_digests(named, users, [0, 1])
-    assert unit_digests(named, users, [1]) == {1: both[1]}
-    assert unit_digests({**named, "high": torch.zeros(2)}, users, [0, 1])[0] == both[0]
-    shared = unit_digests({**named, "shared": torch.zeros(3)}, users, [0, 1])
+    both = block_digests(named, users, [0, 1])
+    assert block_digests(named, users, [1]) == {1: both[1]}
+    assert block_digests({**named, "high": torch.zeros(2)}, users, [0, 1])[0] == both[0]
+    shared = block_digests({**named, "shared": torch.zeros(3)}, users, [0, 1])
     assert shared[0] != both[0] and shared[1] != both[1]
-    unknown = unit_digests({**named, "late": torch.zeros(1)}, users, [0, 1])
+    unknown = block_digests({**named, "late": torch.zeros(1)}, users, [0, 1])
     assert unknown[0] != both[0] and unknown[1] != both[1]
 
 
 def test_what_has_no_data_is_refused_only_where_it_is_needed():
     named = {"low": torch.zeros(2), "high": torch.zeros(2, device="meta")}
     users = {"low": (0,), "high": (1,), "absent": (2,)}
-    assert list(unit_digests(named, users, [0])) == [0]
+    assert list(block_digests(named, users, [0])) == [0]
     with pytest.raises(ValueError, match="high is a meta tensor"):
-        unit_digests(named, users, [0, 1])
+        block_digests(named, users, [0, 1])
     with pytest.raises(ValueError, match="absent is absent"):
-        unit_digests(named, users, [2])
+        block_digests(named, users, [2])
 
 
 def test_a_missing_digest_is_refused():

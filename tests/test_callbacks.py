@@ -154,7 +154,7 @@ def test_trainers_own_handler_comes_back_with_what_was_added_meanwhile() -> None
 
 @pytest.mark.parametrize("longest", [1, 2])
 def test_a_model_on_one_stage_that_may_come_to_lie_on_several_is_put_together_then(longest: int) -> None:
-    """A pipeline grows where layers are thawed, or as it is replayed."""
+    """A pipeline grows where layers are unfrozen, or as it is replayed."""
     named = Named()
     trainer, double = SimpleNamespace(callback_handler=CallbackHandler([named], MODEL, *[None] * 3)), Double()
     double.layout = SimpleNamespace(pipeline_size=1)

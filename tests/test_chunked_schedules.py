@@ -24,7 +24,7 @@ def named(value: object) -> str:
 
 
 def computations(table: Table) -> list[str]:
-    return [text(row, computation_only=True) for row in table]
+    return [text(actions, computation_only=True) for actions in table]
 
 
 def test_interleaved_1f1b_is_the_drawn_table() -> None:
@@ -55,7 +55,9 @@ def test_zb_v_is_the_drawn_table_and_sends_nothing_where_the_v_turns() -> None:
         "F0 F1 F2 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 I0 W0 F2.1 I2.1 W2.1 I1 W1 I2 W2",
         "F0 F0.1 F1 F1.1 I0.1 W0.1 F2 I0 W0 F2.1 I1.1 W1.1 I1 I2.1 I2 W1 W2.1 W2",
     ]
-    sent = [{f"{action.op.value}.{action.chunk}" for action in row if action.op.value[0] in "SR"} for row in table]
+    sent = [
+        {f"{action.op.value}.{action.chunk}" for action in actions if action.op.value[0] in "SR"} for actions in table
+    ]
     assert sent == [{"SF.0", "RB.0", "RF.1", "SB.1"}, {"RF.0", "SB.0", "SF.1", "RB.1"}]
 
 
@@ -63,9 +65,9 @@ def test_zb_v_is_the_drawn_table_and_sends_nothing_where_the_v_turns() -> None:
 def test_frozen_stages_run_forwards_only(schedule: Schedule, num_chunks: int) -> None:
     placement = Placement(4, num_chunks, schedule.placement)
     for first_active_stage in range(placement.num_stages):
-        for rank, row in enumerate(schedule.table(4, 6, num_chunks, first_active_stage)):
+        for rank, actions in enumerate(schedule.table(4, 6, num_chunks, first_active_stage)):
             for chunk, stage in enumerate(placement.stages_of(rank)):
-                ops = {action.op.value for action in row if action.chunk == chunk}
+                ops = {action.op.value for action in actions if action.chunk == chunk}
                 assert bool(ops & {"B", "I", "W", "RB", "SB"}) == (stage >= first_active_stage)
                 assert ("SB" in ops) <= (stage > first_active_stage)
 
@@ -187,10 +189,10 @@ def test_the_checker_takes_a_good_v() -> None:
     ],
 )
 def test_the_checker_rejects_planted_bad_chunks(found: str, planted: str, complaint: str) -> None:
-    rows = [row.replace(found, planted) for row in GOOD]
-    assert rows != list(GOOD)
+    action_lists = [actions.replace(found, planted) for actions in GOOD]
+    assert action_lists != list(GOOD)
     with pytest.raises(ScheduleError, match=complaint):
-        check_table(parse(*rows), 1, placement=V)
+        check_table(parse(*action_lists), 1, placement=V)
 
 
 def test_a_message_takes_its_time_between_ranks_only() -> None:

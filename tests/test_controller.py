@@ -118,7 +118,7 @@ def run(
     decided = Decisions(
         policy, DecisionClock(1, 0, steps), args, inputs, 0, WORLD_SIZE, {}, lambda *_, **__: None, None
     )
-    structure = SimpleNamespace(units_of_parameter={})
+    structure = SimpleNamespace(blocks_of_parameter={})
     stage = SimpleNamespace(layout=layout, view=SimpleNamespace(structure=structure))
     meter: Any = Meter(1.0 + rank)
     no_probe: Any = None  # No policy asks for it.
@@ -175,7 +175,7 @@ def test_what_rank_0_refuses_is_refused_everywhere() -> None:
 # ---- gone on with elsewhere ----
 
 
-NAMES = {f"unit{unit}": (unit,) for unit in range(2 * L + 2)}
+NAMES = {f"block{block}": (block,) for block in range(2 * L + 2)}
 
 
 class Watching(FreezePolicy):
@@ -200,18 +200,18 @@ class Cache:
 
 
 class Stage:
-    """What a rank trains under a layout: weights of its active units, one parameter each."""
+    """What a rank trains under a layout: weights of its active blocks, one parameter each."""
 
     def __init__(self, rank: int, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
         self.rank, self.layout, self.weights = rank, layout, weights
-        self.view = SimpleNamespace(structure=SimpleNamespace(units_of_parameter=NAMES))
+        self.view = SimpleNamespace(structure=SimpleNamespace(blocks_of_parameter=NAMES))
 
     def trained_here(self) -> dict[str, torch.Tensor]:
-        position, first = self.rank % self.layout.pipeline_size, self.layout.first_active_unit
+        position, first = self.rank % self.layout.pipeline_size, self.layout.first_active_block
         return {
             name: self.weights[name]
-            for name, (unit,) in NAMES.items()
-            if unit >= first and self.layout.ranks_of([unit]) == (position,)
+            for name, (block,) in NAMES.items()
+            if block >= first and self.layout.ranks_of([block]) == (position,)
         }
 
 
@@ -237,7 +237,7 @@ def test_changes_are_measured_from_the_last_decision_whatever_moves_before_the_f
     """A run that goes on elsewhere at step 6 moves first, with its cache or for want of one; then comes step 8."""
     told: list[Any] = []
     layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=cached)
-    then = {name: torch.full((3,), 1.0 + unit) for name, (unit,) in NAMES.items()}
+    then = {name: torch.full((3,), 1.0 + block) for name, (block,) in NAMES.items()}
     now = {name: 1.5 * value for name, value in then.items()}
     saved = {"num_wanted": 1.0, "num_fruitless": 0, "policy": {}, "gradient_norms": None, "known_microbatches": {}}
     reports, sizes = [], set()

@@ -55,7 +55,7 @@ def test_a_wrong_half_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", CUT_INSIDE)
 def test_a_half_uses_no_other_weights_than_the_structure_says(name: str) -> None:
     model, batch = make_decoder(name).eval(), collate_tokens(make_rows(3))
-    splitter, users = find_splitter(model), probed(model, find_splitter(model)).structure.units_of_parameter
+    splitter, users = find_splitter(model), probed(model, find_splitter(model)).structure.blocks_of_parameter
     weights = dict(model.named_parameters())
     with torch.no_grad():
         for index, layer in enumerate(splitter.layers(model)):
@@ -64,9 +64,9 @@ def test_a_half_uses_no_other_weights_than_the_structure_says(name: str) -> None
                 2 * index + 1: partial(splitter.run_attention, layer, hidden, *args, **kwargs),
                 2 * index + 2: partial(splitter.run_mlp, layer, hidden),
             }
-            for unit, run in halves.items():
+            for block, run in halves.items():
                 expected = run()
-                with broken(p for key, p in weights.items() if unit not in users[key]):
+                with broken(p for key, p in weights.items() if block not in users[key]):
                     assert torch.equal(run(), expected)
 
 
@@ -84,4 +84,4 @@ def test_gpt2_may_read_what_an_encoder_said() -> None:
     batch["encoder_attention_mask"] = torch.tensor([[1, 1, 0]] * 4)
     found = probe_model(model, find_splitter(model), lambda inputs: model(**inputs).loss, batch, "input_ids").structure
     assert found.cuts_inside_layers
-    assert found.units_of_parameter["transformer.h.1.crossattention.c_attn.weight"] == (3,)
+    assert found.blocks_of_parameter["transformer.h.1.crossattention.c_attn.weight"] == (3,)

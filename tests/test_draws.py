@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.data.rng import SharedDraws, draws_at_random, generators_kept, present_states, set_states
+from hf_pipetransformer.data.rng import SharedRngState, draws_at_random, generators_kept, present_states, set_states
 from tests.drawing import Augmented, Masked, losses, masking, trainer_of
 from tests.models import collate, make_dataset
 
@@ -91,7 +91,7 @@ def test_what_is_drawn_inside_is_drawn_from_the_shared_generators_and_goes_on_th
 
     start = present_states()
     expected = [drawn(), drawn()]
-    shared = SharedDraws(start)
+    shared = SharedRngState(start)
     found = []
     for _ in range(2):
         drawn()  # As models do.

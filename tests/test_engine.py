@@ -11,7 +11,7 @@ import torch
 from hf_pipetransformer.engine.engine import Engine, Local, StageLinks
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, Op, Row, find_schedule
+from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from tests.one_process import CPU, QueueLink, make_engines, run_table, together
 
@@ -32,7 +32,7 @@ class Scaling:
         self.most_held = 0
         self.done: list[str] = []
 
-    def begin(self, row: Row) -> None:
+    def begin(self, actions: ActionList) -> None:
         self.held.clear()
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
@@ -126,7 +126,9 @@ def test_a_prediction_keeps_nothing_and_gives_results_in_order(kind: str) -> Non
     programs, micro_batches = make_programs(4), make_micro_batches(3)
     engines = make_engines(placement, lambda stage: programs[stage])
     table = FORWARD_ONLY[kind].table(2, 3, 2)
-    runs = [engine.begin(row, micro_batches, is_training=False) for engine, row in zip(engines, table, strict=True)]
+    runs = [
+        engine.begin(actions, micro_batches, is_training=False) for engine, actions in zip(engines, table, strict=True)
+    ]
     first, second = together([run.drain for run in runs])
     expected = [float(24 * batch.inputs["x"].sum()) for batch in micro_batches]
     assert [float(result) for result in first + second] == pytest.approx(expected)
@@ -136,8 +138,8 @@ def test_a_prediction_keeps_nothing_and_gives_results_in_order(kind: str) -> Non
 
 def test_a_row_runs_in_parts() -> None:
     program, micro_batches = Scaling(2.0, True, True), make_micro_batches(3)
-    row = find_schedule("gpipe").table(1, 3)[0]
-    run = alone(program).begin(row, micro_batches)
+    actions = find_schedule("gpipe").table(1, 3)[0]
+    run = alone(program).begin(actions, micro_batches)
     assert program.done == []
     run.advance(until=Action(F, 1))
     assert program.done == ["F0", "F1"]
@@ -152,12 +154,12 @@ def test_a_row_runs_in_parts() -> None:
 
 
 def test_a_run_outlives_a_batch() -> None:
-    """One long row of which each batch runs a part: its later micro-batches need not be known at the start."""
+    """One long actions of which each batch runs a part: its later micro-batches need not be known at the start."""
     program = Scaling(2.0, True, True)
     micro_batches = make_micro_batches(2)
     order = [(F, 0), (F, 1), (B, 0), (F, 2), (B, 1), (F, 3), (B, 2), (B, 3)]
-    row = tuple(Action(op, i) for op, i in order)
-    run = alone(program).begin(row, micro_batches)
+    actions = tuple(Action(op, i) for op, i in order)
+    run = alone(program).begin(actions, micro_batches)
     run.advance(until=Action(B, 0))
     assert program.held.keys() == {1}
     micro_batches += make_micro_batches(2, first=2)
@@ -174,27 +176,27 @@ def test_two_stages_of_one_rank_hand_over_without_a_transfer() -> None:
         StageLinks(forward_in=Local(0), backward_out=Local(0)),
     ]
     order = [(F, 0), (F, 1), (INPUT, 1), (INPUT, 0), (WEIGHT, 0), (WEIGHT, 1)]
-    row = tuple(Action(op, 0, chunk) for op, chunk in order)
-    Engine(programs, links, StepMeter(CPU)).begin(row, [micro_batch]).drain()
+    actions = tuple(Action(op, 0, chunk) for op, chunk in order)
+    Engine(programs, links, StepMeter(CPU)).begin(actions, [micro_batch]).drain()
     total = float(micro_batch.inputs["x"].sum())
     assert [program.gradient for program in programs] == pytest.approx([2 * total, total])
 
 
-def sends(row: Row) -> Sequence[Action]:
-    return [action for action in row if action.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)]
+def sends(actions: ActionList) -> Sequence[Action]:
+    return [action for action in actions if action.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)]
 
 
 @pytest.mark.parametrize("first_active", [0, 1])
 def test_what_was_sent_is_let_go_of_before_the_end(first_active: int) -> None:
     """Else a stage would hold every activation that it ever sent in the batch."""
-    row = find_schedule("1f1b").table(2, 6, 1, first_active)[0]
+    actions = find_schedule("1f1b").table(2, 6, 1, first_active)[0]
     activations, gradients = QueueLink(), QueueLink()
     for _ in range(6):
         gradients.send(torch.ones(SHAPE))
     run = alone(make_programs(2, first_active)[0], StageLinks(forward_out=activations, backward_in=gradients)).begin(
-        row, make_micro_batches(6)
+        actions, make_micro_batches(6)
     )
-    run.advance(until=sends(row)[-1])
+    run.advance(until=sends(actions)[-1])
     assert activations.num_sent == 6
     assert activations.num_waited_for >= 4
     run.drain()
@@ -207,13 +209,15 @@ def test_a_computation_before_its_input_is_an_error(order: list[tuple[Op, int]])
         StageLinks(forward_out=Local(1), backward_in=Local(1)),
         StageLinks(forward_in=Local(0), backward_out=Local(0)),
     ]
-    row = tuple(Action(op, 0, chunk) for op, chunk in order)
-    run = Engine(make_programs(2), links, StepMeter(CPU)).begin(row, make_micro_batches(1))
-    with pytest.raises(ValueError, match=f"The table has {row[-1]} before what it takes"):
+    actions = tuple(Action(op, 0, chunk) for op, chunk in order)
+    run = Engine(make_programs(2), links, StepMeter(CPU)).begin(actions, make_micro_batches(1))
+    with pytest.raises(ValueError, match=f"The table has {actions[-1]} before what it takes"):
         run.drain()
 
 
 def test_a_transfer_without_a_link_is_an_error() -> None:
-    row = find_schedule("1f1b").table(2, 1)[0]
+    actions = find_schedule("1f1b").table(2, 1)[0]
     with pytest.raises(ValueError, match="transfer"):
-        alone(Scaling(2.0, True, False), StageLinks(forward_out=Local(0))).begin(row, make_micro_batches(1)).drain()
+        alone(Scaling(2.0, True, False), StageLinks(forward_out=Local(0))).begin(
+            actions, make_micro_batches(1)
+        ).drain()

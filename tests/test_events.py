@@ -111,7 +111,7 @@ DEEP = "[" * 50_000
         ("num_microbatches", DEEP, "expected an event"),
         ("num_layers", "4.0", "found 4.0 as 'num_layers'"),
         ("num_layers", "-1", "found -1 as 'num_layers'"),
-        ("boundaries", "[]", "do not cut 10 units into 2"),
+        ("boundaries", "[]", "do not cut 10 blocks into 2"),
         ("boundaries", '"05"', "found '05' as 'boundaries', expected a list"),
         ("boundaries", "[0, 5.5, 10]", "found 5.5 as 'boundaries'"),
         ("schedule", '"1f2b"', "Unknown schedule '1f2b'"),

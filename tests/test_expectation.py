@@ -39,10 +39,10 @@ def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:
 
 
 def seconds(num_layers: int, num_frozen: int) -> int:
-    """Of a step of 4 samples: a second for a forward, two for a backward, one for the lowest unit that has one."""
-    units = 2 * num_layers + 2
-    trained = units - (1 + 2 * num_frozen if num_frozen else 0)
-    return 4 * (units + 1 + 2 * (trained - 1))
+    """Of a step of 4 samples: a second for a forward, two for a backward, one for the lowest block that has one."""
+    blocks = 2 * num_layers + 2
+    trained = blocks - (1 + 2 * num_frozen if num_frozen else 0)
+    return 4 * (blocks + 1 + 2 * (trained - 1))
 
 
 def test_a_run_says_what_it_will_take(
@@ -70,9 +70,9 @@ def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
     assert "training everything for fewer epochs." in caplog.text
 
 
-def test_where_nothing_can_freeze_or_layers_thaw_nothing_is_said(tmp_path: Path) -> None:
+def test_where_nothing_can_freeze_or_layers_unfreeze_nothing_is_said(tmp_path: Path) -> None:
     assert expected(tmp_path / "late", freeze_at="100:2") == []
-    assert expected(tmp_path / "thaws", freeze_at="1:2,3:0") == []
+    assert expected(tmp_path / "unfreezes", freeze_at="1:2,3:0") == []
 
 
 def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_the_words_of_an_expectation() -> None:
     ("seconds", "words"),
     [(0.5, "0.5 s"), (119, "119 s"), (120, "2.0 minutes"), (9000, "2.5 hours"), (2.35e7, "272 days")],
 )
-def test_long_times_are_told_in_their_unit(seconds: float, words: str) -> None:
+def test_long_times_are_told_in_their_block(seconds: float, words: str) -> None:
     assert duration(seconds) == words

@@ -63,7 +63,7 @@ SPLITTERS = {
     "AST": ViTSplitter,
 }
 
-# Weights that all stages use, by model; other weights belong to one unit, or are tied to the head.
+# Weights that all stages use, by model; other weights belong to one block, or are tied to the head.
 SHARED = {
     "mpnet_question": {"mpnet.encoder.relative_attention_bias.weight"},
     "deberta_sequence": {
@@ -74,7 +74,7 @@ SHARED = {
     "beit": {"beit.shared_position_bias.relative_position_bias_table"},
 }
 
-NUM_UNITS = 2 * NUM_LAYERS + 2
+NUM_BLOCKS = 2 * NUM_LAYERS + 2
 
 
 def probe(model, splitter, batch):
@@ -91,7 +91,7 @@ def structure_of(name):
 def test_each_family_has_its_splitter(name):
     splitter = find_splitter(build_model(name))
     assert type(splitter) is SPLITTERS[MODELS[name].family]
-    assert structure_of(name).cut_positions() == list(range(NUM_UNITS + 1))
+    assert structure_of(name).cut_positions() == list(range(NUM_BLOCKS + 1))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,9 +118,9 @@ def test_a_wrong_half_fails_the_self_check(name):
 def test_a_weight_is_used_where_the_structure_says(name):
     """A stage holds nothing else, so each half of a layer must run while all other weights are broken."""
     model, batch = build_model(name), collate(make_rows(name, 3))
-    splitter, users = find_splitter(model), structure_of(name).units_of_parameter
-    tied = {key for key, units in users.items() if units == (0, NUM_UNITS - 1)}
-    everywhere = {key for key, units in users.items() if units == tuple(range(NUM_UNITS))}
+    splitter, users = find_splitter(model), structure_of(name).blocks_of_parameter
+    tied = {key for key, blocks in users.items() if blocks == (0, NUM_BLOCKS - 1)}
+    everywhere = {key for key, blocks in users.items() if blocks == tuple(range(NUM_BLOCKS))}
     assert len(tied) == (MODELS[name].task == "masked")
     assert everywhere == SHARED.get(name, set())
     assert all(len(users[key]) == 1 for key in users.keys() - tied - everywhere)
@@ -130,10 +130,10 @@ def test_a_weight_is_used_where_the_structure_says(name):
             2 * index + 1: partial(splitter.run_attention, layer, hidden, *args, **kwargs),
             2 * index + 2: partial(splitter.run_mlp, layer, hidden),
         }
-        for unit, run in halves.items():
+        for block, run in halves.items():
             with torch.no_grad():
                 expected = run()
-                with broken(p for key, p in model.named_parameters() if unit not in users[key]):
+                with broken(p for key, p in model.named_parameters() if block not in users[key]):
                     assert torch.equal(run(), expected)
 
 

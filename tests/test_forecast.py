@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_pipetransformer.planning.costs import Overheads, UnitCosts
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, spans_of
 from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.schedules.layout import Layout
@@ -19,11 +19,11 @@ LAYOUT = Layout(
 )  # fmt: skip
 
 
-def costs_of(num_units: int) -> UnitCosts:
-    """A second for each forward, two for a backward, one for that of a unit whose input needs no gradient."""
-    return UnitCosts(
-        forward=(1.0,) * num_units, backward=(2.0,) * num_units, edge_backward=(1.0,) * num_units,
-        parameters=(1,) * num_units, activation_bytes=(1.0,) * num_units,
+def costs_of(num_blocks: int) -> BlockCosts:
+    """A second for each forward, two for a backward, one for that of a block whose input needs no gradient."""
+    return BlockCosts(
+        forward=(1.0,) * num_blocks, backward=(2.0,) * num_blocks, edge_backward=(1.0,) * num_blocks,
+        parameters=(1,) * num_blocks, activation_bytes=(1.0,) * num_blocks,
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_the_full_run_is_as_long_as_its_steps() -> None:
 
 
 def test_a_prefix_frozen_from_the_start_without_a_cache() -> None:
-    # 6 forwards; backwards of three units, the first of which takes 1.
+    # 6 forwards; backwards of three blocks, the first of which takes 1.
     assert forecast().seconds([Span(30, 1)]) == 30 * 11.5
 
 
@@ -71,7 +71,7 @@ def test_views_are_written_in_as_many_epochs_and_drawn_anew_later() -> None:
     # Above the frozen layer 3 + 1 + 2 * 2 seconds, of which a tenth goes into new draws that take 5.5 each: 0.145.
     new = 0.145
     later = (1 - new) * 8 + new * (11.5 + 2)
-    found = forecast(replace(STORING, num_views=2)).seconds([Span(25, 1)])
+    found = forecast(replace(STORING, num_slots=2)).seconds([Span(25, 1)])
     assert found == pytest.approx(20 * 13.5 + 5 * later)
 
 
@@ -81,7 +81,7 @@ def test_moves_of_weights_take_time_and_new_numbers_do_not() -> None:
 
     start = replace(LAYOUT, num_stages=2, boundaries=(0, 3, 6))
     moved = Forecast(start, costs_of(6), Overheads(reduction_per_byte=1.0), 1, 1, PER_EPOCH, plan)
-    # Three units with one parameter each and 12 bytes; then 4 bytes of gradient each over two replicas.
+    # Three blocks with one parameter each and 12 bytes; then 4 bytes of gradient each over two replicas.
     assert moved.seconds([Span(1, 1)]) == 3 * 12 + 11 + 3 * 4
     assert moved.seconds([Span(2, 0)]) == moved.full_seconds(2)
 

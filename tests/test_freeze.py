@@ -160,7 +160,7 @@ class Says(FreezePolicy):
 
 
 @pytest.mark.parametrize(("answer", "expected"), [(2.1, 5), (-3, 5), (5.0, 5), (5.5, 6), (99, 12)])
-def test_an_answer_is_rounded_up_and_never_thaws(answer: float, expected: int) -> None:
+def test_an_answer_is_rounded_up_and_never_unfreezes(answer: float, expected: int) -> None:
     decision = decide(Says(answer), signal(5, 5.0), 0)
     assert decision.num_frozen == expected
     assert decision.freezes == (expected > 5)
@@ -273,8 +273,8 @@ def test_policies_are_made_by_their_names(name: str) -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="Unknown freeze policy 'thaw'"):
-        make_policy("thaw", 1 / 3, "inclusive", None)
+    with pytest.raises(ValueError, match="Unknown freeze policy 'unfreeze'"):
+        make_policy("unfreeze", 1 / 3, "inclusive", None)
 
 
 # ---- the monitor

@@ -1,4 +1,4 @@
-"""The layout: which units a stage holds, which stages a rank."""
+"""The layout: which blocks a stage holds, which stages a rank."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import json
 
 import pytest
 
-from hf_pipetransformer.schedules import placement as units
+from hf_pipetransformer.schedules import placement as blocks
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement
 
 
 def layout(num_stages: int = 2, num_layers: int = 6, **fields) -> Layout:
-    num_units = units.num_units(num_layers)
-    boundaries = tuple(num_units * stage // num_stages for stage in range(num_stages + 1))
+    num_blocks = blocks.num_blocks(num_layers)
+    boundaries = tuple(num_blocks * stage // num_stages for stage in range(num_stages + 1))
     given = {"num_frozen_layers": 0, "num_replicas": 2, "num_microbatches": 4, "schedule": "1f1b", **fields}
     return Layout(num_layers=num_layers, num_stages=num_stages, boundaries=boundaries, **given)
 
 
-def test_units_are_numbered_from_the_embeddings_to_the_head():
+def test_blocks_are_numbered_from_the_embeddings_to_the_head():
     layers = range(3)
-    chain = [units.EMBEDDINGS, *(u for layer in layers for u in (units.attention_of(layer), units.mlp_of(layer)))]
-    assert [*chain, units.head_of(3)] == list(range(units.num_units(3)))
-    assert [units.block_of(unit) for unit in range(units.num_units(3))] == [0, 1, 1, 2, 2, 3, 3, 4]
-    assert [units.first_above(num_layers) for num_layers in range(4)] == [0, 3, 5, units.head_of(3)]
+    chain = [blocks.EMBEDDINGS, *(u for layer in layers for u in (blocks.attention_of(layer), blocks.mlp_of(layer)))]
+    assert [*chain, blocks.head_of(3)] == list(range(blocks.num_blocks(3)))
+    assert [blocks.block_of(block) for block in range(blocks.num_blocks(3))] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert [blocks.first_above(num_layers) for num_layers in range(4)] == [0, 3, 5, blocks.head_of(3)]
 
 
 def test_loop_placement_begins_every_chunk_at_the_first_rank():
@@ -47,21 +47,21 @@ def test_trackers_see_the_ranks_of_a_pipeline_and_their_stages():
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("pipeline_size", [2, 3, 4])
-def test_every_stage_and_unit_lies_on_one_rank(pipeline_size, num_chunks, kind):
+def test_every_stage_and_block_lies_on_one_rank(pipeline_size, num_chunks, kind):
     found = layout(pipeline_size * num_chunks, num_layers=8, num_chunks=num_chunks, placement=kind)
     for stage in range(found.num_stages):
         rank, chunk = found.rank_of(stage), found.chunk_of(stage)
         assert found.stages_of(rank)[chunk] == stage
-        assert found.units_of_rank(rank)[chunk] == found.units_of(stage)
-    held = [unit for rank in range(pipeline_size) for part in found.units_of_rank(rank) for unit in part]
-    assert sorted(held) == list(range(found.num_units))
+        assert found.blocks_of_rank(rank)[chunk] == found.blocks_of(stage)
+    held = [block for rank in range(pipeline_size) for part in found.blocks_of_rank(rank) for block in part]
+    assert sorted(held) == list(range(found.num_blocks))
 
 
-def test_ranks_that_use_some_units_are_named_once_first_user_first():
+def test_ranks_that_use_some_blocks_are_named_once_first_user_first():
     found = layout(4, num_chunks=2, placement="v")
-    first, second = found.units_of(0)[0], found.units_of(2)[0]
-    assert found.ranks_of([first, second, found.num_units - 1]) == (0, 1)
-    assert found.ranks_of([second, found.num_units - 1]) == (1, 0)
+    first, second = found.blocks_of(0)[0], found.blocks_of(2)[0]
+    assert found.ranks_of([first, second, found.num_blocks - 1]) == (0, 1)
+    assert found.ranks_of([second, found.num_blocks - 1]) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.training.metrics import Noted
+from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.steps import Steps
 from tests.models import build_model, collate, make_dataset
 from tests.usages import same, untimed
@@ -149,7 +149,7 @@ def steps_beside(counts_of_another: list[int]) -> Steps:
     pipeline.layout = SimpleNamespace(num_replicas=2)
     topology: Any = SimpleNamespace(rank=0)
     windows: Any = SimpleNamespace(is_on=False, queue=())
-    return Steps(trainer, topology, pipeline, None, Noted(trainer, topology), windows)
+    return Steps(trainer, topology, pipeline, None, MetricAccumulator(trainer, topology), windows)
 
 
 def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:

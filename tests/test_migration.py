@@ -38,18 +38,18 @@ ALONE = SimpleNamespace(gather=lambda value: [value])
 def transitions(draw: st.DrawFn) -> tuple[list[Bundle], Layout, Layout]:
     """Bundles of a model and two layouts of it on the same ranks; F may only grow."""
     num_layers = draw(st.integers(1, 6))
-    num_units = 2 * num_layers + 2
+    num_blocks = 2 * num_layers + 2
     world_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     frozen = sorted(draw(st.lists(st.integers(0, num_layers), min_size=2, max_size=2)))
 
     def layout(num_frozen: int) -> Layout:
         size = draw(st.sampled_from([k for k in range(1, world_size + 1) if world_size % k == 0]))
-        size = size if size <= num_units else 1
-        num_chunks = draw(st.integers(1, min(3, num_units // size))) if size > 1 else 1
+        size = size if size <= num_blocks else 1
+        num_chunks = draw(st.integers(1, min(3, num_blocks // size))) if size > 1 else 1
         placement = draw(st.sampled_from(PLACEMENTS))
         num_stages = size * num_chunks
-        cuts = draw(st.sets(st.integers(1, num_units - 1), min_size=num_stages - 1, max_size=num_stages - 1))
-        boundaries = (0, *sorted(cuts), num_units)
+        cuts = draw(st.sets(st.integers(1, num_blocks - 1), min_size=num_stages - 1, max_size=num_stages - 1))
+        boundaries = (0, *sorted(cuts), num_blocks)
         return Layout(
             num_layers,
             num_frozen,
@@ -62,22 +62,22 @@ def transitions(draw: st.DrawFn) -> tuple[list[Bundle], Layout, Layout]:
             placement=placement,
         )
 
-    tied = draw(st.lists(st.sets(st.integers(0, num_units - 1), min_size=2, max_size=3), max_size=2))
-    bundles = {(unit,) for unit in range(num_units)} | {tuple(sorted(units)) for units in tied}
+    tied = draw(st.lists(st.sets(st.integers(0, num_blocks - 1), min_size=2, max_size=3), max_size=2))
+    bundles = {(block,) for block in range(num_blocks)} | {tuple(sorted(blocks)) for blocks in tied}
     return sorted(bundles), layout(frozen[0]), layout(frozen[1])
 
 
-def units(rank: int, layout: Layout) -> set[int]:
-    return {unit for part in layout.units_of_rank(rank % layout.pipeline_size) for unit in part}
+def blocks(rank: int, layout: Layout) -> set[int]:
+    return {block for part in layout.blocks_of_rank(rank % layout.pipeline_size) for block in part}
 
 
 def has_weights(rank: int, bundle: Bundle, layout: Layout) -> bool:
-    return not units(rank, layout).isdisjoint(bundle)
+    return not blocks(rank, layout).isdisjoint(bundle)
 
 
 def has_state(rank: int, bundle: Bundle, layout: Layout) -> bool:
-    """Of an active bundle the rank with its first unit keeps the state."""
-    return bundle[0] in units(rank, layout) and bundle[0] >= layout.first_active_unit
+    """Of an active bundle the rank with its first block keeps the state."""
+    return bundle[0] in blocks(rank, layout) and bundle[0] >= layout.first_active_block
 
 
 @settings(max_examples=300)
@@ -116,7 +116,7 @@ def test_a_source_has_what_it_sends_and_is_another_rank(transition: tuple[list[B
 def test_frozen_bundles_carry_no_state(transition: tuple[list[Bundle], Layout, Layout]) -> None:
     bundles, old, new = transition
     for move in plan_moves(bundles, old, new):
-        assert not (move.with_state and move.bundle[0] < new.first_active_unit)
+        assert not (move.with_state and move.bundle[0] < new.first_active_block)
 
 
 @given(transitions())
@@ -184,7 +184,7 @@ def blocked(programs: dict[int, list[dict[int, int]]]) -> set[int]:
 
 
 def posts(moves: Sequence[Move], world_size: int, limit: int) -> dict[int, list[dict[int, int]]]:
-    """What each rank posts for `moves` if every bundle has as many bytes as its first unit plus one."""
+    """What each rank posts for `moves` if every bundle has as many bytes as its first block plus one."""
     bundles = list(dict.fromkeys(move.bundle for move in moves))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "ROUND_BYTES", limit)

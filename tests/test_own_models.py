@@ -299,8 +299,8 @@ class TiedByHand(Stack):
 def test_a_weight_belongs_to_where_it_is_read() -> None:
     model, inputs = TiedByHand(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
     structure = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure
-    assert structure.units_of_parameter["entry.weight"] == (0, structure.num_units - 1)
-    assert structure.units_of_parameter["entry.bias"] == (0,)
+    assert structure.blocks_of_parameter["entry.weight"] == (0, structure.num_blocks - 1)
+    assert structure.blocks_of_parameter["entry.bias"] == (0,)
 
 
 # ---- what layers and modules before them return ----
@@ -500,13 +500,13 @@ def structure_of(kind: str) -> Any:
 
 @pytest.mark.parametrize(("kind", "name"), [("modules", "gates.2.weight"), ("reads", "entry.weight")])
 def test_a_weight_that_is_read_between_layers_is_on_every_stage(kind: str, name: str) -> None:
-    users = structure_of(kind).units_of_parameter
+    users = structure_of(kind).blocks_of_parameter
     assert users[name] == tuple(range(2 * L + 2))
     assert users["blocks.1.line.weight"] == (3,) and users["head.weight"] == (2 * L + 1,)
 
 
 def test_the_shape_of_a_weight_is_known_on_every_stage() -> None:
-    assert structure_of("shape").units_of_parameter["entry.weight"] == (0,)
+    assert structure_of("shape").blocks_of_parameter["entry.weight"] == (0,)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("norm", "norm.weight"), ("scale", "scale")])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.costs import UnitCosts, unit_loads
+from hf_pipetransformer.planning.costs import BlockCosts, block_loads
 from hf_pipetransformer.planning.partition import partition
 from hf_pipetransformer.planning.planner import stage_boundaries
 
@@ -21,14 +21,14 @@ def largest_stage(costs: Sequence[float], boundaries: Sequence[int]) -> float:
     return max(sum(costs[start:end]) for start, end in pairwise(boundaries))
 
 
-def units_in_order(boundaries: Sequence[int]) -> list[int]:
+def blocks_in_order(boundaries: Sequence[int]) -> list[int]:
     assert all(start < end for start, end in pairwise(boundaries))
-    return [unit for start, end in pairwise(boundaries) for unit in range(start, end)]
+    return [block for start, end in pairwise(boundaries) for block in range(start, end)]
 
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """Unit costs, allowed cut positions, and a number of stages that they allow."""
+    """Block costs, allowed cut positions, and a number of stages that they allow."""
     costs = draw(SIZES)
     inner = draw(st.sets(st.integers(1, len(costs) - 1))) if len(costs) > 1 else set()
     cuts = [0, *sorted(inner), len(costs)]
@@ -40,7 +40,7 @@ def test_partition_is_as_good_as_brute_force(costs: list[int], data: st.DataObje
     num_stages = data.draw(st.integers(1, len(costs)))
     found = partition(costs, num_stages)
     ways = ((0, *cut, len(costs)) for cut in combinations(range(1, len(costs)), num_stages - 1))
-    assert units_in_order(found) == list(range(len(costs)))
+    assert blocks_in_order(found) == list(range(len(costs)))
     assert largest_stage(costs, found) == min(largest_stage(costs, way) for way in ways)
 
 
@@ -48,20 +48,20 @@ def test_partition_is_as_good_as_brute_force(costs: list[int], data: st.DataObje
 def test_boundaries_on_allowed_cuts_are_as_good_as_brute_force(chain: tuple[list[int], list[int], int]) -> None:
     costs, cuts, num_stages = chain
     found = stage_boundaries(costs, cuts, num_stages)
-    assert units_in_order(found) == list(range(len(costs)))
+    assert blocks_in_order(found) == list(range(len(costs)))
     assert set(found) <= set(cuts)
     ways = ((0, *chosen, len(costs)) for chosen in combinations(cuts[1:-1], num_stages - 1))
     assert largest_stage(costs, found) == min(largest_stage(costs, way) for way in ways)
 
 
 @given(st.integers(1, 6), st.data())
-def test_freezing_one_more_layer_never_makes_a_unit_more_expensive(num_layers: int, data: st.DataObject) -> None:
-    num_units = 2 * num_layers + 2
-    seconds = st.lists(st.integers(0, 20), min_size=num_units, max_size=num_units).map(tuple)
+def test_freezing_one_more_layer_never_makes_a_block_more_expensive(num_layers: int, data: st.DataObject) -> None:
+    num_blocks = 2 * num_layers + 2
+    seconds = st.lists(st.integers(0, 20), min_size=num_blocks, max_size=num_blocks).map(tuple)
     forward, backward = data.draw(seconds), data.draw(seconds)
     edge = tuple(data.draw(st.integers(0, whole)) for whole in backward)
-    costs = UnitCosts(forward, backward, edge, (1,) * num_units, (1.0,) * num_units)
-    loads = [unit_loads(costs, frozen) for frozen in range(num_layers + 1)]
+    costs = BlockCosts(forward, backward, edge, (1,) * num_blocks, (1.0,) * num_blocks)
+    loads = [block_loads(costs, frozen) for frozen in range(num_layers + 1)]
     for before, after in pairwise(loads):
         assert all(late <= early for early, late in zip(before, after, strict=True))
     assert loads[0][0] == forward[0] + edge[0]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import Overheads, UnitCosts, predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step, rank_bytes
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
@@ -37,8 +37,8 @@ from hf_pipetransformer.startup.costs import MeasuredCosts
 from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
 
 
-# One layer; units are embeddings, attention, MLP, head.
-SMALL = UnitCosts(
+# One layer; blocks are embeddings, attention, MLP, head.
+SMALL = BlockCosts(
     forward=(1, 2, 3, 1),
     backward=(9, 4, 6, 2),
     edge_backward=(1, 3, 5, 1),
@@ -70,7 +70,7 @@ def test_twelve_layers_in_eight_stages_are_nearly_even_with_sublayer_cuts() -> N
 
 
 def test_boundaries_fall_on_allowed_cuts_only() -> None:
-    # Two layers that may not be cut inside: units are embeddings, (1, 2), (3, 4), head.
+    # Two layers that may not be cut inside: blocks are embeddings, (1, 2), (3, 4), head.
     assert stage_boundaries([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2) == (0, 3, 6)
     with pytest.raises(ValueError, match="4 stages at most"):
         plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2, 5, 1, 1, "1f1b")
@@ -90,22 +90,22 @@ def test_number_of_micro_batches(num_stages: int, batch: int, expected: int) -> 
     assert choose_num_microbatches(num_stages, batch) == expected
 
 
-def test_layout_knows_its_units() -> None:
+def test_layout_knows_its_blocks() -> None:
     layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], 2, 2, 3, 4, "1f1b")
     assert layout.boundaries == (0, 3, 6)
-    assert [layout.stage_of(unit) for unit in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [layout.stage_of(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("boundaries", [(0, 6), (0, 3, 5), (0, 3, 3, 6), (1, 3, 6), (0, 4, 2, 6)])
 def test_a_layout_that_does_not_cover_the_model_is_refused(boundaries: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="do not cut 6 units into 2"):
+    with pytest.raises(ValueError, match="do not cut 6 blocks into 2"):
         Layout(2, 0, 2, 1, boundaries, 1, "1f1b")
 
 
 def test_a_layout_knows_where_training_begins() -> None:
     layout = Layout(2, 0, 3, 1, (0, 2, 4, 6), 1, "1f1b")
     found = [replace(layout, num_frozen_layers=frozen) for frozen in range(3)]
-    assert [each.first_active_unit for each in found] == [0, 3, 5]
+    assert [each.first_active_block for each in found] == [0, 3, 5]
     assert [each.first_active_stage for each in found] == [0, 1, 2]
 
 
@@ -115,17 +115,17 @@ def test_more_frozen_layers_than_layers_are_refused(num_frozen_layers: int) -> N
         Layout(2, num_frozen_layers, 1, 1, (0, 6), 1, "1f1b")
 
 
-def test_frozen_units_cost_their_forward_and_the_first_active_one_needs_no_input_gradient() -> None:
-    assert unit_loads(SMALL, 0) == [2, 6, 9, 3]
-    assert unit_loads(SMALL, 1) == [1, 2, 3, 2]
-    assert unit_loads(SMALL.scaled(2, 2), 1) == [2, 4, 6, 4]
+def test_frozen_blocks_cost_their_forward_and_the_first_active_one_needs_no_input_gradient() -> None:
+    assert block_loads(SMALL, 0) == [2, 6, 9, 3]
+    assert block_loads(SMALL, 1) == [1, 2, 3, 2]
+    assert block_loads(SMALL.scaled(2, 2), 1) == [2, 4, 6, 4]
     assert SMALL.scaled(3, 1).forward == tuple(3 * seconds for seconds in SMALL.forward)
     assert SMALL.scaled(3, 1).backward == SMALL.backward
     assert SMALL.scaled(2, 2).parameters == SMALL.parameters
 
 
-def test_unit_costs_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="one entry a unit"):
+def test_block_costs_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="one entry a block"):
         replace(SMALL, parameters=(1, 2))
 
 
@@ -156,7 +156,7 @@ def test_one_replica_reduces_nothing_and_a_micro_batch_has_at_least_one_sample()
     layout = replace(SMALL_LAYOUT, num_replicas=1, num_microbatches=8)
     found = predict_step(layout, SMALL, Overheads(reduction_per_byte=1.0), samples_per_pipeline=1)
     assert found.reduction == 0
-    assert found.seconds == sum(unit_loads(SMALL, 0))
+    assert found.seconds == sum(block_loads(SMALL, 0))
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_a_trial_that_can_measure_nothing_is_refused(tried: list[int], steps_eac
         MicrobatchTrial(tried, steps_each)
 
 
-def costs_of(num_layers: int) -> UnitCosts:
+def costs_of(num_layers: int) -> BlockCosts:
     """Attention 1 and MLP 2, backwards twice forwards; cheap ends."""
-    return UnitCosts(
+    return BlockCosts(
         forward=(0.1, *(1.0, 2.0) * num_layers, 0.1),
         backward=(0.1, *(2.0, 4.0) * num_layers, 0.2),
         edge_backward=(0.1, *(1.0, 2.0) * num_layers, 0.1),
@@ -297,7 +297,7 @@ def costs_of(num_layers: int) -> UnitCosts:
 
 
 def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
-    loads = unit_loads(costs_of(num_layers), 0)
+    loads = block_loads(costs_of(num_layers), 0)
     cuts = range(2 * num_layers + 3)
     return plan_layout(loads, cuts, num_layers, num_stages, world_size // num_stages, 4, "1f1b")
 
@@ -315,7 +315,7 @@ def plan(
     return plan_transition(current, num_frozen_layers, costs, overheads or Overheads(), rules, world_size, samples)
 
 
-def test_the_fullest_rank_counts_frozen_units_by_their_factor() -> None:
+def test_the_fullest_rank_counts_frozen_blocks_by_their_factor() -> None:
     parameters = costs_of(2).parameters
     two, one = Layout(2, 0, 2, 1, (0, 3, 6), 1, "1f1b"), Layout(2, 1, 1, 1, (0, 6), 1, "1f1b")
     assert largest_rank_size(parameters, two) == 18
@@ -374,7 +374,7 @@ def test_lengths_that_ran_out_of_memory_are_not_tried_again(compression: str) ->
 
 
 @pytest.mark.parametrize("compression", ["memory", "throughput"])
-def test_there_are_no_more_stages_than_active_units(compression: str) -> None:
+def test_there_are_no_more_stages_than_active_blocks(compression: str) -> None:
     rules = rules_for(2, compression=compression, device_bytes=0)
     current = layout_of(2, 4, 4)
     assert [plan(current, frozen, rules).layout.num_stages for frozen in range(3)] == [4, 2, 1]
@@ -387,20 +387,20 @@ def test_cuts_stay_on_allowed_positions() -> None:
     assert set(found.layout.boundaries) <= {0, 1, 3, 5, 7, 8}
 
 
-def test_frozen_units_are_spread_over_stages_at_the_cost_of_their_forward() -> None:
-    # Units 0..22 cost 33.1 forwards; the last layer and the head cost 2 + 6 + 0.3.
+def test_frozen_blocks_are_spread_over_stages_at_the_cost_of_their_forward() -> None:
+    # Blocks 0..22 cost 33.1 forwards; the last layer and the head cost 2 + 6 + 0.3.
     found = plan(layout_of(12, 2, 2), 11, rules_for(12, unfit=frozenset({1})))
     start = found.layout.boundaries[1]
-    assert start < found.layout.first_active_unit
+    assert start < found.layout.first_active_block
     assert found.layout.first_active_stage == 1
-    loads = unit_loads(costs_of(12), 11)
+    loads = block_loads(costs_of(12), 11)
     assert abs(sum(loads[:start]) - sum(loads[start:])) <= 2
 
 
 @pytest.mark.parametrize(("shift", "is_kept"), [(0, True), (1, True), (20, False)])
 def test_nothing_moves_for_a_gain_below_two_percent(shift: int, is_kept: bool) -> None:
     best = layout_of(50, 2, 2)
-    current = replace(best, boundaries=(0, best.boundaries[1] + shift, best.num_units))
+    current = replace(best, boundaries=(0, best.boundaries[1] + shift, best.num_blocks))
     found = plan(current, 0, rules_for(50, unfit=frozenset({1})))
     assert found.layout.boundaries == (current if is_kept else best).boundaries
     assert found.prediction.seconds == found.alternatives[2]
@@ -494,7 +494,7 @@ def test_parts_of_a_split_backward_take_as_long_as_the_whole() -> None:
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
 def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str, num_chunks: int) -> None:
-    costs, loads, cuts = costs_of(24), unit_loads(costs_of(24), 0), range(51)
+    costs, loads, cuts = costs_of(24), block_loads(costs_of(24), 0), range(51)
     plain, found = (
         predict_step(plan_layout(loads, cuts, 24, 4, 1, 8, name, num_chunks=v), costs, Overheads(), 32).pipeline
         for name, v in (("1f1b", 1), (schedule, num_chunks))
@@ -504,7 +504,7 @@ def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str
 
 def chunked(schedule: str, num_layers: int, pipeline_size: int, num_chunks: int, world_size: int) -> Layout:
     cuts, replicas = range(2 * num_layers + 3), world_size // pipeline_size
-    loads = unit_loads(costs_of(num_layers), 0)
+    loads = block_loads(costs_of(num_layers), 0)
     return plan_layout(loads, cuts, num_layers, pipeline_size, replicas, 4, schedule, num_chunks=num_chunks)
 
 
@@ -513,17 +513,17 @@ def chunked(schedule: str, num_layers: int, pipeline_size: int, num_chunks: int,
     [
         ("interleaved_1f1b", 2, 0, (), {1: 1, 2: 2, 4: 2}),
         ("interleaved_1f1b", 3, 0, (1,), {2: 3, 4: 3}),
-        # 9 units are active, then 7: four ranks have two stages each, then they are not considered.
+        # 9 blocks are active, then 7: four ranks have two stages each, then they are not considered.
         ("interleaved_1f1b", 3, 2, (), {1: 1, 2: 3, 4: 2}),
         ("interleaved_1f1b", 3, 3, (), {1: 1, 2: 3}),
         ("zb_v", 2, 3, (1,), {2: 2}),
-        # 3 units are left.
+        # 3 blocks are left.
         ("zb_v", 2, 5, (), {1: 1}),
         # Only what runs is known to fit.
         ("zb_v", 2, 5, (1,), {4: 2}),
     ],
 )
-def test_lengths_are_planned_with_the_stages_that_the_active_units_allow(
+def test_lengths_are_planned_with_the_stages_that_the_active_blocks_allow(
     schedule: str, wanted: int, num_frozen_layers: int, unfit: tuple[int, ...], expected: dict[int, int]
 ) -> None:
     current = chunked(schedule, 6, 4, 2, 8)
@@ -541,7 +541,7 @@ def test_lengths_are_planned_with_the_stages_that_the_active_units_allow(
 def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     schedule: str, num_chunks: int, compression: str
 ) -> None:
-    # Eight ranks hold all that fits, and soon there are fewer active units than stages.
+    # Eight ranks hold all that fits, and soon there are fewer active blocks than stages.
     current, costs = chunked(schedule, 7, 8, num_chunks, 8), costs_of(7)
     budget = max(rank_bytes(current, costs, 64))
     initial = largest_rank_size(costs.parameters, current)
@@ -552,7 +552,7 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
         found = plan_transition(current, num_frozen_layers, costs, Overheads(), rules, 8, 8)
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
         assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
-        if found.layout.num_stages > current.num_units - found.layout.first_active_unit:
+        if found.layout.num_stages > current.num_blocks - found.layout.first_active_block:
             assert found.layout == replace(current, num_frozen_layers=num_frozen_layers)
 
 
@@ -561,7 +561,7 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     [
         ("1f1b", 1, [(1, 1), (2, 1), (4, 1)]),
         ("zb_v", 2, [(1, 1), (2, 2), (4, 2)]),
-        # 14 units in all: three stages on each of four ranks at most.
+        # 14 blocks in all: three stages on each of four ranks at most.
         ("interleaved_1f1b", 4, [(1, 1), (2, 2), (2, 3), (2, 4), (4, 2), (4, 3)]),
     ],
 )
@@ -603,17 +603,17 @@ def test_a_frozen_stage_of_an_asynchronous_pipeline_only_runs_forwards() -> None
 
 def test_cuts_of_an_asynchronous_pipeline_even_out_the_updates_too() -> None:
     """A stage with a large embedding, which every step updates, gets fewer layers."""
-    units = 10
-    costs = UnitCosts(
-        forward=(1.0,) * units, backward=(2.0,) * units, edge_backward=(2.0,) * units,
-        parameters=(600, *(10,) * (units - 1)), activation_bytes=(1.0,) * units,
+    blocks = 10
+    costs = BlockCosts(
+        forward=(1.0,) * blocks, backward=(2.0,) * blocks, edge_backward=(2.0,) * blocks,
+        parameters=(600, *(10,) * (blocks - 1)), activation_bytes=(1.0,) * blocks,
     )  # fmt: skip
-    loads = [unit_loads(costs, 0, update_per_parameter=update) for update in (0.0, 0.01)]
-    assert loads[0] == [3.0] * units
-    assert loads[1] == pytest.approx([9.0] + [3.1] * (units - 1))
-    cuts = [stage_boundaries(each, range(units + 1), 2) for each in loads]
+    loads = [block_loads(costs, 0, update_per_parameter=update) for update in (0.0, 0.01)]
+    assert loads[0] == [3.0] * blocks
+    assert loads[1] == pytest.approx([9.0] + [3.1] * (blocks - 1))
+    cuts = [stage_boundaries(each, range(blocks + 1), 2) for each in loads]
     assert cuts == [(0, 5, 10), (0, 4, 10)]
-    assert unit_loads(costs, 1, update_per_parameter=0.01)[:3] == [1.0] * 3
+    assert block_loads(costs, 1, update_per_parameter=0.01)[:3] == [1.0] * 3
 
 
 class Alone(SimpleNamespace):
@@ -629,12 +629,12 @@ class Alone(SimpleNamespace):
 
 
 def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: Any) -> list[Layout]:
-    """The layouts of a run of 12 layers with 0, 2 and 4 of them frozen, on a machine where some units are slow."""
+    """The layouts of a run of 12 layers with 0, 2 and 4 of them frozen, on a machine where some blocks are slow."""
     args = PipeTransformerArguments(
         str(folder), use_cpu=True, per_device_train_batch_size=8, pipeline_parallel_size=4, **options
     )
     costs, (first, last) = costs_of(12), (slow.start, slow.stop)
-    factors = [50.0 if first <= unit < last else 1.0 for unit in range(26)]
+    factors = [50.0 if first <= block < last else 1.0 for block in range(26)]
     timed = replace(
         costs,
         **{
@@ -644,7 +644,7 @@ def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: An
     )
     flops = (0.0, *(8.0, 16.0) * 12, 1.0)
     structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27))
-    probe = SimpleNamespace(structure=structure, unit_flops=flops)
+    probe = SimpleNamespace(structure=structure, block_flops=flops)
     # Where the first layers are slow, so is the network, and no pipeline shrinks for the clock's sake.
     overheads = Overheads(hop=0.1 / (1 + first), reduction_per_byte=100.0 / (1 + first) ** 2, per_step=float(last))
     planner = RunPlanner(
@@ -653,7 +653,7 @@ def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: An
     found = [planner.layout(8)]
     inputs = planner.inputs(found[0], 8, {})
     for num_frozen in (2, 4):
-        change = plan_transition(found[-1], num_frozen, inputs.units, inputs.overheads, inputs.rules, 4, 8)
+        change = plan_transition(found[-1], num_frozen, inputs.blocks, inputs.overheads, inputs.rules, 4, 8)
         found.append(change.layout)
     return found
 
@@ -694,7 +694,7 @@ def test_a_stage_with_a_large_embedding_gets_fewer_layers_by_work_too(tmp_path: 
         pipeline_parallel_size=2,
     )  # fmt: skip
     structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
-    probe = SimpleNamespace(structure=structure, unit_flops=(0.0, *(2e6,) * 8, 0.0))
+    probe = SimpleNamespace(structure=structure, block_flops=(0.0, *(2e6,) * 8, 0.0))
     found = []
     for elements in (10, 100_000):
         costs = replace(costs_of(4), parameters=(elements, *(10,) * 9))
@@ -816,8 +816,8 @@ def test_the_first_line_says_what_asynchronous_means(
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="async_1f1b", **options)
     probe, measured = (
-        SimpleNamespace(unit_flops=()),
-        SimpleNamespace(units=SMALL, overheads=Overheads(), num_samples=1),
+        SimpleNamespace(block_flops=()),
+        SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1),
     )
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, 0, has_dropout=True, unfit=0)
     layout = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4), num_frozen_layers=num_frozen_layers)
@@ -839,8 +839,8 @@ def test_the_first_line_says_what_is_frozen_without_a_policy(
     tmp_path: Path, num_frozen_layers: int, num_frozen_by_user: int, expected: str
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
-    probe = SimpleNamespace(unit_flops=(), linearity=None)
-    measured = SimpleNamespace(units=SMALL, overheads=Overheads(), num_samples=1)
+    probe = SimpleNamespace(block_flops=(), linearity=None)
+    measured = SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1)
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, num_frozen_by_user, has_dropout=True, unfit=0)
     layout = replace(ASYNC, schedule="1f1b", num_frozen_layers=num_frozen_layers)
     assert planner.describe(layout, 1, "none", freezes=False)["expectation"].startswith(expected)

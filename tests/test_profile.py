@@ -14,11 +14,11 @@ from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup import costs as profile
 from hf_pipetransformer.startup import start
-from hf_pipetransformer.startup.costs import UnitProfile, affordable_samples, samples_per_microbatch
+from hf_pipetransformer.startup.costs import BlockProfile, affordable_samples, samples_per_microbatch
 from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, OwnBatches, most_samples, probe_samples
-from hf_pipetransformer.startup.model import Subject
+from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.planner import StartUp
-from hf_pipetransformer.startup.start import look_at
+from hf_pipetransformer.startup.start import inspect_model
 from tests.models import build_model, collate, make_rows
 
 
@@ -42,12 +42,12 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
     batches = OwnBatches(rows, collate, args.per_device_train_batch_size, lambda: range(len(rows)))
     read = batches.read if with_batches else None
     samples = probe_samples(batches, model.main_input_name, count_items, most_samples(args))
-    subject = Subject(model, find_splitter(model), samples, compute, count_items)
-    return look_at(subject, args, Topology(60, 1), torch.device("cpu"), True, read), sizes
+    subject = ProbeTarget(model, find_splitter(model), samples, compute, count_items)
+    return inspect_model(subject, args, Topology(60, 1), torch.device("cpu"), True, read), sizes
 
 
 @pytest.mark.parametrize("model", ["bert_masked", "vit"])
-def test_units_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model: str) -> None:
+def test_blocks_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model: str) -> None:
     start_up, sizes = started(
         tmp_path, model, per_device_train_batch_size=26, pipeline_parallel_num_microbatches=2, activation_cache="off"
     )
@@ -116,11 +116,11 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
     )
 
 
-def test_tied_weights_are_in_the_costs_with_the_units_that_use_them(tmp_path: Path) -> None:
+def test_tied_weights_are_in_the_costs_with_the_blocks_that_use_them(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "bert_masked", per_device_train_batch_size=2)
     word_embeddings = build_model("bert_masked").get_input_embeddings().weight
-    assert start_up.plans.costs.units.shared == (
-        ((0, start_up.probe.structure.num_units - 1), word_embeddings.numel()),
+    assert start_up.plans.costs.blocks.shared == (
+        ((0, start_up.probe.structure.num_blocks - 1), word_embeddings.numel()),
     )
 
 
@@ -152,8 +152,8 @@ def test_the_micro_batch_of_the_first_layout(tmp_path: Path, options: dict[str, 
     assert samples_per_microbatch(arguments(tmp_path, per_device_train_batch_size=24, **options)) == expected
 
 
-# Seconds of one sample: 2 units alone, each after the chain (3 s) and 13 times itself (2 s).
-PILOT = UnitProfile(forward=[1, 1, 1], backward=[1, 1, 1], edge_backward=[0, 0, 0], activation_bytes=[10, 20, 30])
+# Seconds of one sample: 2 blocks alone, each after the chain (3 s) and 13 times itself (2 s).
+PILOT = BlockProfile(forward=[1, 1, 1], backward=[1, 1, 1], edge_backward=[0, 0, 0], activation_bytes=[10, 20, 30])
 SECONDS = 2 * (3 + 13 * 2)
 
 
@@ -170,4 +170,4 @@ def test_measuring_stays_within_its_time_and_memory(
     monkeypatch: pytest.MonkeyPatch, limit_seconds: float, free_bytes: float, expected: int
 ) -> None:
     monkeypatch.setattr(profile, "PROFILE_SECONDS", limit_seconds)
-    assert affordable_samples(32, PILOT, num_units_run=2, free_bytes=free_bytes) == expected
+    assert affordable_samples(32, PILOT, num_blocks_run=2, free_bytes=free_bytes) == expected

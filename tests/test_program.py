@@ -21,7 +21,7 @@ from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.reduction import last_gradients
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram, recomputed_micro_batches
-from hf_pipetransformer.schedules import Action, Op, Row, find_schedule
+from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
@@ -52,12 +52,12 @@ def assert_same_gradients(name: str, found: dict[str, torch.Tensor], expected: d
 
 
 def pipeline_of(name: str, model: nn.Module, schedule_name: str, pipeline_size: int, num_chunks: int, **more: Any):
-    """A pipeline and its table, the units cut evenly."""
+    """A pipeline and its table, the blocks cut evenly."""
     schedule = find_schedule(schedule_name)
     placement = Placement(pipeline_size, num_chunks, schedule.placement)
     inputs = batch_of(name)
-    num_units = trace(model, inputs).num_units
-    boundaries = [num_units * stage // placement.num_stages for stage in range(placement.num_stages + 1)]
+    num_blocks = trace(model, inputs).num_blocks
+    boundaries = [num_blocks * stage // placement.num_stages for stage in range(placement.num_stages + 1)]
     pipeline = ModelPipeline(model, boundaries, placement, inputs, 3, splits=schedule.splits_backward, **more)
     return pipeline, schedule.table(pipeline_size, 3, num_chunks)
 
@@ -93,7 +93,7 @@ def test_a_linear_layer_of_the_embeddings_may_be_as_wide_as_the_others() -> None
 
 
 def one_stage(
-    name: str, units: range | None = None, autocast: bool = False, splits: bool = True
+    name: str, blocks: range | None = None, autocast: bool = False, splits: bool = True
 ) -> tuple[nn.Module, ModelProgram, MicroBatch]:
     model = build_model(name)
     inputs = batch_of(name)
@@ -104,7 +104,7 @@ def one_stage(
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             return model(**given).loss
 
-    own = units or range(structure.num_units)
+    own = blocks or range(structure.num_blocks)
     with torch.no_grad():
         shape = tuple(view.run(range(1), None, lambda: model(**inputs)).shape)
     program = ModelProgram(view, own, torch.float32, True, WeightGradients(linear_layers(model) if splits else []))
@@ -316,13 +316,13 @@ def test_stages_may_recompute_layer_by_layer(schedule: str, num_chunks: int, use
 # ---- recomputation ----
 
 
-def rows_of(text: str) -> Row:
+def rows_of(text: str) -> ActionList:
     ops = {op.value: op for op in Op}
     return tuple(Action(ops[entry[0]], int(entry[1]), int(entry[3]) if "." in entry else 0) for entry in text.split())
 
 
 @pytest.mark.parametrize(
-    ("row", "chunk", "mode", "expected"),
+    ("actions", "chunk", "mode", "expected"),
     [
         ("F0 F1 F2 B2 B1 B0", 0, "always", {0, 1}),
         ("F0 F1 F2 B2 B1 B0", 0, "except_last", {0, 1}),
@@ -337,13 +337,13 @@ def rows_of(text: str) -> Row:
         ("F0 F1.1 B1.1 F1 B1 F0.1 B0.1 B0", 0, "always", {0}),
     ],
 )
-def test_what_is_recomputed(row: str, chunk: int, mode: str, expected: set[int]) -> None:
-    assert recomputed_micro_batches(rows_of(row), chunk, mode) == expected
+def test_what_is_recomputed(actions: str, chunk: int, mode: str, expected: set[int]) -> None:
+    assert recomputed_micro_batches(rows_of(actions), chunk, mode) == expected
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
 def test_recomputation_draws_the_same_dropout(splits: bool) -> None:
-    row = rows_of("F0 F1 I0 W0 I1 W1" if splits else "F0 F1 B0 B1")
+    actions = rows_of("F0 F1 I0 W0 I1 W1" if splits else "F0 F1 B0 B1")
     found = []
     for mode in ("never", "always"):
         model, plain, first = one_stage("bert_sequence")
@@ -352,7 +352,7 @@ def test_recomputation_draws_the_same_dropout(splits: bool) -> None:
                 module.p = 0.3
         second = MicroBatch(1, batch_of("bert_sequence", 3), 0.25, (), first.forward)
         program = RecomputingProgram(plain, mode, 0, CPU)
-        program.begin(row)
+        program.begin(actions)
         torch.manual_seed(5)
         losses = [program.forward(micro_batch, None) for micro_batch in (first, second)]
         for micro_batch in (first, second):
@@ -421,7 +421,7 @@ def test_a_model_that_skips_the_stages_last_layer_is_an_error() -> None:
 @pytest.mark.parametrize("stop", [4, 8, None], ids=["wholly-below", "entry-inside", "with-the-head"])
 def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover(stop: int | None, name: str) -> None:
     """Five samples, of which none, one and two layers are stored; the entry lies above two layers."""
-    entry_unit = 5
+    entry_block = 5
     model = build_model(name).eval()
     inputs = batch_of(name)
     structure = trace(model, inputs)
@@ -438,17 +438,17 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     stored = torch.zeros_like(hidden_after(1))
     for level in (1, 2):
         stored[levels == level] = hidden_after(level)[levels == level]
-    units = range(stop or structure.num_units)
+    blocks = range(stop or structure.num_blocks)
     shape = tuple(stored.shape)
 
     def program_of(own: range) -> ModelProgram:
         return ModelProgram(view, own, torch.float32, False, WeightGradients(linear_layers(model)))
 
-    view.install(units)
-    whole = program_of(units)
-    above = program_of(range(entry_unit, units.stop)) if entry_unit < units.stop else None
-    below = range(min(entry_unit, units.stop))
-    program = CachedEntryProgram(view, below, entry_unit, above, whole, torch.float32, torch.float32, CPU)
+    view.install(blocks)
+    whole = program_of(blocks)
+    above = program_of(range(entry_block, blocks.stop)) if entry_block < blocks.stop else None
+    below = range(min(entry_block, blocks.stop))
+    program = CachedEntryProgram(view, below, entry_block, above, whole, torch.float32, torch.float32, CPU)
     samples = torch.arange(NUM_SAMPLES)
     tags = CacheTags(samples, levels, torch.zeros_like(samples), 1, stored)
     written: list[torch.Tensor] = []
@@ -470,7 +470,7 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     # Two samples begin at the embeddings, one above the first layer.
     assert executed[0] == 2
     assert executed[1] == 3
-    if stop is None or stop > entry_unit:
+    if stop is None or stop > entry_block:
         torch.testing.assert_close(written, [hidden_after(2)])
     else:
         assert not written
@@ -481,7 +481,7 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     program.backward(micro_batch, gradient)
     gradients = gradients_of(model)
     assert gradients
-    assert all(structure.units_of_parameter[name][0] >= entry_unit for name in gradients)
+    assert all(structure.blocks_of_parameter[name][0] >= entry_block for name in gradients)
     # A batch of which nothing is stored runs whole, and one of which nothing is stored yet in two parts.
     torch.testing.assert_close(program.forward(plain, None).detach(), expected)
     fresh = replace(micro_batch, tags=CacheTags(samples, torch.zeros_like(levels), torch.zeros_like(samples), 0, None))
@@ -490,14 +490,14 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
 
 
 def _runs(view: StageView, index: int) -> bool:
-    return bool({2 * index + 1, 2 * index + 2} & set(view.units))
+    return bool({2 * index + 1, 2 * index + 2} & set(view.blocks))
 
 
 # ---- the last gradients of a step ----
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
+    ("actions", "expected"),
     [
         ("F0 B0 F1 B1", {"B1": "linear norm"}),
         ("F0 F1 I0 I1 W0 W1", {"I1": "norm", "W1": "linear"}),
@@ -506,14 +506,14 @@ def _runs(view: StageView, index: int) -> bool:
         ("F0 F0.1 B0.1", {"B0.1": "upper both"}),
     ],
 )
-def test_the_last_gradient_of_each_parameter(row: str, expected: dict[str, str]) -> None:
+def test_the_last_gradient_of_each_parameter(actions: str, expected: dict[str, str]) -> None:
     chunks = {"linear": {0}, "norm": {0}}
-    if "." in row:
+    if "." in actions:
         chunks |= {"upper": {1}, "both": {0, 1}}
     parameters = {name: nn.Parameter(torch.zeros(1)) for name in chunks}
     names = {id(parameter): name for name, parameter in parameters.items()}
     found = last_gradients(
-        rows_of(row),
+        rows_of(actions),
         {parameters[name]: users for name, users in chunks.items()},
         {parameter for name, parameter in parameters.items() if name != "norm"},
     )

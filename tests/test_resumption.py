@@ -139,12 +139,12 @@ def state(saved: Path) -> Any:
         ("files model.safetensors", {"bytes": 3}, "found no 'xxh3_128'"),
         ("files ../../etc/passwd", {"bytes": 3, "xxh3_128": "0"}, "expected files of this folder"),
         ("world_size", 2, "found 2 as 'world_size', expected 1"),
-        ("layout num_layers", 5, "do not cut 12 units"),
+        ("layout num_layers", 5, "do not cut 12 blocks"),
         ("layout", {}, "found no 'num_layers' of a layout"),
         ("first_layout", None, "found None as 'layout', expected an object"),
         ("decisions known_microbatches", [[1, 1]], "expected a list of 3"),
         ("scheduler last_epoch", 1e30, "found 1e\\+30 as 'last_epoch'"),
-        ("views", {"num_views": 0}, "found 0 as 'num_views'"),
+        ("slots", {"num_slots": 0}, "found 0 as 'num_slots'"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused_although_its_hash_holds(
@@ -175,7 +175,7 @@ def test_a_state_that_is_nested_too_deep_is_refused(saved: Path, state: Any) -> 
 OF_SCHEDULES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 MAY_BE_GONE = {
     *("cache_level", "num_chunks", "placement", "token_slices", "fresh_share", "group_size", "nodes"),
-    *("is_counted", "policy_class", "views", "weights", "scaler", *OF_SCHEDULES),
+    *("is_counted", "policy_class", "slots", "weights", "scaler", *OF_SCHEDULES),
 }
 
 

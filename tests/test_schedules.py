@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hf_pipetransformer.schedules import COMPUTATIONS, FORWARD_ONLY, Action, Op, Row, Table, find_schedule
+from hf_pipetransformer.schedules import COMPUTATIONS, FORWARD_ONLY, Action, ActionList, Op, Table, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
 from tests.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
 
@@ -15,8 +15,8 @@ ONE_STAGE_A_RANK = ("gpipe", "1f1b")
 """The schedules of this file; `test_chunked_schedules.py` has those with several stages a rank or a split backward."""
 
 
-def text(row: Row, computation_only: bool = False) -> str:
-    chosen = [action for action in row if not computation_only or action.op in COMPUTATIONS]
+def text(actions: ActionList, computation_only: bool = False) -> str:
+    chosen = [action for action in actions if not computation_only or action.op in COMPUTATIONS]
     return " ".join(map(str, chosen))
 
 
@@ -26,19 +26,22 @@ def table_of(schedule: str, num_stages: int, num_microbatches: int, first_active
     return found.table(num_stages, num_microbatches, first_active_stage=first_active_stage)
 
 
-def parse(*rows: str) -> Table:
+def parse(*action_lists: str) -> Table:
     """Rows such as `"F0 SF0 RB0 B0 F0.1"` as a table."""
     words = re.compile(r"([A-Z]+)(\d+)\.?(\d*)")
-    return tuple(tuple(Action(Op(op), int(i), int(chunk or 0)) for op, i, chunk in words.findall(row)) for row in rows)
+    return tuple(
+        tuple(Action(Op(op), int(i), int(chunk or 0)) for op, i, chunk in words.findall(actions))
+        for actions in action_lists
+    )
 
 
 def test_gpipe_is_all_forwards_then_all_backwards_reversed() -> None:
-    assert [text(row, computation_only=True) for row in table_of("gpipe", 2, 3)] == ["F0 F1 F2 B2 B1 B0"] * 2
+    assert [text(actions, computation_only=True) for actions in table_of("gpipe", 2, 3)] == ["F0 F1 F2 B2 B1 B0"] * 2
 
 
 def test_1f1b_is_the_drawn_table() -> None:
-    rows = [text(row, computation_only=True) for row in table_of("1f1b", 4, 4)]
-    assert rows == [
+    action_lists = [text(actions, computation_only=True) for actions in table_of("1f1b", 4, 4)]
+    assert action_lists == [
         "F0 F1 F2 F3 B0 B1 B2 B3",
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -47,7 +50,7 @@ def test_1f1b_is_the_drawn_table() -> None:
 
 
 def test_1f1b_posts_each_receive_before_the_send_that_could_wait_for_it() -> None:
-    assert [text(row) for row in table_of("1f1b", 2, 3)] == [
+    assert [text(actions) for actions in table_of("1f1b", 2, 3)] == [
         "F0 RB0 SF0 F1 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
         "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
     ]
@@ -55,12 +58,12 @@ def test_1f1b_posts_each_receive_before_the_send_that_could_wait_for_it() -> Non
 
 def test_frozen_stages_run_forwards_only_and_no_gradient_enters_them() -> None:
     table = table_of("1f1b", 3, 3, first_active_stage=1)
-    assert [text(row) for row in table] == [
+    assert [text(actions) for actions in table] == [
         "F0 SF0 F1 SF1 F2 SF2",
         "RF0 RF1 F0 RB0 SF0 F1 RF2 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
         "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
     ]
-    assert [text(row) for row in table_of("gpipe", 3, 2, first_active_stage=2)] == [
+    assert [text(actions) for actions in table_of("gpipe", 3, 2, first_active_stage=2)] == [
         "F0 SF0 F1 SF1",
         "RF0 RF1 F0 SF0 F1 SF1",
         "RF0 RF1 F0 F1 B1 B0",
@@ -81,9 +84,9 @@ def test_evaluation_does_not_depend_on_what_is_frozen() -> None:
 @pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 def test_1f1b_never_holds_more_micro_batches_than_stages_that_follow(schedule: str) -> None:
     num_stages, num_microbatches = 4, 12
-    for stage, row in enumerate(table_of(schedule, num_stages, num_microbatches)):
+    for stage, actions in enumerate(table_of(schedule, num_stages, num_microbatches)):
         held = most = 0
-        for action in row:
+        for action in actions:
             held += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
             most = max(most, held)
         assert most == (num_stages - stage if schedule == "1f1b" else num_microbatches)
@@ -145,7 +148,9 @@ def test_every_table_with_frozen_stages_ends_by_rendezvous_and_on_nccl(
 )
 def test_the_checker_rejects_planted_bad_tables(table: Table, complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
-        check_table(table, max(action.micro_batch for row in table for action in row if action.op is Op.FORWARD) + 1)
+        check_table(
+            table, max(action.micro_batch for actions in table for action in actions if action.op is Op.FORWARD) + 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,7 @@ def test_tables_that_hang_on_nccl_are_rejected(table: Table, complaint: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("rows", "complaint"),
+    ("action_lists", "complaint"),
     [
         ([[(0, "forward"), (0, "backward")], [(0, "backward"), (0, "forward")]], "rank 0 at .*forward.*, rank 1 at"),
         ([[(0, "forward")], []], "rank 0 at"),
@@ -244,6 +249,6 @@ def test_tables_that_hang_on_nccl_are_rejected(table: Table, complaint: str) -> 
         ([[(0, "forward")], [(1, "forward"), (0, "forward")], [(2, "forward"), (1, "forward")], []], "rank 2 at"),
     ],
 )
-def test_first_uses_that_wait_for_each_other_are_rejected(rows: list[list[LinkKey]], complaint: str) -> None:
+def test_first_uses_that_wait_for_each_other_are_rejected(action_lists: list[list[LinkKey]], complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
-        check_first_uses(rows)
+        check_first_uses(action_lists)

@@ -190,7 +190,7 @@ def test_a_step_of_a_long_window_takes_what_the_slowest_stage_does(size: int, st
 
 
 def test_slow_messages_hold_up_two_neighbours_that_wait_for_each_other() -> None:
-    # Two units a round: both stages' passes, and the two messages between them, of which an update hides one half.
+    # Two blocks a round: both stages' passes, and the two messages between them, of which an update hides one half.
     found = [steady_seconds(Placement(2), 0, 1, Durations((1, 1), (2, 2), hop)) for hop in (0.0, 0.5, 2.0)]
     assert found == [3.0, 3.5, 5.0]
     updating = Durations((1, 1), (2, 2), 0.5, update=(1, 1))

@@ -48,17 +48,17 @@ def test_the_current_weights_come_back_also_after_a_fault():
     assert weights.bytes_held == 0
 
 
-def test_a_kept_version_goes_after_its_last_unit():
+def test_a_kept_version_goes_after_its_last_micro_batch():
     parameter, weights, update = one_weight("stashing", num_stages=3)
-    for unit in range(3):
-        with weights.forward(unit, unit):
+    for micro_batch in range(3):
+        with weights.forward(micro_batch, micro_batch):
             pass
     with weights.backward(0, 0):
         pass
     update()
-    for unit in (1, 2):
+    for micro_batch in (1, 2):
         assert weights.bytes_held == 12
-        with weights.backward(unit, unit):
+        with weights.backward(micro_batch, micro_batch):
             assert parameter.tolist() == [1.0] * 3
         assert parameter.tolist() == [0.5] * 3
 
@@ -66,8 +66,8 @@ def test_a_kept_version_goes_after_its_last_unit():
 def test_an_update_does_not_refuse_backwards_of_forwards_before_it():
     """Of torch's optimizers only the fused ones leave the version counters alone."""
     parameter, weights, update = one_weight("vanilla")
-    for unit in range(2):
-        with weights.forward(unit, unit):
+    for micro_batch in range(2):
+        with weights.forward(micro_batch, micro_batch):
             output = (parameter * parameter).sum()
     version = parameter._version
     with weights.backward(0, 0):
@@ -80,10 +80,10 @@ def test_an_update_does_not_refuse_backwards_of_forwards_before_it():
     assert parameter.grad.tolist() == [1.0] * 3  # 2 * 0.5
 
 
-def test_a_unit_of_a_step_that_is_done_is_refused():
+def test_a_micro_batch_of_a_step_that_is_done_is_refused():
     _, weights, update = one_weight()
     update()
-    with pytest.raises(ValueError, match="Unit 0 belongs to step 0, but 1 updates"), weights.forward(0, 0):
+    with pytest.raises(ValueError, match="Micro-batch 0 belongs to step 0, but 1 updates"), weights.forward(0, 0):
         pass
 
 
@@ -98,13 +98,13 @@ def test_errors_are_measured_against_the_weights_at_the_backward():
     with weights.backward(1, 2):
         pass
     errors = weights.take_errors()
-    assert (errors.num_units, errors.s) == (1, 1.0)
+    assert (errors.num_micro_batches, errors.s) == (1, 1.0)
     assert errors.error == pytest.approx(1.0)
     assert errors.error_unpredicted == pytest.approx(3.0)
     assert weights.take_errors() is None
 
 
-def test_every_so_manieth_unit_is_measured_and_only_with_updates_ahead():
+def test_every_so_manieth_micro_batch_is_measured_and_only_with_updates_ahead():
     _, weights, update = one_weight("vanilla")
     for step in range(2 * MEASURED_EVERY):
         for ahead in (0, 1):
@@ -114,7 +114,7 @@ def test_every_so_manieth_unit_is_measured_and_only_with_updates_ahead():
             with weights.backward(2 * step + ahead, step + ahead):
                 pass
         update()
-    assert weights.take_errors().num_units == 2
+    assert weights.take_errors().num_micro_batches == 2
 
 
 def test_a_sample_is_bounded_and_the_same_each_time():
@@ -201,8 +201,8 @@ def test_casts_of_predicted_weights_do_not_outlive_their_forward():
 def test_a_stage_without_trained_weights_has_nothing_to_do(kind: str, make):
     optimizer, said = make([{"params": []}], lr=0.1), []
     weights = StageWeights(find_weights(kind), 0, 2, optimizer, coming_rates(None, optimizer), say=said.append)
-    for unit in range(2):
-        with weights.forward(unit, unit), weights.backward(unit, unit):
+    for micro_batch in range(2):
+        with weights.forward(micro_batch, micro_batch), weights.backward(micro_batch, micro_batch):
             pass
         weights.before_update()
         weights.after_update()

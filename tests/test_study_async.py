@@ -27,7 +27,7 @@ def test_runs_with_other_settings_are_left_out():
 
 def test_errors_are_means_by_stage_and_part_of_the_run():
     def part(error: float) -> dict[str, object]:
-        stage = {"num_units": 2, "s": 1.0, "error": error, "error_unpredicted": 2 * error}
+        stage = {"num_micro_batches": 2, "s": 1.0, "error": error, "error_unpredicted": 2 * error}
         return {"step": 20, "stages": [stage, None]}
 
     (mean,) = mean_errors([{"errors": [part(1.0)]}, {"errors": [part(3.0)]}])

@@ -188,7 +188,7 @@ def test_the_first_line_says_how_sequences_are_cut_and_why_not(
     costs = replace(short, attention=256 * COSTS.attention, launch=2.0 if samples > 1 else COSTS.launch)
     measured = MeasuredCosts(replace(costs_of(12), slices=costs), Overheads(), 1)
     plans = RunPlanner(
-        *(args, SimpleNamespace(), SimpleNamespace(unit_flops=()), measured, 1e9, 0), has_dropout=False, unfit=0
+        *(args, SimpleNamespace(), SimpleNamespace(block_flops=()), measured, 1e9, 0), has_dropout=False, unfit=0
     )
     layout = replace(layout_of(12, size, size), schedule=args.pipeline_schedule, num_microbatches=1)
     layout = cut_layout(layout, args.token_slices, costs, samples, args.num_microbatches is None, 0.0)
@@ -306,7 +306,7 @@ def test_slices_of_a_run_on_one_process_give_the_losses_of_whole_sequences(tmp_p
 
 def test_slices_are_planned_from_measured_times(tmp_path: Path) -> None:
     trainer = trained(make_decoder("gpt2"), tmp_path, freeze_policy="schedule")
-    costs = trainer.pipeline_run.pipeline.start_up.plans.costs.units.slices
+    costs = trainer.pipeline_run.pipeline.start_up.plans.costs.blocks.slices
     assert costs is not None and costs.length >= 8
     # Measured: how much they are, nobody can know.
     assert costs.seconds(1, 0, costs.length) > 0

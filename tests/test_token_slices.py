@@ -125,13 +125,17 @@ def run_sliced(
     models = [copy.deepcopy(model) for _ in range(size)]
     views = [StageView(own, find_splitter(own), trace(own, inputs)) for own in models]
     if boundaries is None:
-        boundaries = [0, *(1 + 2 * (LAYERS * stage // size) for stage in range(1, size)), views[0].structure.num_units]
+        boundaries = [
+            0,
+            *(1 + 2 * (LAYERS * stage // size) for stage in range(1, size)),
+            views[0].structure.num_blocks,
+        ]
     for stage, view in enumerate(views):
         view.install(range(boundaries[stage], boundaries[stage + 1]))
 
     def program_of(stage: int) -> TokenSliceProgram | RecomputingProgram:
-        units = range(boundaries[stage], boundaries[stage + 1])
-        program = TokenSliceProgram(ModelProgram(views[stage], units, torch.float32, stage > 0), LAYERS)
+        blocks = range(boundaries[stage], boundaries[stage + 1])
+        program = TokenSliceProgram(ModelProgram(views[stage], blocks, torch.float32, stage > 0), LAYERS)
         return RecomputingProgram(program, "always", 0, CPU) if recompute else program
 
     num_labels = int((inputs["labels"][:, 1:] != -100).sum())

@@ -66,9 +66,9 @@ def test_sequences_of_another_length_are_refused_where_one_is_known_only() -> No
         shape.of({"input_ids": torch.ones(2, 12, dtype=torch.long)})
 
 
-def test_the_work_of_units_is_counted_where_modules_take_weights() -> None:
+def test_the_work_of_blocks_is_counted_where_modules_take_weights() -> None:
     found = probe("deberta")
-    assert all(flops > 0 for flops in found.unit_flops[1:9:2])
+    assert all(flops > 0 for flops in found.block_flops[1:9:2])
 
 
 def test_a_config_inside_says_how_many_layers_there_are() -> None:

@@ -58,20 +58,20 @@ class Staged:
         rates, modules = coming_rates(None, self.optimizer), self.model.modules() if by_rows else ()
         # Stage 2 of 4: passes of other kinds see predicted weights in the backward too.
         self.weights = StageWeights(find_weights(kind), 2, 4, self.optimizer, rates, modules=modules)
-        self.unit = 0
+        self.micro_batch = 0
         for _ in range(3):
             self.update()
 
     def update(self) -> None:
-        with self.weights.forward(self.unit, self.unit):
+        with self.weights.forward(self.micro_batch, self.micro_batch):
             loss = self.model()[-1]
-        with self.weights.backward(self.unit, self.unit):
+        with self.weights.backward(self.micro_batch, self.micro_batch):
             loss.square().backward()
         self.weights.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.weights.after_update()
-        self.unit += 1
+        self.micro_batch += 1
 
     def values(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]

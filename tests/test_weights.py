@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, find_weights
 from tests.async_driver import drive, driven_stages, warm_up
-from tests.async_simulation import make_stages, output_gradient, simulate, unit_of_data
+from tests.async_simulation import make_stages, micro_batch_of_data, output_gradient, simulate
 
 
 def groups(make, parameters, rate=0.05, **others):
@@ -34,12 +34,12 @@ OPTIMIZERS = {
 }
 
 
-def largest_difference(kind, num_stages, units_per_step, optimizer, windows, dtype=torch.float32) -> float:
+def largest_difference(kind, num_stages, micro_batches_per_step, optimizer, windows, dtype=torch.float32) -> float:
     """Between the stages that were driven and the simulated ones, over all weights."""
     expected = simulate(
-        kind, make_stages(num_stages), OPTIMIZERS[optimizer], windows, units_per_step, warm_up, dtype
+        kind, make_stages(num_stages), OPTIMIZERS[optimizer], windows, micro_batches_per_step, warm_up, dtype
     )  # fmt: skip
-    driven = driven_stages(kind, num_stages, units_per_step, OPTIMIZERS[optimizer])
+    driven = driven_stages(kind, num_stages, micro_batches_per_step, OPTIMIZERS[optimizer])
     drive(driven, windows, dtype)
     found = [list(one.stage.parameters()) for one in driven]
     begun = [list(stage.parameters()) for stage in make_stages(num_stages)]
@@ -49,14 +49,14 @@ def largest_difference(kind, num_stages, units_per_step, optimizer, windows, dty
     )
 
 
-def windows_of(units_per_step: int) -> list[list[int]]:
+def windows_of(micro_batches_per_step: int) -> list[list[int]]:
     """A window with a short step inside, and one after it."""
-    short = max(1, units_per_step - 1)
-    return [[units_per_step] * 3 + [short] + [units_per_step] * 3, [units_per_step] * 4]
+    short = max(1, micro_batches_per_step - 1)
+    return [[micro_batches_per_step] * 3 + [short] + [micro_batches_per_step] * 3, [micro_batches_per_step] * 4]
 
 
 def shapes(kind: str) -> list[tuple[int, int]]:
-    """K and A: two buffers need more units a step."""
+    """K and A: two buffers need more micro-batches a step."""
     return [(2, 1), (2, 2), (4, 3), (4, 4)] if kind == "double_buffer" else [(2, 1), (2, 2), (4, 1), (4, 2)]
 
 
@@ -75,10 +75,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_stages", "units_per_step", "optimizer"), CASES)
-def test_a_window_is_the_simulation_to_the_last_bit(kind, num_stages, units_per_step, optimizer):
-    windows = windows_of(units_per_step)
-    assert largest_difference(kind, num_stages, units_per_step, optimizer, windows) == 0.0
+@pytest.mark.parametrize(("kind", "num_stages", "micro_batches_per_step", "optimizer"), CASES)
+def test_a_window_is_the_simulation_to_the_last_bit(kind, num_stages, micro_batches_per_step, optimizer):
+    windows = windows_of(micro_batches_per_step)
+    assert largest_difference(kind, num_stages, micro_batches_per_step, optimizer, windows) == 0.0
 
 
 @pytest.mark.parametrize("kind", WEIGHTS_NAMES)
@@ -97,12 +97,12 @@ def test_the_kinds_differ():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_stage_holds_as_many_versions_as_its_kind_says(shape):
-    kind, num_stages, units_per_step = shape
+    kind, num_stages, micro_batches_per_step = shape
     driven = driven_stages(*shape, OPTIMIZERS["momentum" if kind != "xpipe" else "adamw"])
-    drive(driven, [[units_per_step] * 8])
+    drive(driven, [[micro_batches_per_step] * 8])
     for k, one in enumerate(driven):
         size = sum(4 * p.numel() for p in one.stage.parameters())
-        assert one.most_held == (one.weights.kind.copies(k, num_stages, units_per_step) - 1) * size
+        assert one.most_held == (one.weights.kind.copies(k, num_stages, micro_batches_per_step) - 1) * size
 
 
 def test_copies_are_those_of_the_papers_table():
@@ -126,7 +126,7 @@ def test_what_else_a_prediction_needs_is_counted(kind, num_versions):
     assert [one.most_held for one in driven] == [num_versions * size, 0]
 
 
-def test_two_buffers_need_units_enough():
+def test_two_buffers_need_micro_batches_enough():
     kind = find_weights("double_buffer")
     kind.check(4, 3)
     with pytest.raises(ValueError, match="with 2 micro-batches an optimizer step on 4 stages .* at least 3"):
@@ -156,8 +156,8 @@ def test_one_stage_trains_as_without_any_of_it(kind):
     plain = make_stages(1)[0]
     optimizer = OPTIMIZERS["adamw"](plain.parameters())
     scheduler = LambdaLR(optimizer, warm_up)
-    for unit in range(6):
-        tokens, target = unit_of_data(unit)
+    for micro_batch in range(6):
+        tokens, target = micro_batch_of_data(micro_batch)
         output = plain(tokens)
         output.backward(output_gradient(output, target))
         optimizer.step()

@@ -100,8 +100,8 @@ def _canine() -> PreTrainedModel:
 
 def _markuplm() -> PreTrainedModel:
     config = MarkupLMConfig(
-        **_TEXT, max_xpath_tag_unit_embeddings=16, max_xpath_subs_unit_embeddings=32, tag_pad_id=15, subs_pad_id=31,
-        xpath_unit_hidden_size=8, max_depth=L,
+        **_TEXT, max_xpath_tag_block_embeddings=16, max_xpath_subs_block_embeddings=32, tag_pad_id=15, subs_pad_id=31,
+        xpath_block_hidden_size=8, max_depth=L,
     )  # fmt: skip
     return MarkupLMForSequenceClassification(config)
 

@@ -11,8 +11,8 @@ from hf_pipetransformer.freeze.policy import ACTIVATION_SIMILARITY, FreezePolicy
 WINDOW = 3
 """Decisions that a moving average runs over."""
 
-THAWING_RATE = 0.1
-"""Share of the learning rate of the first freeze, at which layers are thawed."""
+UNFREEZING_RATE = 0.1
+"""Share of the learning rate of the first freeze, at which layers are unfrozen."""
 
 
 class Plasticity(FreezePolicy):
@@ -29,22 +29,22 @@ class Plasticity(FreezePolicy):
     reference is the model itself at the last decision, in the precision of training; the measure is CKA; the bound is
     on the smoothed value, and its slope may only hold a layer back.
 
-    With `thaws` all that it froze is thawed, as in Egeria, at the first decision at which the learning rate is a tenth
-    or less of what it was when the first layer froze. Then it begins anew: layers may freeze again.
+    With `unfreezes` all that it froze is unfrozen, as in Egeria, at the first decision at which the learning rate is a
+    tenth or less of what it was when the first layer froze. Then it begins anew: layers may freeze again.
 
     Args:
         tolerance: in (0, 1), of a layer's largest plasticity.
         patience: decisions in a row, 1 or more.
-        thaws: whether a low learning rate thaws layers.
+        unfreezes: whether a low learning rate unfreezes layers.
     """
 
     name = "plasticity"
     needs = frozenset({ACTIVATION_SIMILARITY})
 
-    def __init__(self, tolerance: float = 0.2, patience: int = 2, thaws: bool = False) -> None:
+    def __init__(self, tolerance: float = 0.2, patience: int = 2, unfreezes: bool = False) -> None:
         self.tolerance = tolerance
         self.patience = patience
-        self.may_thaw = thaws
+        self.may_unfreeze = unfreezes
         # The first decision is the first to compare with.
         self.num_watched = patience
         self._step = 0
@@ -56,7 +56,7 @@ class Plasticity(FreezePolicy):
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         steps, self._step = signal.step - self._step, signal.step
-        if self._is_to_thaw(signal):
+        if self._is_to_unfreeze(signal):
             self._begin_anew()
             return signal.num_frozen_by_user
         if not is_usable(signal.activation_similarity) or steps <= 0:
@@ -79,11 +79,11 @@ class Plasticity(FreezePolicy):
             self._rate_of_freeze = signal.learning_rate
         return wanted
 
-    def _is_to_thaw(self, signal: FreezeSignal) -> bool:
+    def _is_to_unfreeze(self, signal: FreezeSignal) -> bool:
         if signal.num_frozen <= signal.num_frozen_by_user:
             self._rate_of_freeze = None  # What it wanted to freeze had to stay active.
         rate = self._rate_of_freeze
-        if not self.may_thaw or not rate or signal.learning_rate > THAWING_RATE * rate:
+        if not self.may_unfreeze or not rate or signal.learning_rate > UNFREEZING_RATE * rate:
             return False
         self._why = f"the learning rate, {signal.learning_rate:.3g}, was {rate:.3g} at the first freeze"
         return True
@@ -124,8 +124,8 @@ class Plasticity(FreezePolicy):
         self._rate_of_freeze = state.get("rate_of_freeze")
 
     def describe(self) -> str:
-        thawing = ", thaws" if self.may_thaw else ""
-        return f"{self.name}, tolerance {self.tolerance:.3g}, patience {self.patience}{thawing}"
+        unfreezing = ", unfreezes" if self.may_unfreeze else ""
+        return f"{self.name}, tolerance {self.tolerance:.3g}, patience {self.patience}{unfreezing}"
 
     def explain(self, signal: FreezeSignal) -> str:
         return f"{self.name}: {self._why}"

@@ -213,18 +213,18 @@ class ActivationCache:
 
     def _levels_of(self, index: Indices, entries: Any) -> Indices:
         """Return the number of blocks each record covers; 0 for other weights or another augmentation."""
-        views = self.source.views
-        return self._levels(index, entries["weights_id"], None if views is None else entries[field_column(DRAW_FIELD)])
+        slots = self.source.slots
+        return self._levels(index, entries["weights_id"], None if slots is None else entries[field_column(DRAW_FIELD)])
 
     def _levels_in(self, index: Indices, rows: Rows) -> Indices:
-        views = self.source.views
-        return self._levels(index, rows.weights_ids, None if views is None else rows.fields[DRAW_FIELD].numpy())
+        slots = self.source.slots
+        return self._levels(index, rows.weights_ids, None if slots is None else rows.fields[DRAW_FIELD].numpy())
 
     def _levels(self, index: Indices, ids: Indices, draws: Any) -> Indices:
-        levels, views = self._levels_of_ids(ids), self.source.views
-        if views is not None:
+        levels, slots = self._levels_of_ids(ids), self.source.slots
+        if slots is not None:
             # The record may contain an older augmentation, or that of a run resumed from another checkpoint.
-            levels[draws != views.draws_of(index)] = 0
+            levels[draws != slots.draws_of(index)] = 0
         return levels
 
     def _levels_of_ids(self, ids: Indices) -> Indices:
@@ -330,7 +330,7 @@ class ActivationCache:
         activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
         # With an asynchronous copy, clone: the model may modify the activation in place before it is read.
         arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
-        samples, weights_id, views = tags.samples[rows].numpy(), self._weights_id, self.source.views
+        samples, weights_id, slots = tags.samples[rows].numpy(), self._weights_id, self.source.slots
         index = self.source.rows_of(samples)
         names = [*self.source.report.token_fields, *self.source.report.sample_fields]
         fields = {name: inputs[name].cpu() for name in names}
@@ -339,8 +339,8 @@ class ActivationCache:
             real = real_lengths(fields, self.source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
-        if views is not None:
-            fields[DRAW_FIELD] = torch.from_numpy(views.draws_of(samples).astype(np.int32))
+        if slots is not None:
+            fields[DRAW_FIELD] = torch.from_numpy(slots.draws_of(samples).astype(np.int32))
         # The input of a cached sample was not read, so its digest comes from the record being replaced.
         has_row, found = tags.num_layers[rows].numpy() > 0, tags.digests[rows].numpy().view(np.uint64)
 

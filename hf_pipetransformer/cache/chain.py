@@ -19,32 +19,32 @@ from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.base import config_value
 
 
-def unit_digests(
-    model_named: Mapping[str, torch.Tensor], units_of: Mapping[str, tuple[int, ...]], units: Iterable[int]
+def block_digests(
+    model_named: Mapping[str, torch.Tensor], blocks_of: Mapping[str, tuple[int, ...]], blocks: Iterable[int]
 ) -> dict[int, str]:
-    """Return a digest per unit: 32 hex digits over names, dtypes, shapes and bytes of the tensors it uses.
+    """Return a digest per block: 32 hex digits over names, dtypes, shapes and bytes of the tensors it uses.
 
     Equal weights give equal digests on every device and in every memory layout.
 
     Args:
-        units_of: units that use each tensor, as in `Structure`; a tensor not listed counts for every unit.
+        blocks_of: blocks that use each tensor, as in `Structure`; a tensor not listed counts for every block.
 
     Raises:
-        ValueError: a wanted unit uses a tensor that is absent or has no data (another stage owns it).
+        ValueError: a wanted block uses a tensor that is absent or has no data (another stage owns it).
     """
-    wanted = sorted(set(units))
+    wanted = sorted(set(blocks))
     everywhere = tuple(wanted)
     # Sorted, so that digests do not depend on the order in which modules were registered.
-    users = {name: units_of.get(name, everywhere) for name in sorted({*model_named, *units_of})}
-    hashers = {unit: xxhash.xxh3_128() for unit in wanted}
+    users = {name: blocks_of.get(name, everywhere) for name in sorted({*model_named, *blocks_of})}
+    hashers = {block: xxhash.xxh3_128() for block in wanted}
     for name, using in users.items():
-        used_by = [hashers[unit] for unit in using if unit in hashers]
+        used_by = [hashers[block] for block in using if block in hashers]
         if used_by:
             # Hashed once for all users: tied embeddings are often a model's largest tensor.
             record = _digest_record(name, model_named.get(name))
             for hasher in used_by:
                 hasher.update(record)
-    return {unit: hasher.hexdigest() for unit, hasher in hashers.items()}
+    return {block: hasher.hexdigest() for block, hasher in hashers.items()}
 
 
 def _digest_record(name: str, tensor: torch.Tensor | None) -> bytes:
@@ -65,15 +65,15 @@ def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> lis
     the output of the embeddings alone is never stored.
 
     Args:
-        digests: `unit_digests` of units 0 to `2 * num_frozen`.
+        digests: `block_digests` of blocks 0 to `2 * num_frozen`.
         context: everything else that affects the output (attention implementation, dtype, ...).
 
     Raises:
         ValueError: a digest is missing.
     """
-    missing = [unit for unit in range(2 * num_frozen + 1) if unit not in digests]
+    missing = [block for block in range(2 * num_frozen + 1) if block not in digests]
     if missing:
-        raise ValueError(f"The keys of {num_frozen} layers need units 0 to {2 * num_frozen}: {missing} are missing.")
+        raise ValueError(f"The keys of {num_frozen} layers need blocks 0 to {2 * num_frozen}: {missing} are missing.")
     keys = [""]
     # Digests have a fixed length, so different chains never concatenate to the same text.
     key = xxhash.xxh3_128_hexdigest(f"{context}\0{digests[0]}".encode())
@@ -145,26 +145,26 @@ NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version
 class FrozenWeights:
     """Digests and keys of the weights below a layout's cached entry. Collective: create on every rank of a pipeline.
 
-    Keeps this rank's parameters alive: drop it before they move. `known` are digests of units that did not change.
+    Keeps this rank's parameters alive: drop it before they move. `known` are digests of blocks that did not change.
     """
 
     def __init__(self, stage: Stage, args: PipeTransformerArguments, known: Mapping[int, str]) -> None:
         layout, structure, model = stage.layout, stage.view.structure, stage.view.model
         parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
         tensors = parameters | {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-        units_of = {**structure.units_of_parameter, **structure.units_of_buffer}
-        below_entry = range(layout.entry_unit)
-        here = [unit for part in layout.units_of_rank(stage.groups.position) for unit in part]
-        own = [unit for unit in here if unit in below_entry and unit not in known]
-        found = unit_digests(tensors, units_of, own)
+        blocks_of = {**structure.blocks_of_parameter, **structure.blocks_of_buffer}
+        below_entry = range(layout.entry_block)
+        here = [block for part in layout.blocks_of_rank(stage.groups.position) for block in part]
+        own = [block for block in here if block in below_entry and block not in known]
+        found = block_digests(tensors, blocks_of, own)
         self._groups = stage.groups
-        self.digests = {unit: digest for unit, digest in known.items() if unit in below_entry}
-        """Digests by unit, other stages' units included; none for units above the entry, which nobody watches."""
-        for answer in self._from_all({str(unit): digest for unit, digest in found.items()}):
-            self.digests.update({int(unit): digest for unit, digest in answer.items()})
+        self.digests = {block: digest for block, digest in known.items() if block in below_entry}
+        """Digests by block, other stages' blocks included; none for blocks above the entry, which nobody watches."""
+        for answer in self._from_all({str(block): digest for block, digest in found.items()}):
+            self.digests.update({int(block): digest for block, digest in answer.items()})
         self.keys = chain_keys(self.digests, layout.cache_level, _context(model, args))
         """By number of blocks, a key for everything that affects their output."""
-        watched = [p for name, p in parameters.items() if structure.units_of_parameter[name][0] in below_entry]
+        watched = [p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry]
         self._watch = PrefixWatch(watched)
 
     def have_changed(self, at_once: bool) -> bool:

@@ -29,8 +29,8 @@ from hf_pipetransformer.cache.rows import RowFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.augmentation import ItemCode, Views
-from hf_pipetransformer.data.dispatching import DealtLoader, StreamLoader
+from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
+from hf_pipetransformer.data.dispatching import DispatchingLoader, StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
@@ -117,14 +117,14 @@ class CacheInputs:
             main_dtype=start_up.main_dtype,
             pad_token_id=start_up.pad_token_id,
             keeps_padding=start_up.sees_padding,
-            views=None if loader.views is None else loader.views.code,
+            slots=None if loader.slots is None else loader.slots.code,
         )
 
     def row_format(self, source: SampleSource) -> RowFormat:
         sample_fields = dict(source.report.sample_fields)
         if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
-        if source.views is not None:
+        if source.slots is not None:
             sample_fields[DRAW_FIELD] = (torch.int32, ())
         return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
@@ -165,13 +165,13 @@ class CacheInputs:
         if reason is not None:
             return InputReport(reason)
         probe = self.start_up.probe
-        dataset = loader.dataset if loader.views is None else loader.samples
+        dataset = loader.dataset if loader.slots is None else loader.samples
         report = examine_inputs(dataset, loader.collate, probe.activation.main_input, probe.placeholders)
         try:
             RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
             report = InputReport(report.reason or str(error))
-        if report.reason is None and isinstance(loader, DealtLoader):
+        if report.reason is None and isinstance(loader, DispatchingLoader):
             report = InputReport(
                 "data set or collator draw random numbers, so that one process reads for all and none knows which "
                 "samples it has. Give such that draw none, although what they give is the same each time."
@@ -229,16 +229,16 @@ _SAMPLES, _BATCHES = "samples", "batches"
 def seeded_reading(
     args: PipeTransformerArguments, topology: Topology, start_up: StartUp, dataset: Any, collate: Any
 ) -> SeededReading | None:
-    """Return a seeded reader for caching views (random augmentations of a sample), or None if views are of no use.
+    """Return a seeded reader for caching slots (random augmentations of a sample), or None if slots are of no use.
 
     Collective: call on every rank.
     """
-    num_views, seed = args.activation_cache_views, args.data_seed if args.data_seed is not None else args.seed
-    code = ItemCode(max(1, len(dataset)), num_views)
+    num_slots, seed = args.activation_cache_views, args.data_seed if args.data_seed is not None else args.seed
+    code = ItemCode(max(1, len(dataset)), num_slots)
     samples = SeededSamples(dataset, code, SeededGenerators([dataset], seed))
     found, reason = topology.decide(lambda: list(_what_draws(samples, collate, start_up)))
     if topology.rank == 0:
-        _tell(found, reason, num_views)
+        _tell(found, reason, num_slots)
     if found is None:
         return None
     of_batch: SeededCollator | PlainRows = PlainRows(collate)
@@ -246,11 +246,11 @@ def seeded_reading(
         main_input = start_up.probe.activation.main_input
         generators = SeededGenerators([collate], seed)
         of_batch = SeededCollator(collate, code, generators, main_input, start_up.pad_token_id)
-    return SeededReading(samples, of_batch, Views(code, seed))
+    return SeededReading(samples, of_batch, AugmentationSlots(code, seed))
 
 
 def _what_draws(samples: SeededSamples, collate: Any, start_up: StartUp) -> tuple[str | None, str | None]:
-    """Return the source of randomness (data set only, or collator too), or the reason why views are of no use."""
+    """Return the source of randomness (data set only, or collator too), or the reason why slots are of no use."""
     names = start_up.probe.activation.main_input, start_up.probe.placeholders
     report = examine_inputs(samples.dataset, collate, *names)
     if not report.is_random:
@@ -262,14 +262,14 @@ def _what_draws(samples: SeededSamples, collate: Any, start_up: StartUp) -> tupl
     return (_BATCHES, None) if report.is_random else (None, report.reason)
 
 
-def _tell(found: str | None, reason: str | None, num_views: int) -> None:
+def _tell(found: str | None, reason: str | None, num_slots: int) -> None:
     if reason is not None:
-        logger.warning(f"activation_cache_views={num_views} has no use: {reason}")
+        logger.warning(f"activation_cache_views={num_slots} has no use: {reason}")
     if found is not None:
         what = "Random augmentation" if found == _SAMPLES else "A collator that draws at random"
-        views = "one view" if num_views == 1 else f"up to {num_views} views"
+        slots = "one view" if num_slots == 1 else f"up to {num_slots} slots"
         announce(
-            f"{what} found: of each sample {views} will be stored as soon as layers are cached, and taken in turn. "
+            f"{what} found: of each sample {slots} will be stored as soon as layers are cached, and taken in turn. "
             "Each draw is seeded by seed, sample and epoch."
         )
 
@@ -351,7 +351,7 @@ class CacheStores:
         folder, store = take_store(
             self.inputs.base,
             key or f"unnamed-{uuid.uuid4().hex}",
-            len(loader.dataset) * source.num_views,
+            len(loader.dataset) * source.num_slots,
             self.inputs.row_format(source),
             int(self.max_bytes()),
             self.topology.world_size,
@@ -377,8 +377,8 @@ class CacheStores:
         _, digests = source.digests(source.read(spread))
         # Another row format gets another folder. The name is hashed since a fingerprint may be any text.
         row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
-        # Views depend on the seed.
-        drawn = "" if loader.views is None else f"\0{source.num_views}\0{loader.views.seed}"
+        # AugmentationSlots depend on the seed.
+        drawn = "" if loader.slots is None else f"\0{source.num_slots}\0{loader.slots.seed}"
         # Input digests stop at the last real token; stored rows may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""

@@ -23,7 +23,7 @@ LENGTH_FIELD = "pipetransformer_length"
 """Side field of text records: the number of real tokens of the sample, padding excluded."""
 
 DRAW_FIELD = "pipetransformer_draw"
-"""Side field of views: the number of the augmentation (the epoch it was made in)."""
+"""Side field of slots: the number of the augmentation (the epoch it was made in)."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class SampleSource:
     """Access to samples whose activations are not stored.
 
     Args:
-        read: collates the samples with these indices (or items, with `views`) into a batch.
+        read: collates the samples with these indices (or items, with `slots`) into a batch.
         row_length: sequence length of the activations if samples have no token dimension.
         main_shape: shape of a sample of the main input without token dimension; cached samples get a placeholder.
         keeps_padding: True if the loss sees padding, so that records must include it.
-        views: for random samples: items replace indices, and each sample has V records.
+        slots: for random samples: items replace indices, and each sample has V records.
     """
 
     read: Callable[[list[int]], Mapping[str, Any]]
@@ -47,7 +47,7 @@ class SampleSource:
     main_dtype: torch.dtype
     pad_token_id: int
     keeps_padding: bool
-    views: ItemCode | None = None
+    slots: ItemCode | None = None
 
     @property
     def is_text(self) -> bool:
@@ -60,20 +60,20 @@ class SampleSource:
         return lengths, row_digests(batch, lengths, self.report.token_fields)
 
     @property
-    def num_views(self) -> int:
+    def num_slots(self) -> int:
         """Number of records per sample."""
-        return 1 if self.views is None else self.views.num_views
+        return 1 if self.slots is None else self.slots.num_slots
 
     def sample_of(self, item: int) -> int:
-        return item if self.views is None else int(self.views.samples_of(item))
+        return item if self.slots is None else int(self.slots.samples_of(item))
 
     def rows_of(self, samples: Indices) -> Indices:
         """Return the store's record number for each sample or item."""
-        return samples if self.views is None else self.views.rows_of(samples)
+        return samples if self.slots is None else self.slots.rows_of(samples)
 
     def all_rows_of(self, samples: Indices) -> Indices:
-        """Return the record numbers of all views of these samples, sample by sample."""
-        rows: Indices = (samples[:, None] * self.num_views + np.arange(self.num_views)).reshape(-1)
+        """Return the record numbers of all slots of these samples, sample by sample."""
+        rows: Indices = (samples[:, None] * self.num_slots + np.arange(self.num_slots)).reshape(-1)
         return rows
 
     def padded_length(self, longest: int) -> int:

@@ -20,7 +20,7 @@ from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
     Pass,
-    ViewCosts,
+    SlotCosts,
     decide_cache,
     fresh_share,
     passes_ahead,
@@ -50,7 +50,7 @@ class CachePlanner:
         input_seconds: seconds to read and collate a sample.
         measure: measures the storage; called once, on first use.
         fits_share: share of the samples that fits into the store, 0 to 1.
-        num_views: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
+        num_slots: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CachePlanner:
         fits_share: float,
         steps_per_epoch: int,
         write: Callable[..., None],
-        num_views: int = 0,
+        num_slots: int = 0,
     ) -> None:
         self.mode = mode
         self.input_seconds = input_seconds
         self.fits_share = fits_share
         self.steps_per_epoch = steps_per_epoch
         self.write = write
-        self.num_views = num_views
+        self.num_slots = num_slots
         self._cache: ActivationCache | None = None
         self._samples = np.arange(0)
         self._measure = measure
@@ -82,7 +82,7 @@ class CachePlanner:
     @property
     def writing_steps(self) -> int:
         """Number of optimizer steps of the passes that bring all records to a new level."""
-        return max(1, self.num_views) * self.steps_per_epoch
+        return max(1, self.num_slots) * self.steps_per_epoch
 
     def decide(
         self,
@@ -119,13 +119,13 @@ class CachePlanner:
             epochs_left=epochs_left,
             stored_share=share,
             fits_share=self.fits_share,
-            num_views=self.num_views,
+            num_slots=self.num_slots,
             active_s=active_seconds,
             fresh_share=decision.fresh_share,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
-        if decision.write and self.num_views:
-            does += f", {self._in_views()}; later ones draw {decision.fresh_share:.1%} of the samples anew"
+        if decision.write and self.num_slots:
+            does += f", {self._in_slots()}; later ones draw {decision.fresh_share:.1%} of the samples anew"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
 
@@ -133,9 +133,9 @@ class CachePlanner:
         """Return the measured times before anything is stored; for the argument see `decide`."""
         return self._measured(prefix_seconds, 0)[0]
 
-    def _in_views(self) -> str:
+    def _in_slots(self) -> str:
         one = "one view of each sample, which the first epoch fills"
-        return one if self.num_views == 1 else f"{self.num_views} views of each sample, which as many epochs fill"
+        return one if self.num_slots == 1 else f"{self.num_slots} slots of each sample, which as many epochs fill"
 
     def _cheapest(
         self,
@@ -146,9 +146,9 @@ class CachePlanner:
         epochs_left: float,
         active_seconds: float,
     ) -> CacheDecision:
-        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_views else 0.0
-        views = ViewCosts(max(1, self.num_views), fresh)
-        return decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, views)
+        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_slots else 0.0
+        slots = SlotCosts(max(1, self.num_slots), fresh)
+        return decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, slots)
 
     def foresee(
         self,
@@ -164,8 +164,8 @@ class CachePlanner:
         epochs_left = (max_steps - step) / self.steps_per_epoch
         decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
         level = decision.level if decision.use else 0
-        views = ViewCosts(max(1, self.num_views), decision.fresh_share)
-        return level, self._passes(costs, level, stored_level, share, max_steps - step, views)
+        slots = SlotCosts(max(1, self.num_slots), decision.fresh_share)
+        return level, self._passes(costs, level, stored_level, share, max_steps - step, slots)
 
     def going_on(
         self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, share_drawn: float = 0.0
@@ -173,14 +173,14 @@ class CachePlanner:
         """Return the passes that follow if nothing is decided: the cache level stays, and so does `share_drawn`."""
         costs, share = self._measured(prefix_seconds, stored_level)
         level = 0 if self.mode == "off" else stored_level
-        views = ViewCosts(max(1, self.num_views), share_drawn)
-        return self._passes(costs, level, stored_level, share, max_steps - step, views)
+        slots = SlotCosts(max(1, self.num_slots), share_drawn)
+        return self._passes(costs, level, stored_level, share, max_steps - step, slots)
 
     def _passes(
-        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int, views: ViewCosts
+        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int, slots: SlotCosts
     ) -> tuple[Pass, ...]:
         steps = steps_left, self.steps_per_epoch
-        return passes_ahead(costs, level, stored_level, share, self.fits_share, *steps, views)
+        return passes_ahead(costs, level, stored_level, share, self.fits_share, *steps, slots)
 
     def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
         """Return the times and the share of the samples that have records. If that fails, turn the cache off."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import FrozenWeights
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_rows_here, samples_here
@@ -55,10 +55,10 @@ class TrainingCache:
             # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
-            fits_share=self._fitting_share(loader, source.num_views),
+            fits_share=self._fitting_share(loader, source.num_slots),
             steps_per_epoch=steps_per_epoch,
             write=self.journal.write,
-            num_views=0 if loader.views is None else source.num_views,
+            num_slots=0 if loader.slots is None else source.num_slots,
         )
         self._opened: ActivationCache | None = None
         self._weights: FrozenWeights | None = None
@@ -66,12 +66,12 @@ class TrainingCache:
         self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
         self._said_evaluation_mode = False
 
-    def _fitting_share(self, loader: PipelineLoader, num_views: int = 1) -> float:
+    def _fitting_share(self, loader: PipelineLoader, num_slots: int = 1) -> float:
         """Return the share of a loader's samples that fits into the remaining space, at training's record length."""
         row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
         num_samples, num_rows = (
-            len(loader.dataset) * num_views,
-            num_rows_here(self.topology, loader.dataset) * num_views,
+            len(loader.dataset) * num_slots,
+            num_rows_here(self.topology, loader.dataset) * num_slots,
         )
         return fitting_share(self.stores.max_bytes(), num_samples, row_format, row_length, num_rows)
 
@@ -88,8 +88,8 @@ class TrainingCache:
                 self.planner.follow(self._opened, samples_here(self.topology, self.loader).numpy())
         if self._opened is None:
             return
-        if self.loader.views is not None:
-            self.loader.views.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
+        if self.loader.slots is not None:
+            self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
         self._say_who_is_in_evaluation_mode()
         self._name_weights(self._opened)
         self.loader.take_from(self._opened)
@@ -180,7 +180,9 @@ class TrainingCache:
         """
         trainer, args = self.trainer, self.trainer.args
         sets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
-        is_plain = host.has_plain_loss(trainer) and not host.is_overridden(trainer, "prediction_step")
+        is_plain = trainer_compat.has_plain_loss(trainer) and not trainer_compat.is_overridden(
+            trainer, "prediction_step"
+        )
         shows_inputs = "inputs" in args.include_for_metrics
         return (
             any(own is dataset for own in sets) and is_plain and not shows_inputs | args.dataloader_persistent_workers

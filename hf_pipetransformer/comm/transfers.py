@@ -198,7 +198,7 @@ def complete(transfers: Sequence[Transfer], timeout: float, what: str) -> None:
         wait_for(work, timeout if on_cpu else None, what)
 
 
-class Outbox:
+class ObjectSender:
     """Messages in transit. Keeps their tensors alive until they are sent; each may take `timeout` seconds."""
 
     def __init__(self, timeout: float, what: str) -> None:
@@ -206,8 +206,8 @@ class Outbox:
         self.what = what
         self._leaving: deque[list[tuple[Any, tuple[torch.Tensor, ...]]]] = deque()
 
-    def send(self, tree: Any, peers: Iterable[int], group: Any) -> None:
-        """Start sending a tree to some ranks of a gloo `group`, which receive it with `take`."""
+    def isend(self, tree: Any, peers: Iterable[int], group: Any) -> None:
+        """Start sending a tree to some ranks of a gloo `group`, which receive it with `recv_object`."""
         message = pack(tree)
         tensors = (torch.tensor([message.numel()]), message)
         works = [work for peer in peers for work in post([sending(tensor, peer, group) for tensor in tensors])]
@@ -220,7 +220,7 @@ class Outbox:
                 wait_for(work, self.timeout, self.what)
 
 
-def take(source: int, group: Any, what: str) -> Any:
+def recv_object(source: int, group: Any, what: str) -> Any:
     """Receive the next tree that rank `source` sends to this one; `what` names it in errors."""
     size = torch.zeros(1, dtype=torch.int64)
     _receive(size, source, group, what)

@@ -1,8 +1,8 @@
-"""Choice of the draw of a random sample in each epoch: a new one, or one of the stored views. Pure.
+"""Choice of the draw of a random sample in each epoch: a new one, or one of the stored slots. Pure.
 
-A *draw* is a sample as a random transform or collator returned it in one epoch, and its number is that epoch. A *view*
-is a slot for one draw of a sample; each sample has V views. An *item* is one integer that encodes sample, draw and
-view; loaders, tags and the activation cache pass it on where they otherwise use the sample's index.
+A *draw* is a sample as a random transform or collator returned it in one epoch, and its number is that epoch. A *slot*
+is a slot for one draw of a sample; each sample has V slots. An *item* is one integer that encodes sample, draw and
+slot; loaders, tags and the activation cache pass it on where they otherwise use the sample's index.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 @dataclass(frozen=True)
 class ItemCode:
-    """Encoding of a sample, a draw of it and a view as one integer. Items below `num_samples` are draw 0 in view 0."""
+    """Encoding of a sample, a draw of it and a slot as one integer. Items below `num_samples` are draw 0 in slot 0."""
 
     num_samples: int
-    num_views: int
+    num_slots: int
 
-    def items(self, samples: Numbers, draws: Numbers, views: Numbers) -> Numbers:
-        """Return the items `(n,)` of samples, draw numbers and view numbers, `(n,)` each."""
-        return (draws * self.num_views + views) * self.num_samples + samples
+    def items(self, samples: Numbers, draws: Numbers, slots: Numbers) -> Numbers:
+        """Return the items `(n,)` of samples, draw numbers and slot numbers, `(n,)` each."""
+        return (draws * self.num_slots + slots) * self.num_samples + samples
 
     def samples_of(self, items: Any) -> Any:
         """Return the index in the data set, of an integer or `(n,)`."""
@@ -38,16 +38,16 @@ class ItemCode:
 
     def draws_of(self, items: Any) -> Any:
         """Return the number of the draw, of an integer or `(n,)`."""
-        return items // (self.num_samples * self.num_views)
+        return items // (self.num_samples * self.num_slots)
 
     def rows_of(self, items: Any) -> Any:
         """Return the row in a store with V rows per sample, of an integer or `(n,)`."""
-        return items % self.num_samples * self.num_views + items // self.num_samples % self.num_views
+        return items % self.num_samples * self.num_slots + items // self.num_samples % self.num_slots
 
 
 @dataclass
 class _Turns:
-    """State of all samples after an epoch: draw in each view, number of draws made, and the view used last."""
+    """State of all samples after an epoch: draw in each slot, number of draws made, and the slot used last."""
 
     epoch: int
     draws: Numbers
@@ -56,22 +56,22 @@ class _Turns:
 
 
 @dataclass
-class Views:
-    """Views of all samples of a data set.
+class AugmentationSlots:
+    """Augmentation slots of all samples of a data set.
 
-    Until views begin, each epoch makes new draws. From epoch `first` on, with V=2 and one sample that is drawn again
+    Until slots begin, each epoch makes new draws. From epoch `first` on, with V=2 and one sample that is drawn again
     in the fourth epoch:
 
         epoch - first                        0   1   2   3   4   5
-        view                                 0   1   0   0   1   0
+        slot                                 0   1   0   0   1   0
         epoch - first in which it was drawn  0   1   0   3   1   3
 
-    The first V epochs draw each sample once and fill its views. Later epochs use the views in turn, except for a share
-    of the samples, chosen by (seed, epoch, sample): a new draw replaces their oldest view, and the turn continues
+    The first V epochs draw each sample once and fill its slots. Later epochs use the slots in turn, except for a share
+    of the samples, chosen by (seed, epoch, sample): a new draw replaces their oldest slot, and the turn continues
     after it. Nothing here depends on what is stored, on ranks or on the position in the epoch.
 
     Args:
-        first: epoch in which views began; None before.
+        first: epoch in which slots began; None before.
         shares: pairs of a first epoch and the share of samples to draw again from then on; the last one applies.
     """
 
@@ -83,7 +83,7 @@ class Views:
     _turns: _Turns | None = field(default=None, init=False, repr=False)
 
     def follow(self, is_stored: bool, share: float) -> None:
-        """Apply a decision of the present epoch: if views are stored from now on, and the share to draw again.
+        """Apply a decision of the present epoch: if slots are stored from now on, and the share to draw again.
 
         It applies from the next epoch on, because part of this one may be drawn already. The first V epochs always
         make new draws.
@@ -102,12 +102,12 @@ class Views:
         """Return the items that the present epoch uses for these samples."""
         index = np.asarray(samples, dtype=np.int64)
         if self.first is None or self.epoch < self.first:
-            views, draws = np.zeros_like(index), np.full_like(index, self.epoch)
+            slots, draws = np.zeros_like(index), np.full_like(index, self.epoch)
         else:
             turns = self._turns_of(self.epoch)
-            views = turns.last[index]
-            draws = turns.draws[index, views]
-        found: list[int] = self.code.items(index, draws, views).tolist()
+            slots = turns.last[index]
+            draws = turns.draws[index, slots]
+        found: list[int] = self.code.items(index, draws, slots).tolist()
         return found
 
     # ---- turns ----
@@ -117,7 +117,7 @@ class Views:
         if turns is None or turns.epoch > epoch:
             assert self.first is not None
             nothing = np.zeros(self.code.num_samples, dtype=np.int64)
-            draws = np.zeros((self.code.num_samples, self.code.num_views), dtype=np.int64)
+            draws = np.zeros((self.code.num_samples, self.code.num_slots), dtype=np.int64)
             turns = _Turns(self.first - 1, draws, nothing, nothing.copy())
         for later in range(turns.epoch + 1, epoch + 1):
             self._take_turn(turns, later)
@@ -126,12 +126,12 @@ class Views:
 
     def _take_turn(self, turns: _Turns, epoch: int) -> None:
         assert self.first is not None
-        fills = epoch < self.first + self.code.num_views
+        fills = epoch < self.first + self.code.num_slots
         is_new = np.full(self.code.num_samples, fills)
         if not fills:
             is_new |= uniform(self.seed, epoch, self.code.num_samples) < self._share_in(epoch)
-        oldest = turns.num_draws % self.code.num_views
-        turns.last = np.where(is_new, oldest, (turns.last + 1) % self.code.num_views)
+        oldest = turns.num_draws % self.code.num_slots
+        turns.last = np.where(is_new, oldest, (turns.last + 1) % self.code.num_slots)
         drawn = np.flatnonzero(is_new)
         turns.draws[drawn, oldest[drawn]] = epoch
         turns.num_draws = turns.num_draws + is_new
@@ -144,12 +144,12 @@ class Views:
 
     def state(self) -> dict[str, Any]:
         shares = [list(known) for known in self.shares]
-        return {"num_views": self.code.num_views, "seed": self.seed, "first": self.first, "shares": shares}
+        return {"num_slots": self.code.num_slots, "seed": self.seed, "first": self.first, "shares": shares}
 
     def load_state(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Continue in `epoch`; the state of another number of views or another seed is ignored."""
+        """Continue in `epoch`; the state of another number of slots or another seed is ignored."""
         self.epoch = epoch
-        if state is None or (state["num_views"], state["seed"]) != (self.code.num_views, self.seed):
+        if state is None or (state["num_slots"], state["seed"]) != (self.code.num_slots, self.seed):
             return
         self.first, self._turns = state["first"], None
         self.shares = tuple((int(start), float(share)) for start, share in state["shares"])

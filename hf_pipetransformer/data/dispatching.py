@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_pipetransformer.comm.staging import pinned
 from hf_pipetransformer.comm.topology import PipelineGroups
-from hf_pipetransformer.comm.transfers import Outbox, take
+from hf_pipetransformer.comm.transfers import ObjectSender, recv_object
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import Arrangement, replica_slice
-from hf_pipetransformer.data.rng import SharedDraws, States, present_states, set_states
+from hf_pipetransformer.data.rng import SharedRngState, States, present_states, set_states
 
 
-class DealtLoader(PipelineLoader):
+class DispatchingLoader(PipelineLoader):
     """Loader that yields this replica's part of every global batch, on every stage of its pipeline.
 
     Rank 0, which is stage 0 of replica 0 under every layout, reads and collates global batches like a single process,
@@ -38,12 +38,12 @@ class DealtLoader(PipelineLoader):
         timeout: float,
         total_batch_size: int,
         is_training: bool,
-        shared: SharedDraws | None,
+        shared: SharedRngState | None,
     ) -> None:
         super().__init__(loader, groups, placeholders, timeout, total_batch_size, is_training, shared)
         self.num_seen = 0
         """Number of samples of all replicas since the epoch began."""
-        self._to_replicas = Outbox(timeout, "sending the other replicas their part of a batch")
+        self._to_replicas = ObjectSender(timeout, "sending the other replicas their part of a batch")
         self._coming: Iterator[Any] = iter(())
         # Batches that were read ahead; None follows the last one of an epoch.
         self._ahead: deque[Any] = deque()
@@ -142,7 +142,7 @@ class DealtLoader(PipelineLoader):
         return self._size
 
     def _flush(self) -> None:
-        self._outbox.flush()
+        self._sender.flush()
         self._to_replicas.flush()
 
     def _read_part(self) -> dict[str, Any]:
@@ -151,11 +151,11 @@ class DealtLoader(PipelineLoader):
         if self._reads:
             part = self._dispatch()
         else:
-            part = take(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
-        self._outbox.flush(self.num_under_way)
+            part = recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
+        self._sender.flush(self.num_under_way)
         if groups.pipeline_size > 1:
             sent = {key: self._as_sent(key, value) for key, value in part["batch"].items()}
-            self._outbox.send({**part, "batch": sent}, groups.pipeline_ranks[1:], groups.pipeline_control)
+            self._sender.isend({**part, "batch": sent}, groups.pipeline_ranks[1:], groups.pipeline_control)
         return part
 
     def _dispatch(self) -> dict[str, Any]:
@@ -170,7 +170,9 @@ class DealtLoader(PipelineLoader):
 
         self._to_replicas.flush()
         for replica in range(1, num_replicas):
-            self._to_replicas.send(part_of(replica), [self.groups.replica_ranks[replica]], self.groups.replica_control)
+            self._to_replicas.isend(
+                part_of(replica), [self.groups.replica_ranks[replica]], self.groups.replica_control
+            )
         return part_of(0)
 
     def _global_batch(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
 
 
-class StreamLoader(DealtLoader):
+class StreamLoader(DispatchingLoader):
     """Loader that yields this replica's part of every global batch of a stream, on every stage of its pipeline.
 
     See `PipelineLoader` for the arguments; `loader` reads global batches, and only rank 0 iterates it.

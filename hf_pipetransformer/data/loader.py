@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import pinned
 from hf_pipetransformer.comm.topology import PipelineGroups
-from hf_pipetransformer.comm.transfers import Outbox, take
-from hf_pipetransformer.data.augmentation import Views
+from hf_pipetransformer.comm.transfers import ObjectSender, recv_object
+from hf_pipetransformer.data.augmentation import AugmentationSlots
 from hf_pipetransformer.data.batches import detach_tags, pad_batch, sequence_length, without_hidden
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
-from hf_pipetransformer.data.rng import SharedDraws, States
+from hf_pipetransformer.data.rng import SharedRngState, States
 
 
 @dataclass
@@ -119,7 +119,7 @@ class PipelineLoader(DataLoaderStateMixin):
         timeout: float,
         total_batch_size: int,
         is_training: bool,
-        shared: SharedDraws | None,
+        shared: SharedRngState | None,
         common_length: CommonLength | None = None,
     ) -> None:
         self.loader = loader
@@ -145,7 +145,7 @@ class PipelineLoader(DataLoaderStateMixin):
         self._num_read = 0
         self._num_stale = 0
         self._num_epochs = 0
-        self._outbox = Outbox(timeout, "sending a batch to the later stages of this pipeline")
+        self._sender = ObjectSender(timeout, "sending a batch to the later stages of this pipeline")
         self.num_under_way = 0
         """Batches that later stages may not have received yet when stage 0 reads the next one."""
         self.num_ahead = 0
@@ -188,10 +188,10 @@ class PipelineLoader(DataLoaderStateMixin):
         return self.loader.batch_sampler
 
     @property
-    def views(self) -> Views | None:
-        """Views of random samples whose activations are to be stored; None for all other data."""
-        views: Views | None = getattr(self.batch_sampler, "views", None)
-        return views
+    def slots(self) -> AugmentationSlots | None:
+        """AugmentationSlots of random samples whose activations are to be stored; None for all other data."""
+        slots: AugmentationSlots | None = getattr(self.batch_sampler, "slots", None)
+        return slots
 
     def read(self, samples: list[int]) -> Any:
         return self.collate(self.samples.__getitems__(samples))
@@ -238,7 +238,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def follow(self, groups: PipelineGroups) -> None:
         """Continue with the next global batch as a stage of another layout; workers that read ahead stay alive."""
-        self._outbox.flush()
+        self._sender.flush()
         old, self.groups = self.groups, groups
         if self.rows is not None:
             self.take_from(self.rows)
@@ -319,7 +319,7 @@ class PipelineLoader(DataLoaderStateMixin):
                     # Callers stop at the last batch and leave this generator suspended; end the workers now.
                     self._batches = None
                 yield pinned(batch) if self.pins_memory else batch
-            self._outbox.flush()
+            self._sender.flush()
         finally:
             self._batches = None
             self.end()
@@ -368,7 +368,7 @@ class PipelineLoader(DataLoaderStateMixin):
             rule = self.common_length
             same = None if rule is None else sequence_length(batch, rule.main_input)
             batch = self.rows.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
-        self._outbox.flush()
+        self._sender.flush()
         self._send(batch)
         return batch
 
@@ -388,7 +388,7 @@ class PipelineLoader(DataLoaderStateMixin):
             self.rows.prefetch(self.batch_sampler.upcoming())
         elif self.common_length is not None:
             batch = self._padded(batch, self.common_length)
-        self._outbox.flush(self.num_under_way)
+        self._sender.flush(self.num_under_way)
         self._send(batch)
         return dict(batch)
 
@@ -424,7 +424,7 @@ class PipelineLoader(DataLoaderStateMixin):
     def _send(self, batch: Any) -> None:
         if self.groups.pipeline_size > 1:
             sent = {key: self._as_sent(key, value) for key, value in without_hidden(batch).items()}
-            self._outbox.send(sent, self.groups.pipeline_ranks[1:], self.groups.pipeline_control)
+            self._sender.isend(sent, self.groups.pipeline_ranks[1:], self.groups.pipeline_control)
 
     def _as_sent(self, key: str, value: Any) -> Any:
         if key in self.placeholders and isinstance(value, torch.Tensor):
@@ -433,7 +433,7 @@ class PipelineLoader(DataLoaderStateMixin):
 
     def _receive(self) -> dict[str, Any]:
         source = self.groups.pipeline_ranks[0]
-        batch: dict[str, Any] = take(
+        batch: dict[str, Any] = recv_object(
             source, self.groups.pipeline_control, f"receiving a batch from stage 0 (rank {source})"
         )
         return batch

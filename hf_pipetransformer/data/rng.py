@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from hf_pipetransformer.data.augmentation import ItemCode, Views
+from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.batches import pad_batch, sequence_length
 
 
@@ -77,7 +77,7 @@ def of_name(name: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str,
     return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}, dict(values[name])
 
 
-class SharedDraws:
+class SharedRngState:
     """RNG states that the global generators of a single process would have, kept on each rank during training.
 
     Models draw from the ranks' own generators, which differ. Only rank 0 reads data that draws at random, so its
@@ -354,11 +354,11 @@ class SeededCollator:
 
 @dataclass(frozen=True)
 class SeededReading:
-    """Parts for reading random samples whose views are stored; `samples` is indexed by items."""
+    """Parts for reading random samples whose slots are stored; `samples` is indexed by items."""
 
     samples: SeededSamples
     collate: SeededCollator | PlainRows
-    views: Views
+    slots: AugmentationSlots
 
 
 class PlainRows:

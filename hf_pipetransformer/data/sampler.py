@@ -17,9 +17,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from hf_pipetransformer.comm.topology import PipelineGroups
-from hf_pipetransformer.data.augmentation import Views
+from hf_pipetransformer.data.augmentation import AugmentationSlots
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
-from hf_pipetransformer.data.rng import SeededReading, SharedDraws
+from hf_pipetransformer.data.rng import SeededReading, SharedRngState
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
@@ -73,8 +73,10 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """Function that returns the samples of a batch that must be read from the data set; None: all."""
         self.nodes: NodeOrder | None = None
         """Assignment of samples to nodes; None if any node may read any sample."""
-        self.views: Views | None = None
-        """Views of random samples. If set, the sampler returns items in place of samples, see `augmentation`."""
+        self.slots: AugmentationSlots | None = None
+        """AugmentationSlots of random samples. If set, the sampler returns items in place of samples, see
+        `augmentation`.
+        """
         self._batches: list[list[int]] | None = None
         self._num_done = 0
         self._drawn_from: torch.Tensor | None = None
@@ -210,7 +212,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return self._items(self._part(self._batches[self._position]))
 
     def _items(self, samples: list[int]) -> list[int]:
-        return samples if self.views is None else self.views.items(samples)
+        return samples if self.slots is None else self.slots.items(samples)
 
     def _repeats(self, indices: list[int]) -> bool:
         return self.repeat_small and len(indices) < self.num_replicas
@@ -226,8 +228,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return len(self.global_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        if self.views is not None:
-            self.views.epoch = epoch
+        if self.slots is not None:
+            self.slots.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -240,7 +242,7 @@ def indexed_reader(
     args: PipeTransformerArguments,
     groups: PipelineGroups,
     is_training: bool,
-    shared: SharedDraws | None,
+    shared: SharedRngState | None,
     seeded: SeededReading | None = None,
 ) -> DataLoader[Any]:
     """Return torch's loader over one replica's part of each global batch.
@@ -250,13 +252,13 @@ def indexed_reader(
         batch_size: samples of a global batch.
         is_training: True if a replica may be left without samples, and workers are seeded.
         shared: see `PipelineLoader`.
-        seeded: how to read random samples whose views are stored; None for all others.
+        seeded: how to read random samples whose slots are stored; None for all others.
     """
     order = order_of_run(dataset, sampler, args, shared)
     global_batches = BatchSampler(order, batch_size, args.dataloader_drop_last)
     own_batches = ReplicaBatchSampler(global_batches, groups.replica, groups.num_replicas, not is_training)
     worker_init = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
-    own_batches.views = None if seeded is None else seeded.views
+    own_batches.slots = None if seeded is None else seeded.slots
     return DataLoader(
         Samples(dataset) if seeded is None else seeded.samples,
         batch_sampler=own_batches,
@@ -283,7 +285,7 @@ def _worker_options(args: PipeTransformerArguments) -> dict[str, Any]:
 
 
 def order_of_run(
-    dataset: Any, given: Sampler[int] | None, args: PipeTransformerArguments, shared: SharedDraws | None
+    dataset: Any, given: Sampler[int] | None, args: PipeTransformerArguments, shared: SharedRngState | None
 ) -> Any:
     """Return Trainer's order for this seed, drawn from generators that are the same on every rank."""
     sampler: Any = given or SequentialSampler(dataset)

@@ -83,8 +83,8 @@ class LayoutController:
         # A replayed run takes no decisions, so it needs no monitors.
         num_layers, needs = stage.layout.num_layers, decisions.policy.needs if replay is None else ()
         self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
-        units = stage.view.structure.units_of_parameter
-        places = {name: block_of(used_by[0]) - 1 for name, used_by in units.items() if used_by[0]}
+        blocks = stage.view.structure.blocks_of_parameter
+        places = {name: block_of(used_by[0]) - 1 for name, used_by in blocks.items() if used_by[0]}
         self._weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
         self._similarity = SimilarityMonitor() if ACTIVATION_SIMILARITY in needs else None
         self._recall: Callable[[], Mapping[str, torch.Tensor]] | None = None
@@ -223,7 +223,7 @@ class LayoutController:
         self._trial = None
         if asks and layout.shape not in self._known_microbatches:
             samples, bytes_ = inputs.samples_per_device, inputs.rules.device_bytes
-            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.units, samples, bytes_))
+            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, samples, bytes_))
             self._trial = MicrobatchTrial(tried)
             return replace(layout, num_microbatches=self._trial.current())
         return layout

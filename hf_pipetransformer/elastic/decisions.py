@@ -21,7 +21,7 @@ from hf_pipetransformer.freeze.policy import (
     decide,
 )
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import unit_backwards, unit_forwards
+from hf_pipetransformer.planning.costs import block_backwards, block_forwards
 from hf_pipetransformer.planning.forecast import seconds_left
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
@@ -47,7 +47,7 @@ class Decisions:
 
     Args:
         num_frozen: layers frozen at the start.
-        units_of_parameter: name of each parameter that the user trains to the units that use it.
+        blocks_of_parameter: name of each parameter that the user trains to the blocks that use it.
         cache: decides at each change of the frozen layers which activations are stored; None without a cache.
         num_frozen_by_user: layers that the script froze, which are never unfrozen.
     """
@@ -58,7 +58,7 @@ class Decisions:
     inputs: PlanInputs
     num_frozen: InitVar[int]
     world_size: int
-    units_of_parameter: Mapping[str, tuple[int, ...]]
+    blocks_of_parameter: Mapping[str, tuple[int, ...]]
     write: Write
     cache: CachePlanner | None
     num_frozen_by_user: int = 0
@@ -66,7 +66,7 @@ class Decisions:
     def __post_init__(self, num_frozen: int) -> None:
         self._num_wanted = float(num_frozen)
         self._num_fruitless = 0
-        self._calibrated = (self.inputs.units, self.inputs.overheads)
+        self._calibrated = (self.inputs.blocks, self.inputs.overheads)
 
     def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
         """Describe what may freeze and when, and whether stored activations can be read."""
@@ -74,7 +74,9 @@ class Decisions:
         policy, kept = self.policy, self.args.freeze_min_active_layers
         coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
         writing = steps_per_epoch if self.cache is None else self.cache.writing_steps
-        return in_words(coming, num_layers, num_frozen, clock.max_steps, writing, policy.num_watched, policy.may_thaw)
+        return in_words(
+            coming, num_layers, num_frozen, clock.max_steps, writing, policy.num_watched, policy.may_unfreeze
+        )
 
     def next_step(self, step: int) -> int:
         """Return the first optimizer step from `step` on before which the policy is asked; `NEVER` if none."""
@@ -119,7 +121,7 @@ class Decisions:
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
         self._num_wanted = decision.num_wanted
         change = None
-        if decision.freezes or decision.thaws:
+        if decision.freezes or decision.unfreezes:
             self._calibrate(layout, reports)
             plan = self._plan(decision.num_frozen, layout, step, known_microbatches)
             totals = [report["total"] for report in reports if report]
@@ -142,7 +144,7 @@ class Decisions:
 
     def _calibrate(self, layout: Layout, reports: Sequence[Report]) -> None:
         if any(reports):
-            self._calibrated = calibrate(self.inputs.units, self.inputs.overheads, layout, reports)
+            self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, layout, reports)
 
     def _predicted_seconds(
         self, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
@@ -203,7 +205,7 @@ class Decisions:
 
     def _active_seconds(self, num_frozen: int) -> float:
         costs, _ = self._calibrated
-        return sum(unit_forwards(costs, num_frozen)) + sum(unit_backwards(costs, num_frozen))
+        return sum(block_forwards(costs, num_frozen)) + sum(block_backwards(costs, num_frozen))
 
     def _prefix_seconds(self, num_frozen: int) -> list[float]:
         """Return the forward seconds per sample of embeddings and layers, by number of layers."""
@@ -212,11 +214,11 @@ class Decisions:
         return [sums[attention_of(level)] for level in range(num_frozen + 1)]
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
-        """Return the parameters that freeze with the prefix although units above it use them too."""
+        """Return the parameters that freeze with the prefix although blocks above it use them too."""
         return [
             name
-            for name, units in self.units_of_parameter.items()
-            if old.first_active_unit <= units[0] < new.first_active_unit <= units[-1]
+            for name, blocks in self.blocks_of_parameter.items()
+            if old.first_active_block <= blocks[0] < new.first_active_block <= blocks[-1]
         ]
 
     def _report(self, decision: Decision, frozen_in_use: list[str]) -> None:
@@ -225,7 +227,7 @@ class Decisions:
             logger.warning(
                 f"Frozen with the first layers although layers above use them too: {', '.join(frozen_in_use)}."
             )
-        if decision.freezes or decision.thaws:
+        if decision.freezes or decision.unfreezes:
             self._num_fruitless = 0
             return
         self._num_fruitless += 1

@@ -1,8 +1,8 @@
 """Migration of weights, buffers and optimizer state between ranks at a layout change (PipeTransformer section 3.3).
 
-The unit of transfer is a bundle: the parameters and buffers that the same units use. There is one bundle per unit, and
-one per set of tied weights. A bundle is sent point to point from a rank that has it: small tensors packed together,
-large ones by themselves.
+The block of transfer is a bundle: the parameters and buffers that the same blocks use. There is one bundle per block,
+and one per set of tied weights. A bundle is sent point to point from a rank that has it: small tensors packed
+together, large ones by themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_pipetransformer.schedules.layout import Layout
 
 
 Bundle = tuple[int, ...]
-"""Units that use the bundle, in increasing order."""
+"""Blocks that use the bundle, in increasing order."""
 Content = tuple[Bundle, bool]
 """A bundle, and True if its optimizer state is included."""
 
@@ -51,7 +51,7 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
     moves: list[Move] = []
     for bundle in bundles:
         had, need = old.ranks_of(bundle), new.ranks_of(bundle)
-        is_active = bundle[0] >= new.first_active_unit
+        is_active = bundle[0] >= new.first_active_block
         with_weights = [rank for rank in ranks if rank % old.pipeline_size in had]
         with_state = [rank for rank in with_weights if rank % old.pipeline_size == had[0]]
         num_served = 0
@@ -142,7 +142,7 @@ def _send_descriptions(
 def _parcels(move: Move, tensors: Sequence[torch.Tensor], topology: Topology) -> list[Parcel]:
     is_leaving = move.source == topology.rank
     peer = move.destination if is_leaving else move.source
-    what = f"units {move.bundle} from rank {move.source} to rank {move.destination}"
+    what = f"blocks {move.bundle} from rank {move.source} to rank {move.destination}"
     return [Parcel(tensor, peer, is_leaving, what) for tensor in tensors]
 
 

@@ -90,7 +90,7 @@ def change_layout(
     arrivals.finish()
     _prepare_training(new, topology, settings)
     if stage.view.is_installed:
-        new.view.install(*layout.units_of_rank(new.groups.position))
+        new.view.install(*layout.blocks_of_rank(new.groups.position))
     return new, num_bytes
 
 
@@ -99,7 +99,7 @@ def _make_stage(
 ) -> Stage:
     groups = topology.groups(layout.places)
     engine = make_engine(view, probe, layout, groups, settings)
-    owners = {name: layout.ranks_of(units) for name, units in probe.structure.units_of_parameter.items()}
+    owners = {name: layout.ranks_of(blocks) for name, blocks in probe.structure.blocks_of_parameter.items()}
     return Stage(layout, groups, settings, view, store, engine, owners, shared=[], reducer=None)
 
 
@@ -119,9 +119,9 @@ Bundles = dict[Bundle, tuple[list[str], list[str]]]
 
 def _bundles(structure: Structure) -> Bundles:
     bundles: Bundles = {}
-    for kind, users in enumerate((structure.units_of_parameter, structure.units_of_buffer)):
-        for name, units in users.items():
-            bundles.setdefault(units, ([], []))[kind].append(name)
+    for kind, users in enumerate((structure.blocks_of_parameter, structure.blocks_of_buffer)):
+        for name, blocks in users.items():
+            bundles.setdefault(blocks, ([], []))[kind].append(name)
     return dict(sorted(bundles.items()))
 
 
@@ -182,7 +182,7 @@ class _Arrivals:
 
 
 def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
-    """Compare the replicas of every unit, weights and optimizer state. Collective: call on every rank.
+    """Compare the replicas of every block, weights and optimizer state. Collective: call on every rank.
 
     Raises:
         PipelineError: replicas are not bit-identical.

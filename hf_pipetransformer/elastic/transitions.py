@@ -17,7 +17,7 @@ from hf_pipetransformer.elastic.transition import change_layout
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import announce
-from hf_pipetransformer.runtime.context import Journal, Patience, Seeds
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout, counted
 
@@ -35,12 +35,12 @@ def longest_pipeline(
         replay: layouts of an earlier run by the optimizer step from which they applied; the policy is then not asked.
     """
     coming = [] if replay is None else list(replay.values())
-    if replay is None and policy.may_thaw and first is not None:
+    if replay is None and policy.may_unfreeze and first is not None:
         coming = [first]
     return max(each.pipeline_size for each in (layout, *coming))
 
 
-def check_thawing(
+def check_unfreezing(
     args: PipeTransformerArguments, policy: FreezePolicy, replay: Mapping[int, Layout] | None, pipeline_size: int
 ) -> None:
     """Refuse to unfreeze layers under schedules with which that has not been verified.
@@ -49,8 +49,8 @@ def check_thawing(
         ValueError: layers may unfreeze under an asynchronous schedule or one that cuts sequences into slices.
     """
     counts = [] if replay is None else [layout.num_frozen_layers for _, layout in sorted(replay.items())]
-    thaws = policy.may_thaw if replay is None else counts != sorted(counts)
-    if thaws and pipeline_size > 1 and (args.is_asynchronous or args.cuts_tokens):
+    unfreezes = policy.may_unfreeze if replay is None else counts != sorted(counts)
+    if unfreezes and pipeline_size > 1 and (args.is_asynchronous or args.cuts_tokens):
         who = "layout_plan" if replay is not None else f"the freeze policy {policy.name!r}"
         raise ValueError(
             f"pipeline_schedule={args.pipeline_schedule!r} while {who} may unfreeze layers: that has not been "
@@ -65,7 +65,7 @@ class Transitions:
     trainer: Trainer
     topology: Topology
     journal: Journal
-    patience: Patience
+    timeouts: CollectiveTimeouts
     seeds: Seeds
     pipeline: Pipeline
     controller: LayoutController
@@ -77,11 +77,11 @@ class Transitions:
         """Ask the controller and apply its decision; return the move to another layout, if any."""
         step, pipeline, moved = self.trainer.state.global_step, self.pipeline, None
         if self.controller.decides_before(step):
-            self.patience.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
+            self.timeouts.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
         for ask in (self.controller.change_before, self.controller.change_without_cache):
             change = ask(step, pipeline.stage)
             if change is not None and change.moves:
-                self.patience.rest()
+                self.timeouts.rest()
                 self.move(change)
                 moved = change
             elif change is not None:

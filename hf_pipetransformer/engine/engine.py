@@ -16,7 +16,7 @@ from hf_pipetransformer.comm.errors import wait_for
 from hf_pipetransformer.comm.transfers import post, receiving, sending
 from hf_pipetransformer.engine.program import MicroBatches, StageProgram
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, Op, Row
+from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, ActionList, Op
 
 
 class Pending(Protocol):
@@ -110,47 +110,47 @@ class Engine:
         self.links = links
         self.meter = meter
 
-    def begin(self, row: Row, micro_batches: MicroBatches, is_training: bool = True) -> Run:
+    def begin(self, actions: ActionList, micro_batches: MicroBatches, is_training: bool = True) -> Run:
         """Start executing an action list. No action runs before `Run.advance` or `Run.drain`.
 
         Micro-batches are looked up only when an action needs them. With `is_training=False`, forwards call
         `StageProgram.predict` and save nothing for a backward.
         """
-        return Run(self, row, micro_batches, is_training)
+        return Run(self, actions, micro_batches, is_training)
 
 
 class Run:
     """Execution of an action list, which the caller may advance in several parts."""
 
-    def __init__(self, engine: Engine, row: Row, micro_batches: MicroBatches, is_training: bool) -> None:
-        self.row = row
+    def __init__(self, engine: Engine, actions: ActionList, micro_batches: MicroBatches, is_training: bool) -> None:
+        self.actions = actions
         self.num_posted: Counter[Op] = Counter()
         """Number of transfers of each kind posted so far."""
         self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
         self.micro_batches = micro_batches
         self.is_training = is_training
         # Stages with backwards. The others are frozen, so their forwards run without autograd.
-        self._active = _trained(row)
+        self._active = _trained(actions)
         self._position = 0
         self._arriving: dict[Action, Pending] = {}
         self._to_send: dict[Action, torch.Tensor] = {}
         self._leaving: dict[Action, Pending] = {}
         self._results: dict[int, Any] = {}
         for program in self.programs:
-            program.begin(row)
+            program.begin(actions)
 
-    def extend(self, row: Row) -> None:
+    def extend(self, actions: ActionList) -> None:
         """Continue with another action list.
 
         Raises:
             ValueError: actions of the previous list have not run yet.
         """
-        if self._position < len(self.row):
-            raise ValueError(f"{len(self.row) - self._position} actions are left of the row before.")
-        self.row, self._position = row, 0
-        self._active |= _trained(row)
+        if self._position < len(self.actions):
+            raise ValueError(f"{len(self.actions) - self._position} actions of the previous list have not run.")
+        self.actions, self._position = actions, 0
+        self._active |= _trained(actions)
         for program in self.programs:
-            program.extend(row)
+            program.extend(actions)
 
     def advance(self, until: Action | None = None, before: Action | None = None) -> None:
         """Execute actions from where the last call stopped: through `until`, up to `before`, or to the end.
@@ -158,14 +158,14 @@ class Run:
         Raises:
             ValueError: the action given is not among those left.
         """
-        end, stop = len(self.row), until or before
+        end, stop = len(self.actions), until or before
         if stop is not None:
-            if stop not in self.row[self._position :]:
-                raise ValueError(f"{stop} is not among the {end - self._position} actions that are left of the row.")
-            end = self.row.index(stop, self._position) + (until is not None)
+            if stop not in self.actions[self._position :]:
+                raise ValueError(f"{stop} is not among the {end - self._position} actions that are left.")
+            end = self.actions.index(stop, self._position) + (until is not None)
         with self.meter.part("pipeline"):
             while self._position < end:
-                action = self.row[self._position]
+                action = self.actions[self._position]
                 _HANDLERS[action.op](self, action)
                 self._position += 1
 
@@ -275,8 +275,8 @@ class Run:
                 pending.wait()
 
 
-def _trained(row: Row) -> set[int]:
-    return {action.chunk for action in row if action.op in BEGINS_BACKWARD}
+def _trained(actions: ActionList) -> set[int]:
+    return {action.chunk for action in actions if action.op in BEGINS_BACKWARD}
 
 
 _HANDLERS: dict[Op, Callable[[Run, Action], None]] = {

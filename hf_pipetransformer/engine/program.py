@@ -11,7 +11,7 @@ import torch
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
 from hf_pipetransformer.engine.weight_gradients import WeightGradients
-from hf_pipetransformer.schedules import Row
+from hf_pipetransformer.schedules import ActionList
 from hf_pipetransformer.splitters.view import StageView
 
 
@@ -68,10 +68,10 @@ class StageProgram(Protocol):
     Activations and gradients that enter and leave have the micro-batch's `activation_shape`.
     """
 
-    def begin(self, row: Row) -> None:
+    def begin(self, actions: ActionList) -> None:
         """Start a run of an action list, and drop all state of an earlier run."""
 
-    def extend(self, row: Row) -> None:
+    def extend(self, actions: ActionList) -> None:
         """Continue the run with another action list."""
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +97,7 @@ class StageProgram(Protocol):
 
 
 class ModelProgram:
-    """Program that runs a stage's units (embeddings, halves of layers, head) of a Hugging Face model.
+    """Program that runs a stage's blocks (embeddings, halves of layers, head) of a Hugging Face model.
 
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
     `weight_gradients` is needed only for schedules that split the backward.
@@ -106,24 +106,24 @@ class ModelProgram:
     def __init__(
         self,
         view: StageView,
-        units: range,
+        blocks: range,
         dtype_out: torch.dtype,
         sends_gradient: bool,
         weight_gradients: WeightGradients | None = None,
     ) -> None:
         self.view = view
-        self.units = units
+        self.blocks = blocks
         self.dtype_out = dtype_out
         self.sends_gradient = sends_gradient
         self.weight_gradients = weight_gradients or WeightGradients([])
-        self.has_head = units.stop == view.structure.num_units
+        self.has_head = blocks.stop == view.structure.num_blocks
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
-    def begin(self, row: Row) -> None:
+    def begin(self, actions: ActionList) -> None:
         self._held.clear()
         self.weight_gradients.clear()
 
-    def extend(self, row: Row) -> None:
+    def extend(self, actions: ActionList) -> None:
         pass  # Nothing here depends on the action list.
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
@@ -136,7 +136,7 @@ class ModelProgram:
         return _weighted(output, micro_batch.weight) if self.has_head else output
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        result = self.view.run(self.units, received, lambda: self._run(micro_batch))
+        result = self.view.run(self.blocks, received, lambda: self._run(micro_batch))
         return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
 
     def _run(self, micro_batch: MicroBatch) -> Any:
@@ -151,7 +151,7 @@ class ModelProgram:
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)
-        with self.view.backward_of(self.units, received), self.weight_gradients.put_off(micro_batch.index):
+        with self.view.backward_of(self.blocks, received), self.weight_gradients.put_off(micro_batch.index):
             if not self.has_head:
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)

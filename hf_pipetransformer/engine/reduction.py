@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded, wait_for
 from hf_pipetransformer.comm.staging import host_buffer
-from hf_pipetransformer.schedules import Action, Op, Row
+from hf_pipetransformer.schedules import Action, ActionList, Op
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class GradientReducer:
 
 
 def last_gradients(
-    row: Row,
+    actions: ActionList,
     chunks: Mapping[torch.nn.Parameter, Collection[int]],
     put_off: Collection[torch.nn.Parameter],
 ) -> list[tuple[Action, list[torch.nn.Parameter]]]:
@@ -195,7 +195,7 @@ def last_gradients(
     `BACKWARD_WEIGHT` actions, if the list has any.
     """
     last: dict[tuple[int, bool], int] = {}
-    for position, action in enumerate(row):
+    for position, action in enumerate(actions):
         if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
             last[action.chunk, action.op is Op.BACKWARD_WEIGHT] = position
     found: dict[int, list[torch.nn.Parameter]] = {}
@@ -205,7 +205,7 @@ def last_gradients(
         ]
         if ends:
             found.setdefault(max(ends), []).append(parameter)
-    return [(row[position], found[position]) for position in sorted(found)]
+    return [(actions[position], found[position]) for position in sorted(found)]
 
 
 def _read(parts: Sequence[torch.Tensor]) -> list[list[float]]:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_pipetransformer.engine.program import MicroBatch, StageProgram
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, Row
+from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
 
 
 class Kept:
@@ -146,14 +146,14 @@ class TokenSliceProgram:
         self._contexts: dict[int, KeptContext] = {}
         self._is_trained = False
 
-    def begin(self, row: Row) -> None:
-        self.program.begin(row)
+    def begin(self, actions: ActionList) -> None:
+        self.program.begin(actions)
         self._contexts.clear()
-        self._is_trained = any(action.op in BEGINS_BACKWARD for action in row)
+        self._is_trained = any(action.op in BEGINS_BACKWARD for action in actions)
 
-    def extend(self, row: Row) -> None:
-        self.program.extend(row)
-        self._is_trained |= any(action.op in BEGINS_BACKWARD for action in row)
+    def extend(self, actions: ActionList) -> None:
+        self.program.extend(actions)
+        self._is_trained |= any(action.op in BEGINS_BACKWARD for action in actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         return self.program.forward(self._in_context(micro_batch), received)

@@ -13,7 +13,7 @@ import torch
 
 from hf_pipetransformer.data.batches import CacheTags, take_rows
 from hf_pipetransformer.engine.program import MicroBatch, StageProgram, as_sent
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, Op, Row
+from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, ActionList, Op
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.view import StageView
 
@@ -26,14 +26,14 @@ def runs_again() -> bool:
     return _RUNS_AGAIN.get()
 
 
-def recomputed_micro_batches(row: Row, chunk: int, mode: str) -> frozenset[int]:
+def recomputed_micro_batches(actions: ActionList, chunk: int, mode: str) -> frozenset[int]:
     """Return the micro-batches of an action list whose forward is recomputed before their backward.
 
     Micro-batches whose backward follows immediately are left out, because recomputing them would save no memory.
     `mode` is `never`, `always`, or `except_last` (all but the last micro-batch).
     """
-    forwards = {i for op, i, own in row if (op, own) == (Op.FORWARD, chunk)}
-    computations = [action for action in row if action.op in COMPUTATIONS]
+    forwards = {i for op, i, own in actions if (op, own) == (Op.FORWARD, chunk)}
+    computations = [action for action in actions if action.op in COMPUTATIONS]
     at_once = {
         i
         for (op, i, own), following in pairwise(computations)
@@ -60,19 +60,19 @@ class RecomputingProgram:
         self.mode = mode
         self.chunk = chunk
         self.device = device
-        self._row: Row = ()
+        self._actions: ActionList = ()
         self._recomputed: frozenset[int] = frozenset()
         self._starts: dict[int, _Start] = {}
 
-    def begin(self, row: Row) -> None:
-        self.program.begin(row)
+    def begin(self, actions: ActionList) -> None:
+        self.program.begin(actions)
         self._starts.clear()
-        if row is not self._row:
-            self._row, self._recomputed = row, recomputed_micro_batches(row, self.chunk, self.mode)
+        if actions is not self._actions:
+            self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
-    def extend(self, row: Row) -> None:
-        self.program.extend(row)
-        self._row, self._recomputed = row, recomputed_micro_batches(row, self.chunk, self.mode)
+    def extend(self, actions: ActionList) -> None:
+        self.program.extend(actions)
+        self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
@@ -124,23 +124,23 @@ def _restored(states: Mapping[str, torch.Tensor], device: torch.device) -> Itera
 
 
 class CachedEntryProgram:
-    """Program for a stage with frozen units that the activation cache can skip.
+    """Program for a stage with frozen blocks that the activation cache can skip.
 
-    Each sample starts at the first unit that its cached activation does not cover. From the entry unit on, all samples
-    run together.
+    Each sample starts at the first block that its cached activation does not cover. From the entry block on, all
+    samples run together.
 
     Args:
-        below: this stage's units below the entry unit, all frozen. Not empty.
-        entry_unit: first unit above the cached layers; it may be on a later stage.
-        above: program of this stage's units from the entry unit on; None if there are none.
-        whole: program of all units of this stage, for micro-batches without `tags`.
+        below: this stage's blocks below the entry block, all frozen. Not empty.
+        entry_block: first block above the cached layers; it may be on a later stage.
+        above: program of this stage's blocks from the entry block on; None if there are none.
+        whole: program of all blocks of this stage, for micro-batches without `tags`.
     """
 
     def __init__(
         self,
         view: StageView,
         below: range,
-        entry_unit: int,
+        entry_block: int,
         above: StageProgram | None,
         whole: StageProgram,
         dtype_entry: torch.dtype,
@@ -149,22 +149,22 @@ class CachedEntryProgram:
     ) -> None:
         self.view = view
         self.below = below
-        self.entry_unit = entry_unit
+        self.entry_block = entry_block
         self.above = above
         self.whole = whole
         self.dtype_entry = dtype_entry
         self.dtype_out = dtype_out
         self.device = device
 
-    def begin(self, row: Row) -> None:
-        self.whole.begin(row)
+    def begin(self, actions: ActionList) -> None:
+        self.whole.begin(actions)
         if self.above is not None:
-            self.above.begin(row)
+            self.above.begin(actions)
 
-    def extend(self, row: Row) -> None:
-        self.whole.extend(row)
+    def extend(self, actions: ActionList) -> None:
+        self.whole.extend(actions)
         if self.above is not None:
-            self.above.extend(row)
+            self.above.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if micro_batch.tags is None:
@@ -196,21 +196,21 @@ class CachedEntryProgram:
 
     @torch.no_grad()
     def _bring_to_entry(self, received: torch.Tensor | None, micro_batch: MicroBatch, tags: CacheTags) -> torch.Tensor:
-        """Return the activation after the units `below`, `(micro-batch, seq, hidden)`."""
+        """Return the activation after the blocks `below`, `(micro-batch, seq, hidden)`."""
         start, stop = self.below.start, self.below.stop
         hidden = received
         if hidden is None and tags.hidden is not None:
             # Copy in the stored dtype and cast on the device, because the stored dtype may be smaller.
             hidden = tags.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
         enters_at = torch.tensor([max(first_above(count), start) for count in tags.num_layers.tolist()])
-        for unit in enters_at[enters_at < stop].unique().tolist():
-            rows = (enters_at == unit).nonzero().squeeze(1)
-            inputs, given = micro_batch.inputs, hidden if unit else None
+        for block in enters_at[enters_at < stop].unique().tolist():
+            rows = (enters_at == block).nonzero().squeeze(1)
+            inputs, given = micro_batch.inputs, hidden if block else None
             is_part = len(rows) < len(enters_at)
             if is_part:
                 inputs = take_rows(inputs, rows)
                 given = None if given is None else given[rows.to(given.device, non_blocking=True)]
-            reached = self._run(range(unit, stop), given, inputs, micro_batch)
+            reached = self._run(range(block, stop), given, inputs, micro_batch)
             if is_part:
                 if hidden is None:
                     hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
@@ -218,12 +218,12 @@ class CachedEntryProgram:
             else:
                 hidden = reached
         assert hidden is not None
-        if stop == self.entry_unit and micro_batch.write is not None:
+        if stop == self.entry_block and micro_batch.write is not None:
             micro_batch.write(micro_batch, hidden)
         return hidden
 
     def _run(
-        self, units: range, given: torch.Tensor | None, inputs: dict[str, Any], micro_batch: MicroBatch
+        self, blocks: range, given: torch.Tensor | None, inputs: dict[str, Any], micro_batch: MicroBatch
     ) -> torch.Tensor:
-        hidden: torch.Tensor = self.view.run(units, given, lambda: micro_batch.forward(dict(inputs)))
+        hidden: torch.Tensor = self.view.run(blocks, given, lambda: micro_batch.forward(dict(inputs)))
         return hidden

@@ -92,7 +92,7 @@ class Fixed(FreezePolicy):
     def __init__(self, table: Mapping[int, int]) -> None:
         self.table = dict(sorted(table.items()))
         counts = list(self.table.values())
-        self.may_thaw = counts != sorted(counts)
+        self.may_unfreeze = counts != sorted(counts)
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
@@ -189,7 +189,7 @@ def outlook(
         )
         if len(found) >= policy.num_watched:
             most = float(policy.most_wanted(signal))
-            wanted = most if policy.may_thaw else max(wanted, most)
+            wanted = most if policy.may_unfreeze else max(wanted, most)
         num_frozen = held(policy, wanted, signal, min_active_layers)
         found.append((step, num_frozen))
     return found
@@ -202,14 +202,14 @@ def in_words(
     max_steps: int,
     steps_per_epoch: int,
     num_watched: int = 0,
-    may_thaw: bool = False,
+    may_unfreeze: bool = False,
 ) -> str:
     """Describe a forecast in a sentence, and add one if stored activations can never be read.
 
     Args:
         coming: from `outlook`.
         num_watched: decisions at which the policy only observes.
-        may_thaw: True if the policy may unfreeze layers, at steps that are not known.
+        may_unfreeze: True if the policy may unfreeze layers, at steps that are not known.
     """
     if all(frozen <= num_frozen for _, frozen in coming):
         why = f"no decision falls into its {max_steps} steps" if not coming else "all others must stay active"
@@ -217,14 +217,14 @@ def in_words(
             why = f"the policy needs {num_watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
         return f"No layer freezes in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
     before = [num_frozen, *(frozen for _, frozen in coming)]
-    thawing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
+    unfreezing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
     shown = ", ".join(
-        f"{frozen} from step {step} on{' (unfrozen)' if step in thawing else ''}"
+        f"{frozen} from step {step} on{' (unfrozen)' if step in unfreezing else ''}"
         for step, frozen in coming[:NUM_SHOWN]
     )
     rest = f", {coming[-1][1]} in the end" if len(coming) > NUM_SHOWN else ""
     text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
-    if may_thaw and not thawing:
+    if may_unfreeze and not unfreezing:
         text += " They may be unfrozen again."
     # Activations stored at a decision are read until some of the layers that computed them are unfrozen.
     spans = [

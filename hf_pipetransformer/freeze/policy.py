@@ -142,7 +142,7 @@ class FreezePolicy(ABC):
     """
     freezes = True
     """If False, the policy never freezes, and nothing is prepared for freezing."""
-    may_thaw: bool = False
+    may_unfreeze: bool = False
     """If True, an answer below the number of frozen layers unfreezes layers, except those the script froze."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -160,7 +160,8 @@ class FreezePolicy(ABC):
     def num_wanted(self, signal: FreezeSignal) -> float:
         """Return how many layers to freeze now; fractions are rounded up.
 
-        An answer below the current number changes nothing, unless `may_thaw`: then the layers above it are unfrozen.
+        An answer below the current number changes nothing, unless `may_unfreeze`: then the layers above it are
+        unfrozen.
         """
 
     def most_wanted(self, signal: FreezeSignal) -> float:
@@ -232,7 +233,7 @@ class Decision:
         return self.num_frozen > self.signal.num_frozen
 
     @property
-    def thaws(self) -> bool:
+    def unfreezes(self) -> bool:
         return self.num_frozen < self.signal.num_frozen
 
     @property
@@ -244,7 +245,7 @@ class Decision:
         return {
             "num_frozen_before": self.signal.num_frozen,
             "num_frozen": self.num_frozen,
-            "thaws": self.thaws,
+            "unfreezes": self.unfreezes,
             "num_wanted_before": self.signal.num_wanted,
             "num_wanted": self.num_wanted,
             "learning_rate": self.signal.learning_rate,
@@ -263,7 +264,7 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
         raise ValueError(f"{type(policy).__name__}.num_wanted returned {answer}: expected a number of layers.")
     num_frozen = held(policy, answer, signal, min_active_layers)
     # The next decision gets the unrounded answer, because Eq. 1 is a recursion on it.
-    wanted = answer if policy.may_thaw else max(answer, signal.num_wanted)
+    wanted = answer if policy.may_unfreeze else max(answer, signal.num_wanted)
     return Decision(signal, wanted, num_frozen)
 
 
@@ -271,7 +272,7 @@ def held(policy: FreezePolicy, answer: float, signal: FreezeSignal, min_active_l
     """Round an answer up to layers, clamped to those that must stay frozen and those that must stay active."""
     kept = min_active_layers if policy.keeps_minimum else 0
     most = max(signal.num_layers - kept, signal.num_frozen)
-    least = signal.num_frozen_by_user if policy.may_thaw else signal.num_frozen
+    least = signal.num_frozen_by_user if policy.may_unfreeze else signal.num_frozen
     return min(max(rounded_up(answer), least), most)
 
 

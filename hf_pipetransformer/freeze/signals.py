@@ -186,11 +186,11 @@ class LayerProbe:
         view, layers = stage.view, stage.view.structure.layers
 
         def before(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if attention_of(layer) in view.units:
+            if attention_of(layer) in view.blocks:
                 note(layer - 1, args[0] if args else kwargs["hidden_states"])
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            if head_of(len(layers)) in view.units:
+            if head_of(len(layers)) in view.blocks:
                 note(len(layers) - 1, output[0] if isinstance(output, (tuple, list)) else output)
 
         hooks: list[Any] = [layers[-1].register_forward_hook(after)]

@@ -37,9 +37,9 @@ def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
         (0, 0) | (1, 0) (0, 1) | (2, 0) (1, 1) | (2, 1)
     """
     times: dict[tuple[int, int], int] = {}
-    for stage, row in enumerate(find_schedule("gpipe").table(num_stages, num_micro_batches)):
+    for stage, actions in enumerate(find_schedule("gpipe").table(num_stages, num_micro_batches)):
         now = -1
-        for op, micro_batch, _ in row:
+        for op, micro_batch, _ in actions:
             if op is Op.FORWARD:
                 source = source_of(op, stage, num_stages)
                 arrived = -1 if source is None else times[micro_batch, source]
@@ -54,8 +54,8 @@ def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
 @lru_cache(maxsize=64)
 def next_backwards(num_micro_batches: int, num_stages: int, stage: int) -> dict[int, int]:
     """Map each micro-batch to the one whose backward comes next on the stage; the last one is left out."""
-    row = find_schedule("gpipe").table(num_stages, num_micro_batches)[stage]
-    order = [micro_batch for op, micro_batch, _ in row if op is Op.BACKWARD]
+    actions = find_schedule("gpipe").table(num_stages, num_micro_batches)[stage]
+    order = [micro_batch for op, micro_batch, _ in actions if op is Op.BACKWARD]
     return dict(pairwise(order))
 
 

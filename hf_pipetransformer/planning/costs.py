@@ -1,4 +1,4 @@
-"""Cost model of a layout: seconds and bytes of an optimizer step, computed from the costs of each unit. Pure."""
+"""Cost model of a layout: seconds and bytes of an optimizer step, computed from the costs of each block. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATE_COPIES = 4
 """Memory of a trained weight in multiples of the weight: itself, its gradient and the two moments of Adam."""
 
 WEIGHT_SHARE = 0.5
-"""Share of a unit's backward for the gradients of its weights: one of the two equal products of a linear layer."""
+"""Share of a block's backward for the gradients of its weights: one of the two equal products of a linear layer."""
 
 UPDATE_WORK = 280.0
 """Operations in the time of one trained parameter's update: Adam reads and writes some 28 bytes, and a device computes
@@ -34,21 +34,21 @@ REDUCTION_WORK = 1000.0
 """Operations in the time in which two replicas reduce one byte of gradient."""
 
 Shared = tuple[tuple[tuple[int, ...], int], ...]
-"""Parameters that several units use: the units, in increasing order, and the number of elements."""
+"""Parameters that several blocks use: the blocks, in increasing order, and the number of elements."""
 
 
 @dataclass(frozen=True)
-class UnitCosts:
-    """Costs of each unit of the model, one entry per unit.
+class BlockCosts:
+    """Costs of each block of the model, one entry per block.
 
     Args:
         forward: seconds per sample of the forward.
         backward: seconds per sample of the whole backward.
-        edge_backward: seconds per sample of the backward if the unit's input needs no gradient, as in the first active
-            unit.
-        parameters: elements; those of several units count at the first one.
-        activation_bytes: bytes per sample that the unit keeps from its forward for its backward.
-        shared: parameters of several units, not by unit: each stage that uses them has a copy.
+        edge_backward: seconds per sample of the backward if the block's input needs no gradient, as in the first
+            active block.
+        parameters: elements; those of several blocks count at the first one.
+        activation_bytes: bytes per sample that the block keeps from its forward for its backward.
+        shared: parameters of several blocks, not by block: each stage that uses them has a copy.
         kept: elements of `parameters` that the user froze; empty if all are trained.
         kept_shared: like `shared`, for parameters that the user froze.
         trained_bytes: bytes of the weights that are trained unless their layer freezes; empty if all are fp32.
@@ -76,11 +76,11 @@ class UnitCosts:
         others = ("shared", "kept_shared", "slices", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"Unit costs need one entry a unit in every field, found {lengths}.")
+            raise ValueError(f"Block costs need one entry a block in every field, found {lengths}.")
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Elements by unit that are trained unless their layer freezes."""
+        """Elements by block that are trained unless their layer freezes."""
         return tuple(whole - frozen for whole, frozen in zip(self.parameters, self.kept_elements, strict=True))
 
     @property
@@ -97,7 +97,7 @@ class UnitCosts:
         """`kept_bytes`, or the bytes in fp32 if that is empty."""
         return self.kept_bytes or tuple(WEIGHT_BYTES * count for count in self.kept_elements)
 
-    def scaled(self, forward: float, backward: float) -> UnitCosts:
+    def scaled(self, forward: float, backward: float) -> BlockCosts:
         return replace(
             self,
             forward=tuple(forward * seconds for seconds in self.forward),
@@ -149,44 +149,44 @@ WORK_OVERHEADS = Overheads(reduction_per_byte=REDUCTION_WORK, optimizer_per_para
 """`Overheads` in operations instead of seconds, for plans that must not depend on measured times."""
 
 
-def costs_by_work(costs: UnitCosts, work: Sequence[float]) -> UnitCosts:
+def costs_by_work(costs: BlockCosts, work: Sequence[float]) -> BlockCosts:
     """Return the costs in operations instead of seconds: a backward takes two forwards, for weights alone one."""
     forward = tuple(work)
     backward = tuple(2 * each for each in forward)
     return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None)
 
 
-def unit_backwards(costs: UnitCosts, num_frozen_layers: int) -> list[float]:
-    """Return each unit's backward in seconds per sample; zero below the first active unit."""
+def block_backwards(costs: BlockCosts, num_frozen_layers: int) -> list[float]:
+    """Return each block's backward in seconds per sample; zero below the first active block."""
     first = first_above(num_frozen_layers)
     return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
 
 
-def unit_forwards(costs: UnitCosts, cache_level: int) -> list[float]:
-    """Return each unit's forward in seconds per sample; zero for units whose stored activations replace it."""
+def block_forwards(costs: BlockCosts, cache_level: int) -> list[float]:
+    """Return each block's forward in seconds per sample; zero for blocks whose stored activations replace it."""
     first = first_above(cache_level)
     return [0.0] * first + list(costs.forward[first:])
 
 
-def unit_loads(
-    costs: UnitCosts, num_frozen_layers: int, cache_level: int = 0, update_per_parameter: float = 0.0
+def block_loads(
+    costs: BlockCosts, num_frozen_layers: int, cache_level: int = 0, update_per_parameter: float = 0.0
 ) -> list[float]:
-    """Return the seconds per sample of each unit, which a partition balances.
+    """Return the seconds per sample of each block, which a partition balances.
 
-    A frozen unit only runs its forward, and not even that for a sample whose activation is stored.
+    A frozen block only runs its forward, and not even that for a sample whose activation is stored.
 
     Args:
         update_per_parameter: seconds per sample of an optimizer step and trained parameter, for asynchronous
             schedules. Otherwise all stages wait for the slowest update, which boundaries alone do not determine.
     """
     first, trained = first_above(num_frozen_layers), costs.trained
-    updates = [update_per_parameter * count * (unit >= first) for unit, count in enumerate(trained)]
-    parts = unit_forwards(costs, cache_level), unit_backwards(costs, num_frozen_layers), updates
+    updates = [update_per_parameter * count * (block >= first) for block, count in enumerate(trained)]
+    parts = block_forwards(costs, cache_level), block_backwards(costs, num_frozen_layers), updates
     return [sum(each) for each in zip(*parts, strict=True)]
 
 
 def predict_step(
-    layout: Layout, costs: UnitCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
+    layout: Layout, costs: BlockCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
 ) -> Prediction:
     """Predict one optimizer step: simulate the schedule's table and add the costs after it.
 
@@ -200,15 +200,15 @@ def predict_step(
     """
     microbatches = _num_microbatches(layout, samples_per_pipeline)
     samples = samples_per_pipeline / microbatches
-    backwards = unit_backwards(costs, layout.num_frozen_layers)
-    # The first active unit's backward computes weight gradients only, at the cost they have in a full backward.
+    backwards = block_backwards(costs, layout.num_frozen_layers)
+    # The first active block's backward computes weight gradients only, at the cost they have in a full backward.
     weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
 
-    def seconds(of_units: Sequence[float]) -> tuple[float, ...]:
-        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_units))
+    def seconds(of_blocks: Sequence[float]) -> tuple[float, ...]:
+        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_blocks))
 
-    forwards = seconds(unit_forwards(costs, layout.cache_level))
+    forwards = seconds(block_forwards(costs, layout.cache_level))
     shares = _shares(layout, costs, samples)
     parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
     durations = Durations(*parts, factors=shares * microbatches)
@@ -240,14 +240,14 @@ def predict_step(
     )
 
 
-def trained_elements(layout: Layout, costs: UnitCosts) -> list[float]:
-    """Return the elements that each rank of a pipeline trains; those of several units count at the first."""
+def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:
+    """Return the elements that each rank of a pipeline trains; those of several blocks count at the first."""
     return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
 
 
 def rank_bytes(
     layout: Layout,
-    costs: UnitCosts,
+    costs: BlockCosts,
     samples_per_pipeline: int,
     accumulation: int = 1,
     weights: str = "pipeoptim",
@@ -279,12 +279,12 @@ def rank_bytes(
         *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
         *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
     ]
-    for (units, elements), is_trained, size_of, count_of in shared:
-        first, *others = layout.ranks_of(units)
-        is_trained = is_trained and units[0] >= layout.first_active_unit
+    for (blocks, elements), is_trained, size_of, count_of in shared:
+        first, *others = layout.ranks_of(blocks)
+        is_trained = is_trained and blocks[0] >= layout.first_active_block
         for rank in others:
-            # Only the number of elements is known here: assume the average element size of the first unit.
-            copy = elements * size_of[units[0]] / count_of[units[0]]
+            # Only the number of elements is known here: assume the average element size of the first block.
+            copy = elements * size_of[blocks[0]] / count_of[blocks[0]]
             loads[rank] += copy + (GRADIENT_BYTES * elements if is_trained else 0)
         if others and is_trained:
             # A shared parameter has an all-reduce outside the flat buffers.
@@ -300,7 +300,7 @@ def rank_bytes(
     return loads
 
 
-def _shares(layout: Layout, costs: UnitCosts, samples: float) -> tuple[float, ...]:
+def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, ...]:
     if costs.slices is None or not layout.token_slices:
         return ()
     bounds = slice_bounds(layout.token_slices, costs.slices.length)
@@ -312,13 +312,13 @@ def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
 
 
 def _active(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return `values` with zeros for the frozen units."""
-    first = layout.first_active_unit
+    """Return `values` with zeros for the frozen blocks."""
+    first = layout.first_active_block
     return [0.0] * first + list(values[first:])
 
 
 def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
-    return [sum(values[unit] for unit in layout.units_of(stage)) for stage in range(layout.num_stages)]
+    return [sum(values[block] for block in layout.blocks_of(stage)) for stage in range(layout.num_stages)]
 
 
 def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:

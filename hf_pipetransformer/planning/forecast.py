@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_pipetransformer.planning.costs import (
+    BlockCosts,
     Overheads,
-    UnitCosts,
+    block_backwards,
+    block_forwards,
     predict_step,
     trained_elements,
-    unit_backwards,
-    unit_forwards,
 )
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     Pass,
-    ViewCosts,
+    SlotCosts,
     decide_cache,
     fresh_share,
     passes_ahead,
@@ -28,7 +28,7 @@ from hf_pipetransformer.schedules.layout import Layout
 def seconds_left(
     layout: Layout,
     passes: Sequence[Pass],
-    costs: UnitCosts,
+    costs: BlockCosts,
     overheads: Overheads,
     samples_per_device: int,
     accumulation: int = 1,
@@ -73,18 +73,18 @@ class Storing:
         costs: measured times, `prefix` for all layers.
         mode: `auto`, `on` or `off`.
         fits_share: share of the samples whose rows fit.
-        num_views: rows of a random sample, see `augmentation`; 0 where samples are not random and have one row.
+        num_slots: rows of a random sample, see `augmentation`; 0 where samples are not random and have one row.
     """
 
     costs: CacheCosts
     mode: str
     fits_share: float = 1.0
-    num_views: int = 0
+    num_slots: int = 0
 
-    def views(self, units: UnitCosts, num_frozen: int) -> ViewCosts:
-        active = sum(unit_forwards(units, num_frozen)) + sum(unit_backwards(units, num_frozen))
-        new = fresh_share(self.costs, num_frozen, active) if self.num_views else 0.0
-        return ViewCosts(max(1, self.num_views), new)
+    def slots(self, blocks: BlockCosts, num_frozen: int) -> SlotCosts:
+        active = sum(block_forwards(blocks, num_frozen)) + sum(block_backwards(blocks, num_frozen))
+        new = fresh_share(self.costs, num_frozen, active) if self.num_slots else 0.0
+        return SlotCosts(max(1, self.num_slots), new)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Forecast:
     """
 
     layout: Layout
-    costs: UnitCosts
+    costs: BlockCosts
     overheads: Overheads
     samples_per_device: int
     accumulation: int
@@ -129,10 +129,10 @@ class Forecast:
                 own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
                 # The overheads were measured at the start, when all samples were read from the data set.
                 saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
-                views = self.storing.views(self.costs, span.num_frozen)
-                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch, views)
+                slots = self.storing.slots(self.costs, span.num_frozen)
+                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch, slots)
                 passes = tuple(replace(each, row_seconds=each.row_seconds - saved) for each in ahead)
-                writing = views.num_views * self.steps_per_epoch
+                writing = slots.num_slots * self.steps_per_epoch
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0
@@ -147,12 +147,12 @@ class Forecast:
             return 0
         epochs_left = steps_left / self.steps_per_epoch
         known = (self.storing.costs, num_frozen, stored_level, share, epochs_left)
-        how = (self.storing.mode, self.storing.fits_share, self.storing.views(self.costs, num_frozen))
+        how = (self.storing.mode, self.storing.fits_share, self.storing.slots(self.costs, num_frozen))
         decision = decide_cache(*known, *how)
         return decision.level if decision.use else 0
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:
-        """Return the seconds to move weights and optimizer state; 0 if no rank gets other units."""
+        """Return the seconds to move weights and optimizer state; 0 if no rank gets other blocks."""
         if (old.places, old.boundaries) == (new.places, new.boundaries):
             return 0.0
         return MOVED_BYTES * self.overheads.reduction_per_byte * sum(trained_elements(new, self.costs))

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from hf_pipetransformer.planning.costs import (
     GRADIENT_BYTES,
+    BlockCosts,
     Overheads,
-    UnitCosts,
+    block_backwards,
+    block_forwards,
     rank_bytes,
-    unit_backwards,
-    unit_forwards,
 )
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE
 from hf_pipetransformer.schedules.layout import Layout
@@ -23,27 +23,27 @@ Report = Mapping[str, float]
 
 
 def calibrate(
-    costs: UnitCosts, overheads: Overheads, layout: Layout, reports: Sequence[Report]
-) -> tuple[UnitCosts, Overheads]:
-    """Scale unit costs to match measured times, and attribute the rest of the step to the overheads.
+    costs: BlockCosts, overheads: Overheads, layout: Layout, reports: Sequence[Report]
+) -> tuple[BlockCosts, Overheads]:
+    """Scale block costs to match measured times, and attribute the rest of the step to the overheads.
 
-    Forwards and backwards have one factor each over all ranks: the units' shares come from the profile, the scale from
-    real steps. Overheads stay where this layout does not measure them (the reduction without replicas). `reports` are
-    by rank, empty if a rank did not measure.
+    Forwards and backwards have one factor each over all ranks: the blocks' shares come from the profile, the scale
+    from real steps. Overheads stay where this layout does not measure them (the reduction without replicas). `reports`
+    are by rank, empty if a rank did not measure.
     """
     ranks = [rank for rank, report in enumerate(reports) if report]
     if not ranks:
         return costs, overheads
-    forwards = unit_forwards(costs, layout.cache_level)
-    backwards = unit_backwards(costs, layout.num_frozen_layers)
+    forwards = block_forwards(costs, layout.cache_level)
+    backwards = block_backwards(costs, layout.num_frozen_layers)
     factors = {}
-    for part, units in (("forward", forwards), ("backward", backwards)):
+    for part, blocks in (("forward", forwards), ("backward", backwards)):
         measured = sum(reports[rank][part] for rank in ranks)
-        modelled = sum(reports[rank]["samples"] * _sum(units, layout, rank) for rank in ranks)
+        modelled = sum(reports[rank]["samples"] * _sum(blocks, layout, rank) for rank in ranks)
         factors[part] = measured / modelled if measured and modelled else 1.0
     scaled = costs.scaled(factors["forward"], factors["backward"])
     trained = [
-        sum(costs.trained[unit] for unit in _units(layout, rank) if unit >= layout.first_active_unit)
+        sum(costs.trained[block] for block in _blocks(layout, rank) if block >= layout.first_active_block)
         for rank in range(len(reports))
     ]
     largest = max((rank for rank in ranks), key=lambda rank: trained[rank])
@@ -63,12 +63,12 @@ def _other(layout: Layout, report: Report) -> float:
     return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
 
 
-def _units(layout: Layout, rank: int) -> list[int]:
-    return [unit for part in layout.units_of_rank(rank % layout.pipeline_size) for unit in part]
+def _blocks(layout: Layout, rank: int) -> list[int]:
+    return [block for part in layout.blocks_of_rank(rank % layout.pipeline_size) for block in part]
 
 
 def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:
-    return sum(values[unit] for unit in _units(layout, rank))
+    return sum(values[block] for block in _blocks(layout, rank))
 
 
 MULTIPLES = (6, 4, 3, 2, 1)
@@ -84,7 +84,7 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
     return sorted(tried, reverse=True)
 
 
-def fitting_candidates(layout: Layout, costs: UnitCosts, samples_per_device: int, device_bytes: float) -> list[int]:
+def fitting_candidates(layout: Layout, costs: BlockCosts, samples_per_device: int, device_bytes: float) -> list[int]:
     """Return the M to try that fit the smallest device's memory; at least the largest, which needs the least."""
     samples = samples_per_device * layout.pipeline_size
     tried = candidates(layout.pipeline_size, samples)

@@ -20,22 +20,24 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         `num_stages + 1` increasing indices; stage `k` is `range(result[k], result[k + 1])`.
 
     Raises:
-        ValueError: more stages than units, no stage, or a negative cost.
+        ValueError: more stages than blocks, no stage, or a negative cost.
     """
-    num_units = len(costs)
-    if not 1 <= num_stages <= num_units:
-        raise ValueError(f"Cannot cut {num_units} units into {num_stages} stages: expected 1 to {num_units} stages.")
+    num_blocks = len(costs)
+    if not 1 <= num_stages <= num_blocks:
+        raise ValueError(
+            f"Cannot cut {num_blocks} blocks into {num_stages} stages: expected 1 to {num_blocks} stages."
+        )
     if min(costs) < 0:
         raise ValueError(f"Costs must not be negative, found {min(costs)}.")
     total = [0.0, *accumulate(costs)]
 
-    # best[j] = (largest stage cost, sum of squares, boundaries) for the first j units in the stages placed so far.
+    # best[j] = (largest stage cost, sum of squares, boundaries) for the first j blocks in the stages placed so far.
     best: list[tuple[float, float, tuple[int, ...]] | None] = [
-        None if end == 0 else (total[end], total[end] ** 2, (0, end)) for end in range(num_units + 1)
+        None if end == 0 else (total[end], total[end] ** 2, (0, end)) for end in range(num_blocks + 1)
     ]
     for stage in range(1, num_stages):
-        placed: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_units + 1)
-        for end in range(stage + 1, num_units + 1):
+        placed: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_blocks + 1)
+        for end in range(stage + 1, num_blocks + 1):
             candidates = []
             for start in range(stage, end):
                 head = best[start]
@@ -44,8 +46,8 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
                     candidates.append((max(head[0], cost), head[1] + cost**2, (*head[2], end)))
             placed[end] = min(candidates) if candidates else None
         best = placed
-    result = best[num_units]
-    assert result is not None, "every chain of at least num_stages units has a cut"
+    result = best[num_blocks]
+    assert result is not None, "every chain of at least num_stages blocks has a cut"
     return result[2]
 
 
@@ -79,7 +81,7 @@ def compress_by_memory(
 
     Args:
         largest_rank_size: returns the size of the fullest rank for a K, frozen layers weighted by their factor.
-        initial_largest: the same at the start of the run, in the same unit.
+        initial_largest: the same at the start of the run, in the same block.
         allowed: values that K may have.
     """
     size = current_size

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from hf_pipetransformer.planning.costs import (
     WORK_OVERHEADS,
+    BlockCosts,
     Overheads,
     Prediction,
-    UnitCosts,
+    block_loads,
     costs_by_work,
     predict_step,
     rank_bytes,
-    unit_loads,
 )
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.token_plans import cut_layout
@@ -43,7 +43,7 @@ class PlanRules:
     Args:
         compression: rule for the pipeline size K: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted
             seconds).
-        cut_positions: unit indices where a stage may begin, from 0 to the number of units.
+        cut_positions: block indices where a stage may begin, from 0 to the number of blocks.
         elastic: False keeps K and the boundaries for the whole run.
         num_microbatches: the number of micro-batches M if the user fixed it, else None.
         known_microbatches: the M that trials found best, by K and stages per rank V.
@@ -53,7 +53,7 @@ class PlanRules:
         num_chunks: V for pipelines of several ranks.
         token_slices: token slices if the user fixed them.
         weights: weight versions that passes see under an asynchronous schedule, a value of `pipeline_weights`.
-        work: operations per sample of each unit's forward, which decide the boundaries instead of measured times;
+        work: operations per sample of each block's forward, which decide the boundaries instead of measured times;
             empty where boundaries do not affect results.
         is_timeless: True if `work` decides K too.
 
@@ -79,7 +79,7 @@ class PlanRules:
 
     def __post_init__(self) -> None:
         if self.is_timeless and not self.work:
-            raise ValueError("K is to follow the work of the units: expected `work`, found none.")
+            raise ValueError("K is to follow the work of the blocks: expected `work`, found none.")
         if self.compression not in ("memory", "throughput"):
             raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
 
@@ -93,13 +93,13 @@ class Plan:
     alternatives: dict[int, float]
 
 
-def stage_boundaries(unit_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
+def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return boundaries of stages of even cost, at allowed cut positions only.
 
     Raises:
         ValueError: more stages than pieces between allowed cuts.
     """
-    pieces = [sum(unit_costs[a:b]) for a, b in zip(cut_positions, cut_positions[1:], strict=False)]
+    pieces = [sum(block_costs[a:b]) for a, b in zip(cut_positions, cut_positions[1:], strict=False)]
     return tuple(cut_positions[index] for index in partition(pieces, num_stages))
 
 
@@ -164,16 +164,16 @@ def evaluation_microbatches(layout: Layout, pipeline_batch_size: int) -> int:
     return max(layout.num_microbatches, by_rule)
 
 
-def _is_possible(weights: str, num_stages: int, units_per_step: int) -> bool:
+def _is_possible(weights: str, num_stages: int, micro_batches_per_step: int) -> bool:
     try:
-        find_weights(weights).check(num_stages, units_per_step)
+        find_weights(weights).check(num_stages, micro_batches_per_step)
     except ValueError:
         return False
     return True
 
 
 def plan_layout(
-    unit_costs: Sequence[float],
+    block_costs: Sequence[float],
     cut_positions: Sequence[int],
     num_layers: int,
     pipeline_size: int,
@@ -202,7 +202,7 @@ def plan_layout(
         num_frozen_layers=num_frozen_layers,
         num_stages=num_stages,
         num_replicas=num_replicas,
-        boundaries=stage_boundaries(unit_costs, cut_positions, num_stages),
+        boundaries=stage_boundaries(block_costs, cut_positions, num_stages),
         num_microbatches=num_microbatches,
         schedule=schedule,
         cache_level=cache_level,
@@ -212,21 +212,21 @@ def plan_layout(
 
 
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
-    """Return the size of the fullest rank, M_GPU of Eq. 2: each frozen unit counts `frozen_factor` times.
+    """Return the size of the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times.
 
     Args:
-        parameters: elements of each unit.
+        parameters: elements of each block.
     """
-    first = layout.first_active_unit
+    first = layout.first_active_block
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
-    ranks = [layout.units_of_rank(rank) for rank in range(layout.pipeline_size)]
-    return max(sum(sizes[unit] for part in parts for unit in part) for parts in ranks)
+    ranks = [layout.blocks_of_rank(rank) for rank in range(layout.pipeline_size)]
+    return max(sum(sizes[block] for part in parts for block in part) for parts in ranks)
 
 
 def plan_transition(
     current: Layout,
     num_frozen_layers: int,
-    costs: UnitCosts,
+    costs: BlockCosts,
     overheads: Overheads,
     rules: PlanRules,
     world_size: int,
@@ -237,8 +237,8 @@ def plan_transition(
     """Return the layout to move to when `num_frozen_layers` are frozen. Equal inputs give an equal plan.
 
     Candidates are all divisors K of the current pipeline size (of the initial one when layers unfreeze), each with its
-    most even boundaries, frozen units counted with their forward only. Stages may consist of frozen units, but there
-    are at most as many stages as active units: V shrinks, or K is not considered. If no candidate fits the memory and
+    most even boundaries, frozen blocks counted with their forward only. Stages may consist of frozen blocks, but there
+    are at most as many stages as active blocks: V shrinks, or K is not considered. If no candidate fits the memory and
     the current boundaries do, they stay. Where boundaries affect results, `rules.work` decides instead of measured
     times.
 
@@ -261,7 +261,7 @@ def plan_transition(
     cut_by = (costs_by_work(costs, rules.work), WORK_OVERHEADS) if rules.work else timed
     choose_by = cut_by if rules.is_timeless else timed
 
-    def judge(layout: Layout, by: tuple[UnitCosts, Overheads]) -> Candidate:
+    def judge(layout: Layout, by: tuple[BlockCosts, Overheads]) -> Candidate:
         samples = samples_per_device * layout.pipeline_size
         needed = max(rank_bytes(layout, costs, samples, accumulation, rules.weights, rules.optim))
         seconds = predict_step(layout, *by, samples, accumulation).seconds
@@ -269,14 +269,14 @@ def plan_transition(
 
     samples_per_step = samples_per_device * current.pipeline_size * accumulation
     update = cut_by[1].optimizer_per_parameter / samples_per_step if current.is_asynchronous else 0.0
-    loads = unit_loads(cut_by[0], num_frozen_layers, cache_level, update)
+    loads = block_loads(cut_by[0], num_frozen_layers, cache_level, update)
     candidates = []
     for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
         samples, is_free = samples_per_device * size, rules.num_microbatches is None
         known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
         by_rule = choose_num_microbatches(size, samples, current.schedule, accumulation, rules.weights)
         layout = plan_layout(
-            unit_costs=loads,
+            block_costs=loads,
             cut_positions=rules.cut_positions,
             num_layers=current.num_layers,
             pipeline_size=size,
@@ -308,9 +308,9 @@ def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
 
 def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[int, int]:
     """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
-    most = min(current.num_units - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
-    is_thawing = num_frozen_layers < current.num_frozen_layers
-    longest = max(current.pipeline_size, rules.initial_size if is_thawing else 0)
+    most = min(current.num_blocks - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
+    is_unfreezing = num_frozen_layers < current.num_frozen_layers
+    longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
     divisors = [k for k in range(1, longest + 1) if longest % k == 0]
     chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in divisors}
     possible = {
@@ -319,7 +319,7 @@ def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[i
     return possible or {current.pipeline_size: current.num_chunks}
 
 
-def _choose(candidates: Sequence[Candidate], costs: UnitCosts, rules: PlanRules) -> Candidate:
+def _choose(candidates: Sequence[Candidate], costs: BlockCosts, rules: PlanRules) -> Candidate:
     if rules.compression == "throughput":
         return choose_by_throughput(candidates)
     by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
@@ -339,7 +339,7 @@ class PlanInputs:
         measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
     """
 
-    units: UnitCosts
+    blocks: BlockCosts
     overheads: Overheads
     rules: PlanRules
     samples_per_device: int

@@ -80,7 +80,7 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
         ScheduleError: a computation waits for a message that is never sent.
     """
     placement = placement or Placement(len(table))
-    used = {action.op for row in table for action in row}
+    used = {action.op for actions in table for action in actions}
     _check_durations(durations, placement.num_stages, splits_backward=Op.BACKWARD_WEIGHT in used)
     run = _Run(table, durations, placement)
     while any(run.advance(rank) for rank in range(len(table))):
@@ -120,7 +120,7 @@ def equal_durations(
     return Durations(forward, whole, hop, half, half)
 
 
-STEADY_UNITS = 24
+STEADY_BLOCKS = 24
 """Difference in micro-batches between the two windows of `steady_seconds`, at least. It is a multiple of the periods
 that delays between neighbors create in pipelines of up to 4, 6 and 8 ranks."""
 
@@ -136,7 +136,7 @@ def steady_seconds(placement: Placement, first_active_stage: int, step_size: int
         placement: one stage per rank.
         step_size: micro-batches of each step, 1 or more.
     """
-    steps = -(-STEADY_UNITS // step_size)
+    steps = -(-STEADY_BLOCKS // step_size)
     once, twice = (
         simulate(window_table(placement, first_active_stage, (step_size,) * count), durations, placement).end
         for count in (steps, 2 * steps)
@@ -165,14 +165,14 @@ class _Run:
 
     def advance(self, rank: int) -> bool:
         """Run `rank` until it waits or ends; return False if it could not move."""
-        row, before = self.table[rank], self.position[rank]
-        while self.position[rank] < len(row) and self._run_one(rank, row[self.position[rank]]):
+        actions, before = self.table[rank], self.position[rank]
+        while self.position[rank] < len(actions) and self._run_one(rank, actions[self.position[rank]]):
             self.position[rank] += 1
         return self.position[rank] > before
 
     def waiting(self) -> dict[int, str]:
-        rows = zip(self.table, self.position, strict=True)
-        return {rank: str(row[at]) for rank, (row, at) in enumerate(rows) if at < len(row)}
+        action_lists = zip(self.table, self.position, strict=True)
+        return {rank: str(actions[at]) for rank, (actions, at) in enumerate(action_lists) if at < len(actions)}
 
     def _run_one(self, rank: int, action: Action) -> bool:
         op, i, chunk = action

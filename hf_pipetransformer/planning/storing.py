@@ -43,19 +43,19 @@ class CacheDecision:
 
 
 @dataclass(frozen=True)
-class ViewCosts:
-    """Effect of storing random samples in several views, see `data.augmentation`.
+class SlotCosts:
+    """Effect of storing random samples in several slots, see `data.augmentation`.
 
     Args:
-        num_views: the number of records per sample V; 1 also for samples that are not random.
+        num_slots: the number of records per sample V; 1 also for samples that are not random.
         fresh_share: share of the samples that a pass augments again once the first V passes have filled the records.
     """
 
-    num_views: int = 1
+    num_slots: int = 1
     fresh_share: float = 0.0
 
 
-ONE_ROW = ViewCosts()
+ONE_ROW = SlotCosts()
 
 FRESH_BUDGET = 0.1
 """Fresh augmentations may add this fraction to a pass that reads all records and trains the blocks above."""
@@ -79,7 +79,7 @@ def decide_cache(
     epochs_left: float,
     mode: str,
     fits_share: float = 1.0,
-    views: ViewCosts = ONE_ROW,
+    slots: SlotCosts = ONE_ROW,
 ) -> CacheDecision:
     """Choose the cheapest way to get the output of the frozen prefix for the rest of the run.
 
@@ -91,7 +91,7 @@ def decide_cache(
         write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
                   + p (E - 1) read + (1 - p) compute
 
-    where p is the share that fits into the store, at least s. With V views per sample, the first V passes write, and
+    where p is the share that fits into the store, at least s. With V slots per sample, the first V passes write, and
     in later passes a share n of the samples is augmented again:
 
         write     V (s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write))
@@ -114,11 +114,11 @@ def decide_cache(
     """
     _check(costs, num_frozen, stored_share, fits_share, mode)
     share = stored_share if 0 < stored_level <= num_frozen else 0.0
-    found = _costs(costs, num_frozen, stored_level if share else 0, share, max(epochs_left, 0.0), fits_share, views)
-    choice, reason = _choose(found, num_frozen, epochs_left, mode, views)
+    found = _costs(costs, num_frozen, stored_level if share else 0, share, max(epochs_left, 0.0), fits_share, slots)
+    choice, reason = _choose(found, num_frozen, epochs_left, mode, slots)
     writes = choice == "write"
     level = num_frozen if writes else stored_level
-    return CacheDecision(choice != "compute", writes, level, found, reason, views.fresh_share if writes else 0.0)
+    return CacheDecision(choice != "compute", writes, level, found, reason, slots.fresh_share if writes else 0.0)
 
 
 def _check(costs: CacheCosts, num_frozen: int, stored_share: float, fits_share: float, mode: str) -> None:
@@ -140,7 +140,7 @@ def _costs(
     share: float,
     epochs: float,
     fits_share: float,
-    views: ViewCosts,
+    slots: SlotCosts,
 ) -> dict[str, float]:
     """Return the seconds per sample of each possible choice, ordered by how much it stores."""
     computed = costs.input + costs.prefix[num_frozen]
@@ -151,7 +151,7 @@ def _costs(
     advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored_level], 0.0)
     if share > 0:
         found["keep"] = epochs * (share * advanced + (1 - share) * computed)
-    passes, new = views.num_views, views.fresh_share
+    passes, new = slots.num_slots, slots.fresh_share
     if epochs > passes:
         # Records that are stored already fit.
         fits = max(fits_share, share)
@@ -163,13 +163,13 @@ def _costs(
 
 
 def _choose(
-    found: dict[str, float], num_frozen: int, epochs_left: float, mode: str, views: ViewCosts
+    found: dict[str, float], num_frozen: int, epochs_left: float, mode: str, slots: SlotCosts
 ) -> tuple[str, str]:
     if num_frozen == 0 or mode == "off":
         return "compute", "the cache is switched off" if num_frozen else "no layer is frozen"
     if mode == "on" and "write" in found:
         return "write", "the cache is switched on"
-    left = f"{epochs_left:.3g} epochs left" + (f" for {views.num_views} views" if views.num_views > 1 else "")
+    left = f"{epochs_left:.3g} epochs left" + (f" for {slots.num_slots} slots" if slots.num_slots > 1 else "")
     if mode == "on":
         chosen = "keep" if "keep" in found else "compute"
         return chosen, f"nothing is written with {left}: no row would be read again"
@@ -206,7 +206,7 @@ def passes_ahead(
     fits_share: float,
     steps_left: int,
     steps_per_epoch: int,
-    views: ViewCosts = ONE_ROW,
+    slots: SlotCosts = ONE_ROW,
 ) -> tuple[Pass, ...]:
     """Predict the passes to come: those that write records of `level` (one per view), then those that read them.
 
@@ -222,12 +222,12 @@ def passes_ahead(
         return (Pass(steps_left, row_seconds=costs.input - now),)
     fits = max(fits_share, share)
     written = fits - share if stored_level == level else fits
-    first = min(steps_left, views.num_views * steps_per_epoch)
+    first = min(steps_left, slots.num_slots * steps_per_epoch)
     found = [
         Pass(first, stored_level if share else 0, share, reading_seconds(costs, share) + written * costs.write - now)
     ]
     if steps_left > first:
-        read, new = fits * (1 - views.fresh_share), fits * views.fresh_share
+        read, new = fits * (1 - slots.fresh_share), fits * slots.fresh_share
         found.append(Pass(steps_left - first, level, read, reading_seconds(costs, read) + new * costs.write - now))
     return tuple(found)
 

@@ -13,7 +13,8 @@ from hf_pipetransformer.schedules.placement import Plans
 
 
 GRANULE = 8
-"""Tokens per granule, the unit that slices are made of (TeraPipe, section 4); more where `MOST_GRANULES` limits it."""
+"""Tokens per granule, the block that slices are made of (TeraPipe, section 4); more where `MOST_GRANULES` limits it.
+"""
 MOST_GRANULES = 64
 BUCKETS = (0.25, 0.5, 1.0, 2.0)
 """Sequence lengths to plan for, as shares of the measured length."""

@@ -41,7 +41,7 @@ class Journal:
         self.log.write(kind, *(self._place or (state.global_step, state.epoch)), **fields)
 
 
-class Patience:
+class CollectiveTimeouts:
     """Timeouts of waits for other ranks, and the report of the first fault. Construct it on every rank.
 
     `step_seconds` is the timeout inside training steps, `rest_seconds` the one elsewhere.

@@ -33,7 +33,7 @@ from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
-from hf_pipetransformer.schedules import FORWARD_ONLY, SENDS, Action, Row, Schedule, find_schedule
+from hf_pipetransformer.schedules import FORWARD_ONLY, SENDS, Action, ActionList, Schedule, find_schedule
 from hf_pipetransformer.schedules.placement import block_of, slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
@@ -52,11 +52,11 @@ class StageRunner:
         num_layers = stage.layout.num_layers
         self._layer_of = {
             # Index into `gradient_squares`: layers, head, embeddings. Block 0, the embeddings, wraps to the last one.
-            name: (block_of(units[0]) - 1) % (num_layers + 2)
-            for name, units in stage.view.structure.units_of_parameter.items()
+            name: (block_of(blocks[0]) - 1) % (num_layers + 2)
+            for name, blocks in stage.view.structure.blocks_of_parameter.items()
         }
         self._copies = CopyStream(stage.settings.device)
-        self._row_seen: Row = ()
+        self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self._places: tuple[int, ...] = ()
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
@@ -70,7 +70,7 @@ class StageRunner:
 
     @property
     def is_installed(self) -> bool:
-        """True if the model is restricted to this rank's units."""
+        """True if the model is restricted to this rank's blocks."""
         return self.stage.view.is_installed
 
     def train(
@@ -94,7 +94,7 @@ class StageRunner:
             total_items: number of items (samples or label tokens) of the batch over all replicas.
             loss_scale: factor of the loss in the backward. A tensor must be on this stage's device.
             is_last_batch: True if the optimizer steps after this batch.
-            write: stores the activations that enter the entry unit.
+            write: stores the activations that enter the entry block.
         """
         stage = self.stage
         bounds = self._token_bounds(inputs)
@@ -102,11 +102,11 @@ class StageRunner:
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
             num_slices = max(1, len(bounds) - 1)
-            row = self._row(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
+            actions = self._actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
             # Each action except a send looks up its micro-batch once.
-            uses = Counter(action.micro_batch for action in row if action.op not in SENDS)
-            run = stage.engine.begin(row, OnDevice(cut, uses, prepare, self._copies))
-            self._advance(run, row, is_last_batch)
+            uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
+            run = stage.engine.begin(actions, OnDevice(cut, uses, prepare, self._copies))
+            self._advance(run, actions, is_last_batch)
             shares = run.drain()
             stage.view.widen()
             loss = torch.stack(shares).sum() if shares else loss
@@ -116,10 +116,10 @@ class StageRunner:
             self._reduce()
         return loss
 
-    def _advance(self, run: Run, row: Row, is_last_batch: bool) -> None:
+    def _advance(self, run: Run, actions: ActionList, is_last_batch: bool) -> None:
         """Run an action list. In the last batch of a step, gradients are reduced as soon as they are complete."""
         if is_last_batch and self._reducer.buckets:
-            for action, parameters in self._last_gradients_of(row):
+            for action, parameters in self._last_gradients_of(actions):
                 run.advance(before=action)
                 self._reducer.arm(parameters)
         run.advance()
@@ -140,7 +140,7 @@ class StageRunner:
         stage = self.stage
         return Window(stage.engine, stage.groups, stage.layout.first_active_stage, weights)
 
-    def units(
+    def blocks(
         self,
         inputs: dict[str, Any],
         prepare: Callable[[dict[str, Any]], dict[str, Any]],
@@ -160,8 +160,8 @@ class StageRunner:
     def train_in(self, window: Window, total_items: int, is_last_batch: bool) -> torch.Tensor:
         """Run the next batch of a window. Arguments and result as in `train`."""
         device = self.stage.settings.device
-        row = window.begin_batch()
-        self._advance(window.run, row, is_last_batch)
+        actions = window.begin_batch()
+        self._advance(window.run, actions, is_last_batch)
         shares = window.run.take_results()
         if is_last_batch:
             self._reduce()
@@ -227,7 +227,7 @@ class StageRunner:
     def predict(self, inputs: dict[str, Any], forward: Forward, write: Write | None = None) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs one micro-batch; `write` stores the activations that enter the entry unit.
+        `forward` runs one micro-batch; `write` stores the activations that enter the entry block.
         """
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
@@ -235,8 +235,8 @@ class StageRunner:
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
         micro_batches = self._cut(inputs, total, rule, forward, 1.0, write, num_microbatches=count)
-        row = self._row(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
-        outputs = stage.engine.begin(row, micro_batches, is_training=False).drain()
+        actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
+        outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
         stage.view.widen()
         message = None
         if stage.groups.is_last:
@@ -246,22 +246,22 @@ class StageRunner:
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
         return _from_message(message, stage.settings.device)
 
-    def _row(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> Row:
+    def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
         layout = self.stage.layout
         shape = layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage
         return schedule.table(*shape, num_token_slices)[self.stage.groups.position]
 
-    def _last_gradients_of(self, row: Row) -> list[tuple[Action, list[torch.nn.Parameter]]]:
-        if row is not self._row_seen:
+    def _last_gradients_of(self, actions: ActionList) -> list[tuple[Action, list[torch.nn.Parameter]]]:
+        if actions is not self._actions_seen:
             stage = self.stage
-            layout, users = stage.layout, stage.view.structure.units_of_parameter
+            layout, users = stage.layout, stage.view.structure.blocks_of_parameter
             own = layout.stages_of(stage.groups.position)
             chunks = {
-                parameter: {own.index(user) for unit in users[name] if (user := layout.stage_of(unit)) in own}
+                parameter: {own.index(user) for block in users[name] if (user := layout.stage_of(block)) in own}
                 for name, parameter in stage.store.held().items()
             }
             put_off = {p for layer in linear_layers(stage.view.model) for p in layer.parameters()}
-            self._row_seen, self._last_gradients = row, last_gradients(row, chunks, put_off)
+            self._actions_seen, self._last_gradients = actions, last_gradients(actions, chunks, put_off)
         return self._last_gradients
 
     def _cut(
@@ -308,7 +308,7 @@ class StageRunner:
 
 
 class WritingRunner:
-    """Wrapper of a runner that also stores the activations that enter the entry unit while predicting."""
+    """Wrapper of a runner that also stores the activations that enter the entry block while predicting."""
 
     def __init__(self, runner: StageRunner, write: Write) -> None:
         self.runner = runner

@@ -85,7 +85,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def make_whole(stage: Stage) -> None:
+def gather_full_state(stage: Stage) -> None:
     """Restore the whole model on every rank after training; on the CPU, if there are several stages.
 
     Collective: call on every rank.
@@ -141,7 +141,7 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
         yield
     finally:
         if was_installed:
-            stage.view.install(*stage.layout.units_of_rank(stage.groups.position))
+            stage.view.install(*stage.layout.blocks_of_rank(stage.groups.position))
         store.release(keep=held)
         if held - own:
             store.move(held - own, torch.device("cpu"))
@@ -161,8 +161,8 @@ def _missing(
 
 
 def _share_buffers(stage: Stage) -> None:
-    units_of_buffer = stage.view.structure.units_of_buffer
-    owners = {name: stage.layout.ranks_of(units) for name, units in units_of_buffer.items()}
+    blocks_of_buffer = stage.view.structure.blocks_of_buffer
+    owners = {name: stage.layout.ranks_of(blocks) for name, blocks in blocks_of_buffer.items()}
     share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.settings.timeout)
 
 

@@ -14,9 +14,9 @@ from hf_pipetransformer.splitters.structure import Structure
 
 
 def frozen_names(structure: Structure, layout: Layout) -> frozenset[str]:
-    """Return the parameters that a layout freezes: all that the frozen prefix uses, even if later units do too."""
-    units = structure.units_of_parameter
-    return frozenset(name for name, users in units.items() if users[0] < layout.first_active_unit)
+    """Return the parameters that a layout freezes: all that the frozen prefix uses, even if later blocks do too."""
+    blocks = structure.blocks_of_parameter
+    return frozenset(name for name, users in blocks.items() if users[0] < layout.first_active_block)
 
 
 def is_whole(model: nn.Module) -> bool:

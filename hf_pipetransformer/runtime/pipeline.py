@@ -11,7 +11,7 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.data.rng import SharedDraws
+from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.gathering import whole_on_every_rank
 from hf_pipetransformer.runtime.stage import Stage
@@ -103,7 +103,7 @@ class Pipeline:
         self.settings = settings
         self.shifts_labels = shifts_labels
         self.has_labels = has_labels
-        self.shared_draws: SharedDraws | None = None
+        self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
         self.steps: Settling | None = None
         self.persistent_loaders: dict[str, PipelineLoader] = {}

@@ -80,9 +80,12 @@ class Stage:
 
     @cached_property
     def _trainable_blocks(self) -> frozenset[int]:
-        units = self.view.structure.units_of_parameter
+        blocks = self.view.structure.blocks_of_parameter
         return frozenset(
-            block_of(unit) for name, is_trained in self.store.trainable.items() if is_trained for unit in units[name]
+            block_of(block)
+            for name, is_trained in self.store.trainable.items()
+            if is_trained
+            for block in blocks[name]
         )
 
     @property
@@ -93,7 +96,7 @@ class Stage:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Restrict the model to this rank's stages inside; restore its original forward afterward."""
-        self.view.install(*self.layout.units_of_rank(self.groups.position))
+        self.view.install(*self.layout.blocks_of_rank(self.groups.position))
         try:
             yield
         finally:

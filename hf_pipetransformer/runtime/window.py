@@ -15,8 +15,8 @@ from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
-from hf_pipetransformer.schedules import COMPUTATIONS, Action, Op, Row
-from hf_pipetransformer.schedules.asynchronous import enough, step_row
+from hf_pipetransformer.schedules import COMPUTATIONS, Action, ActionList, Op
+from hf_pipetransformer.schedules.asynchronous import enough, step_actions
 from hf_pipetransformer.schedules.placement import Placement
 
 
@@ -31,8 +31,8 @@ class Batch:
 class Window:
     """Executor of the steps between two drains of the pipeline.
 
-    Ranks run at different paces but in the same order, and have one stage each. A unit is a micro-batch; units and
-    steps are numbered from the beginning of the window.
+    Ranks run at different paces but in the same order, and have one stage each. A micro-batch is a micro-batch;
+    micro-batches and steps are numbered from the beginning of the window.
     """
 
     def __init__(self, engine: Engine, groups: PipelineGroups, first_active_stage: int, weights: StageWeights) -> None:
@@ -43,20 +43,20 @@ class Window:
         self._steps: deque[list[Batch]] = deque()
         self._num_added = 0
         self._before: deque[int] = deque()
-        self._units = _Units()
-        self._first_unit = 0
-        self._rows: deque[Row] = deque()
+        self._micro_batches = _MicroBatches()
+        self._first_micro_batch = 0
+        self._action_lists: deque[ActionList] = deque()
         (program,) = engine.programs
         weights.begin()
         if groups.position >= first_active_stage:
             program = VersionedProgram(program, weights)
         own = Engine([program], engine.links, engine.meter)
-        self.run = own.begin((), self._units)
+        self.run = own.begin((), self._micro_batches)
 
     def add(self, batches: Sequence[Batch]) -> None:
         """Append the batches of the next step. Steps added early let forwards run ahead into them."""
         for batch in batches:
-            self._units.add(batch, self._num_added)
+            self._micro_batches.add(batch, self._num_added)
         self._steps.append(list(batches))
         self._num_added += 1
 
@@ -65,43 +65,43 @@ class Window:
         """Number of steps added and not ended, including a running one."""
         return len(self._steps)
 
-    def begin_batch(self) -> Row:
+    def begin_batch(self) -> ActionList:
         """Return the next batch's action list, including forwards of later batches. Execute it with `run.advance`."""
-        if not self._rows:
-            self._rows.extend(self._rows_of_step())
-        row = self._rows.popleft()
-        self.run.extend(row)
-        return row
+        if not self._action_lists:
+            self._action_lists.extend(self._actions_of_step())
+        actions = self._action_lists.popleft()
+        self.run.extend(actions)
+        return actions
 
     def end_step(self) -> None:
         """Remove the oldest step. Call after the stage's optimizer step."""
-        size = _num_units(self._steps.popleft())
+        size = _num_micro_batches(self._steps.popleft())
         self._before.append(size)
         while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
             self._before.popleft()
-        self._units.forget(range(self._first_unit, self._first_unit + size))
-        self._first_unit += size
+        self._micro_batches.forget(range(self._first_micro_batch, self._first_micro_batch + size))
+        self._first_micro_batch += size
 
-    def _rows_of_step(self) -> Iterator[Row]:
+    def _actions_of_step(self) -> Iterator[ActionList]:
         """Yield the step's action list, cut after each batch's last backward; on a frozen stage all in one part."""
         (present, *later), rank = self._steps, self.groups.position
         sizes = [len(batch.shapes) for batch in present]
-        row = step_row(
+        actions = step_actions(
             self._placement,
             self.first_active_stage,
             rank,
             tuple(self._before),
             sum(sizes),
-            tuple(map(_num_units, later)),
+            tuple(map(_num_micro_batches, later)),
         )
         shifted = [
-            action._replace(micro_batch=action.micro_batch + self._first_unit)
-            for action in row
+            action._replace(micro_batch=action.micro_batch + self._first_micro_batch)
+            for action in actions
             if action.op is not Op.UPDATE
         ]
         start = 0
         for end in list(accumulate(sizes))[:-1]:
-            stop = _behind(shifted, Action(Op.BACKWARD, self._first_unit + end - 1), start)
+            stop = _behind(shifted, Action(Op.BACKWARD, self._first_micro_batch + end - 1), start)
             yield tuple(shifted[start:stop])
             start = stop
         yield tuple(shifted[start:])
@@ -133,11 +133,11 @@ class Window:
             Op.RECEIVE_BACKWARD: above[2],
             Op.SEND_BACKWARD: below[3],
         }
-        self.run.abandon(neighbours, self._units.shape)
+        self.run.abandon(neighbours, self._micro_batches.shape)
         self.weights.end()
 
 
-class _Units:
+class _MicroBatches:
     def __init__(self) -> None:
         self._where: dict[int, tuple[Batch, int, int]] = {}
         self._num = 0
@@ -160,18 +160,18 @@ class _Units:
             del self._where[number]
 
 
-def _num_units(batches: Sequence[Batch]) -> int:
+def _num_micro_batches(batches: Sequence[Batch]) -> int:
     return sum(len(batch.shapes) for batch in batches)
 
 
-def _behind(row: Sequence[Action], last: Action, start: int) -> int:
+def _behind(actions: Sequence[Action], last: Action, start: int) -> int:
     """Return the position of the first computation after `last`, searching from `start`.
 
     If it is not found, return `start` (the batch is empty), or the end of a list without backwards (a frozen stage).
     """
-    if last not in row[start:]:
-        return start if any(action.op is Op.BACKWARD for action in row) else len(row)
-    position = row.index(last, start) + 1
-    while position < len(row) and row[position].op not in COMPUTATIONS:
+    if last not in actions[start:]:
+        return start if any(action.op is Op.BACKWARD for action in actions) else len(actions)
+    position = actions.index(last, start) + 1
+    while position < len(actions) and actions[position].op not in COMPUTATIONS:
         position += 1
     return position

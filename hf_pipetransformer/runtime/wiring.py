@@ -44,8 +44,8 @@ def make_engine(
 
 
 def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
-    units, entry_unit, dtypes = layout.units_of(stage), layout.entry_unit, probe.boundary_dtypes
-    dtype_out = dtypes[min(units[-1], len(dtypes) - 1)]
+    blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, probe.boundary_dtypes
+    dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
     splits = find_schedule(layout.schedule).splits_backward and layout.pipeline_size > 1
     linears = linear_layers(view.model) if splits else []
 
@@ -58,17 +58,17 @@ def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings
             return plain
         return RecomputingProgram(plain, settings.recompute, layout.chunk_of(stage), settings.device)
 
-    whole = program(units)
-    if entry_unit <= units.start:
+    whole = program(blocks)
+    if entry_block <= blocks.start:
         return whole
-    below, above = range(units.start, min(units.stop, entry_unit)), range(entry_unit, units.stop)
+    below, above = range(blocks.start, min(blocks.stop, entry_block)), range(entry_block, blocks.stop)
     return CachedEntryProgram(
         view,
         below,
-        entry_unit,
+        entry_block,
         above=program(above) if above else None,
         whole=whole,
-        dtype_entry=dtypes[entry_unit - 1],
+        dtype_entry=dtypes[entry_block - 1],
         dtype_out=dtype_out,
         device=settings.device,
     )
@@ -83,7 +83,7 @@ def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, set
         if layout.rank_of(peer) == groups.position:
             return Local(layout.chunk_of(peer))
         rank = groups.pipeline_ranks[layout.rank_of(peer)]
-        dtype = probe.boundary_dtypes[layout.units_of(lower)[-1]]
+        dtype = probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
         group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
         return Wire(rank, group, where, dtype, settings.device, settings.timeout)
 

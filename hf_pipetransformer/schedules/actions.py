@@ -51,10 +51,10 @@ class Action(NamedTuple):
         return f"{self.op.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-Row = tuple[Action, ...]
+ActionList = tuple[Action, ...]
 """Action list of one rank."""
 
-Table = tuple[Row, ...]
+Table = tuple[ActionList, ...]
 """Action lists of a pipeline, one per rank."""
 
 COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -106,31 +106,33 @@ def add_updates(table: Table, step_sizes: Sequence[int], first_active_stage: int
     """
     ends = list(accumulate(step_sizes))
     return tuple(
-        _updated(row, ends, 0 if rank >= first_active_stage else len(table) - 1 - rank)
-        for rank, row in enumerate(table)
+        _updated(actions, ends, 0 if rank >= first_active_stage else len(table) - 1 - rank)
+        for rank, actions in enumerate(table)
     )
 
 
-def _updated(row: Row, ends: Sequence[int], runs_ahead: int) -> Row:
+def _updated(actions: ActionList, ends: Sequence[int], runs_ahead: int) -> ActionList:
     """Insert the updates; `runs_ahead` is how many forwards a rank without backwards runs past those of a step."""
-    computed = [position for position, action in enumerate(row) if action.op in COMPUTATIONS]
-    last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in row) else (Op.FORWARD,)
-    # For each micro-batch, the index of its last computation in the row.
-    last_of = [number for number, position in enumerate(computed) if row[position].op in last_op]
+    computed = [position for position, action in enumerate(actions) if action.op in COMPUTATIONS]
+    last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in actions) else (Op.FORWARD,)
+    # For each micro-batch, the index of its last computation in the actions.
+    last_of = [number for number, position in enumerate(computed) if actions[position].op in last_op]
     before: dict[int, list[Action]] = {}
     for step, end in enumerate(ends):
         last = end - 1 + runs_ahead
         number = 0 if end == 0 else last_of[last] + 1 if last < len(last_of) else len(computed)
-        position = computed[number] if number < len(computed) else len(row)
+        position = computed[number] if number < len(computed) else len(actions)
         before.setdefault(position, []).append(Action(Op.UPDATE, step))
     laid: list[Action] = []
-    for position in range(len(row) + 1):
+    for position in range(len(actions) + 1):
         laid += before.get(position, [])
-        laid += row[position : position + 1]
+        laid += actions[position : position + 1]
     return tuple(laid)
 
 
-def add_transfers(rows: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int = 0) -> Table:
+def add_transfers(
+    action_lists: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int = 0
+) -> Table:
     """Add sends and receives to the computations of each rank.
 
     The receive for a computation is posted one computation ahead and before the send that follows the current one, so
@@ -142,7 +144,7 @@ def add_transfers(rows: Sequence[Sequence[Action]], placement: Placement, first_
     Raises:
         ValueError: the computations themselves form a dependency cycle.
     """
-    return _Laying(rows, placement, first_active_stage).table()
+    return _Laying(action_lists, placement, first_active_stage).table()
 
 
 class _Laying:
@@ -151,21 +153,23 @@ class _Laying:
     A result is identified by the stage that produces it, the send that would carry it, and the micro-batch.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int) -> None:
-        self.rows = rows
+    def __init__(
+        self, action_lists: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int
+    ) -> None:
+        self.action_lists = action_lists
         self.placement = placement
         self.first_active_stage = first_active_stage
-        self.stages = [placement.stages_of(rank) for rank in range(len(rows))]
-        self.laid: list[list[Action]] = [[] for _ in rows]
-        self.position = [0] * len(rows)
-        self.num_posted = [0] * len(rows)
-        self.leaving: list[Action | None] = [None] * len(rows)
+        self.stages = [placement.stages_of(rank) for rank in range(len(action_lists))]
+        self.laid: list[list[Action]] = [[] for _ in action_lists]
+        self.position = [0] * len(action_lists)
+        self.num_posted = [0] * len(action_lists)
+        self.leaving: list[Action | None] = [None] * len(action_lists)
         self.awaited: set[tuple[int, Op, int]] = set()
         self.given: set[tuple[int, Op, int]] = set()
 
     def table(self) -> Table:
-        ranks = range(len(self.rows))
-        while any(self.position[rank] < len(self.rows[rank]) or self.leaving[rank] for rank in ranks):
+        ranks = range(len(self.action_lists))
+        while any(self.position[rank] < len(self.action_lists[rank]) or self.leaving[rank] for rank in ranks):
             moved = [self._advance(rank) for rank in ranks]
             if not any(moved):
                 self._post_for(next((rank for rank in ranks if self.leaving[rank]), None))
@@ -180,9 +184,9 @@ class _Laying:
             self.leaving[rank] = None
             return True
         position = self.position[rank]
-        if position == len(self.rows[rank]):
+        if position == len(self.action_lists[rank]):
             return False
-        action = self.rows[rank][position]
+        action = self.action_lists[rank][position]
         # Two computations ahead: the one about to run, and the one whose data may arrive while it runs.
         self._post(rank, position + 2)
         source = self._source(rank, action)
@@ -212,7 +216,7 @@ class _Laying:
 
     def _post(self, rank: int, until: int) -> None:
         """Post the receives of this rank's first `until` computations."""
-        for action in self.rows[rank][self.num_posted[rank] : until]:
+        for action in self.action_lists[rank][self.num_posted[rank] : until]:
             source = self._source(rank, action)
             if source is not None and self.placement.rank_of(source) != rank:
                 self.awaited.add((source, GIVES[action.op], action.micro_batch))
@@ -222,10 +226,14 @@ class _Laying:
     def _post_for(self, rank: int | None) -> None:
         """Post the receive for the blocked send of `rank`, to resolve a deadlock; fail if `rank` is None."""
         if rank is None or (leaving := self.leaving[rank]) is None:
-            waiting = [str(row[at]) for row, at in zip(self.rows, self.position, strict=True) if at < len(row)]
+            waiting = [
+                str(actions[at])
+                for actions, at in zip(self.action_lists, self.position, strict=True)
+                if at < len(actions)
+            ]
             raise ValueError(f"Computations that wait for each other: {waiting}.")
         stage, send, i = self._result(rank, leaving)
         target = stage + (1 if send is Op.SEND_FORWARD else -1)
         receiver, chunk = self.placement.rank_of(target), self.placement.chunk_of(target)
-        taking = [GIVES.get(each.op) is send and each[1:] == (i, chunk) for each in self.rows[receiver]]
+        taking = [GIVES.get(each.op) is send and each[1:] == (i, chunk) for each in self.action_lists[receiver]]
         self._post(receiver, taking.index(True) + 1)

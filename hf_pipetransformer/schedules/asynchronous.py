@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hf_pipetransformer.schedules.actions import Op, Row, Table, add_transfers, add_updates
+from hf_pipetransformer.schedules.actions import ActionList, Op, Table, add_transfers, add_updates
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Schedule, drop_frozen
 
@@ -21,44 +21,51 @@ of one micro-batch each; rank `k` holds the activations of `K - k` micro-batches
 
 @lru_cache(maxsize=256)
 def window_table(placement: Placement, first_active_stage: int, step_sizes: tuple[int, ...]) -> Table:
-    """Return the action lists from one drain to the next: 1F1B over all units of the steps, and the updates.
+    """Return the action lists from one drain to the next: 1F1B over all micro-batches of the steps, and the updates.
 
-    A unit is a micro-batch of a synchronous table. Units and steps are numbered from 0 in the window. Stages below
-    `first_active_stage` run forwards only; their updates only count steps. K=2, two units per step, and K=3 with stage
-    0 frozen, one unit per step; computation only:
+    A micro-batch is a micro-batch of a synchronous table. Micro-batches and steps are numbered from 0 in the window.
+    Stages below `first_active_stage` run forwards only; their updates only count steps. K=2, two micro-batches per
+    step, and K=3 with stage 0 frozen, one micro-batch per step; computation only:
 
         rank 0   F0 F1 .  B0 F2 B1 U0 F3 B2 .  B3 U1         rank 0   F0 F1 F2 U0 F3 U1 U2 U3
         rank 1   .  F0 B0 F1 B1 U0 F2 B2 F3 B3 U1            rank 1   .  F0 F1 .  B0 U0 F2 B1 U1 F3 B2 U2 .  B3 U3
                                                              rank 2   .  .  F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3
 
     Raises:
-        ValueError: a negative number of units, or several stages per rank.
+        ValueError: a negative number of micro-batches, or several stages per rank.
     """
     if placement.num_chunks != 1 or min(step_sizes, default=0) < 0:
-        raise ValueError(f"A window has one stage a rank and steps of 0 units or more, found {placement, step_sizes}.")
-    rows = drop_frozen(ONE_F_ONE_B.lay(placement, sum(step_sizes), first_active_stage), placement, first_active_stage)
-    return add_updates(add_transfers(rows, placement, first_active_stage), step_sizes, first_active_stage)
+        raise ValueError(
+            f"A window has one stage a rank and steps of 0 micro_batches or more, found {placement, step_sizes}."
+        )
+    action_lists = drop_frozen(
+        ONE_F_ONE_B.lay(placement, sum(step_sizes), first_active_stage), placement, first_active_stage
+    )
+    return add_updates(add_transfers(action_lists, placement, first_active_stage), step_sizes, first_active_stage)
 
 
-def step_row(
+def step_actions(
     placement: Placement,
     first_active_stage: int,
     rank: int,
     sizes_before: tuple[int, ...],
     size: int,
     sizes_after: tuple[int, ...],
-) -> Row:
+) -> ActionList:
     """Return one rank's actions for one step of a window: from after the previous update through this one.
 
-    Units are numbered from the first unit of this step, and its update is `U0`. Forwards run ahead: the row may
-    contain receives and forwards of units of later steps, and lacks forwards that earlier steps have already run.
+    Micro-batches are numbered from the first micro-batch of this step, and its update is `U0`. Forwards run ahead: the
+    actions may contain receives and forwards of micro-batches of later steps, and lacks forwards that earlier steps
+    have already run.
 
     Args:
-        sizes_before: units of each previous step in the window; the last `enough` units suffice.
-        sizes_after: units of each following step; `enough` units suffice. Fewer mean that the window ends there.
+        sizes_before: micro-batches of each previous step in the window; the last `enough` micro-batches suffice.
+        sizes_after: micro-batches of each following step; `enough` micro-batches suffice. Fewer mean that the window
+            ends there.
     """
     look = enough(placement.pipeline_size)
-    # Only the number of surrounding units matters, not their steps; merging them makes the cache hit more often.
+    # Only the number of surrounding micro-batches matters, not their steps; merging them makes the cache hit more
+    # often.
     before = (min(sum(sizes_before), look),) if sizes_before else ()
     return _slice(placement, first_active_stage, rank, before, size, min(sum(sizes_after), look))
 
@@ -66,11 +73,11 @@ def step_row(
 @lru_cache(maxsize=1024)
 def _slice(
     placement: Placement, first_active_stage: int, rank: int, before: tuple[int, ...], size: int, after: int
-) -> Row:
-    row = window_table(placement, first_active_stage, (*before, size, after))[rank]
-    ends = [position for position, action in enumerate(row) if action.op is Op.UPDATE]
+) -> ActionList:
+    actions = window_table(placement, first_active_stage, (*before, size, after))[rank]
+    ends = [position for position, action in enumerate(actions) if action.op is Op.UPDATE]
     start = ends[0] + 1 if before else 0
-    own = row[start : ends[len(before)] + 1]
+    own = actions[start : ends[len(before)] + 1]
     first = sum(before)
     return tuple(
         action._replace(micro_batch=0 if action.op is Op.UPDATE else action.micro_batch - first) for action in own
@@ -78,12 +85,15 @@ def _slice(
 
 
 def enough(pipeline_size: int) -> int:
-    """Return how many units before and after a step can affect its row; units farther away change nothing."""
+    """Return how many micro-batches before and after a step can affect its actions; micro-batches farther away change
+    nothing.
+    """
     return pipeline_size
 
 
-def units_ahead(pipeline_size: int, rank: int) -> int:
-    """Return how many units beyond its own step a `step_row` of `rank` can contain, including receives posted ahead.
+def micro_batches_ahead(pipeline_size: int, rank: int) -> int:
+    """Return how many micro-batches beyond its own step a `step_actions` of `rank` can contain, including receives
+    posted ahead.
 
     `K - 1 - k` forwards run ahead. Receives are posted two computations ahead: that is one more forward, or two if the
     rank runs forwards only, which the last rank never does. Rank 0 receives no activations.

@@ -8,7 +8,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from hf_pipetransformer.schedules import find_schedule
-from hf_pipetransformer.schedules import placement as units
+from hf_pipetransformer.schedules import placement as blocks
 from hf_pipetransformer.schedules.json_values import entries, items, number, text, whole_number
 from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement, Plans
 
@@ -29,15 +29,16 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 class Layout:
     """Placement of the model on the ranks between two transitions.
 
-    The model is a chain of units: the embeddings (unit 0), two sublayers for every encoder layer (attention, MLP) and
-    the head (the last unit). A stage owns a contiguous range of units; a rank of the pipeline owns `num_chunks`
+    The model is a chain of blocks: the embeddings (block 0), two sublayers for every encoder layer (attention, MLP)
+    and the head (the last block). A stage owns a contiguous range of blocks; a rank of the pipeline owns `num_chunks`
     stages.
 
     Args:
         num_frozen_layers: number of frozen layers F; if F > 0, the embeddings and `layers[0:F]` are frozen.
         num_stages: number of stages of a pipeline, K * V.
         num_replicas: data-parallel width R; `pipeline_size * num_replicas` is the world size.
-        boundaries: `num_stages + 1` increasing unit indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
+        boundaries: `num_stages + 1` increasing block indices; stage `k` owns `range(boundaries[k], boundaries[k +
+            1])`.
         num_microbatches: micro-batches M per mini-batch of one pipeline.
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
         num_chunks: stages per rank V; 1 if the pipeline is one rank.
@@ -45,7 +46,7 @@ class Layout:
         fresh_share: share of samples that each pass computes from a new random view instead of a stored one, 0 to 1.
 
     Raises:
-        ValueError: units not covered exactly once, an empty stage, K * V stages that do not fit, or a value out of
+        ValueError: blocks not covered exactly once, an empty stage, K * V stages that do not fit, or a value out of
             range.
     """
 
@@ -63,13 +64,13 @@ class Layout:
     fresh_share: float = 0.0
 
     def __post_init__(self) -> None:
-        expected_ends = (0, self.num_units)
+        expected_ends = (0, self.num_blocks)
         found_ends = self.boundaries[:1] + self.boundaries[-1:]
         increasing = all(low < high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False))
         if len(self.boundaries) != self.num_stages + 1 or found_ends != expected_ends or not increasing:
             raise ValueError(
-                f"Stage boundaries {self.boundaries} do not cut {self.num_units} units into {self.num_stages} "
-                f"non-empty stages: expected {self.num_stages + 1} increasing indices from 0 to {self.num_units}."
+                f"Stage boundaries {self.boundaries} do not cut {self.num_blocks} blocks into {self.num_stages} "
+                f"non-empty stages: expected {self.num_stages + 1} increasing indices from 0 to {self.num_blocks}."
             )
         if self.num_chunks < 1 or self.num_stages % self.num_chunks or 1 < self.num_chunks == self.num_stages:
             raise ValueError(
@@ -114,28 +115,28 @@ class Layout:
         return self.pipeline_size > 1 and find_schedule(self.schedule).is_asynchronous
 
     @property
-    def num_units(self) -> int:
-        return units.num_units(self.num_layers)
+    def num_blocks(self) -> int:
+        return blocks.num_blocks(self.num_layers)
 
     @property
-    def first_active_unit(self) -> int:
-        """First unit that is trained; units below it are frozen."""
-        return units.first_above(self.num_frozen_layers)
+    def first_active_block(self) -> int:
+        """First block that is trained; blocks below it are frozen."""
+        return blocks.first_above(self.num_frozen_layers)
 
     @property
-    def entry_unit(self) -> int:
-        """Unit that takes a stored activation as input; the units below are skipped then. 0 without a cache."""
-        return units.first_above(self.cache_level)
+    def entry_block(self) -> int:
+        """Block that takes a stored activation as input; the blocks below are skipped then. 0 without a cache."""
+        return blocks.first_above(self.cache_level)
 
     @property
     def first_active_stage(self) -> int:
-        return self.stage_of(self.first_active_unit)
+        return self.stage_of(self.first_active_block)
 
-    def units_of(self, stage: int) -> range:
+    def blocks_of(self, stage: int) -> range:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
-    def stage_of(self, unit: int) -> int:
-        return next(stage for stage in range(self.num_stages) if unit in self.units_of(stage))
+    def stage_of(self, block: int) -> int:
+        return next(stage for stage in range(self.num_stages) if block in self.blocks_of(stage))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that owns `stage`, as a position in the pipeline, 0 to K - 1."""
@@ -147,12 +148,12 @@ class Layout:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.places.stages_of(rank)
 
-    def units_of_rank(self, rank: int) -> tuple[range, ...]:
-        return tuple(self.units_of(stage) for stage in self.stages_of(rank))
+    def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
+        return tuple(self.blocks_of(stage) for stage in self.stages_of(rank))
 
     def ranks_of(self, used_by: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that own any of these units, as positions in the pipeline, in the order of the units."""
-        return tuple(dict.fromkeys(self.rank_of(self.stage_of(unit)) for unit in used_by))
+        """Return the ranks that own any of these blocks, as positions in the pipeline, in the order of the blocks."""
+        return tuple(dict.fromkeys(self.rank_of(self.stage_of(block)) for block in used_by))
 
     def as_event(self) -> dict[str, Any]:
         """Return the layout as plain JSON values, for the events file and for the agreement check."""
@@ -177,8 +178,8 @@ class Layout:
         for name in _COUNTS & found.keys():
             whole_number(found[name], name, least.get(name, 1), MOST_MICROBATCHES)
         found["boundaries"] = tuple(
-            whole_number(unit, "boundaries", most=4 * MOST_MICROBATCHES)
-            for unit in items(found["boundaries"], "boundaries")
+            whole_number(block, "boundaries", most=4 * MOST_MICROBATCHES)
+            for block in items(found["boundaries"], "boundaries")
         )
         found["token_slices"] = tuple(
             tuple(whole_number(length, "token_slices", 1) for length in items(plan, "token_slices"))

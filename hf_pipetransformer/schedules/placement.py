@@ -1,4 +1,4 @@
-"""Numbering of a model's units, placement of stages on ranks, and plans of token slices. Pure.
+"""Numbering of a model's blocks, placement of stages on ranks, and plans of token slices. Pure.
 
 Token slices cut sequences into parts that run one after the other (TeraPipe, Li et al., ICML 2021, section 3.2). This
 works for causal models, where a token attends only to earlier ones and itself.
@@ -13,12 +13,12 @@ from typing import NamedTuple
 EMBEDDINGS = 0
 
 
-def num_units(num_layers: int) -> int:
+def num_blocks(num_layers: int) -> int:
     return 2 * num_layers + 2
 
 
 def attention_of(layer: int) -> int:
-    """Return the unit of a layer's attention sublayer, which follows the first `layer` layers."""
+    """Return the block of a layer's attention sublayer, which follows the first `layer` layers."""
     return 2 * layer + 1
 
 
@@ -27,18 +27,18 @@ def mlp_of(layer: int) -> int:
 
 
 def head_of(num_layers: int) -> int:
-    """Return the last unit, which follows all layers."""
+    """Return the last block, which follows all layers."""
     return attention_of(num_layers)
 
 
 def first_above(num_layers: int) -> int:
-    """Return the first unit above the embeddings and the first `num_layers` layers; for 0 layers, the embeddings."""
+    """Return the first block above the embeddings and the first `num_layers` layers; for 0 layers, the embeddings."""
     return attention_of(num_layers) if num_layers else EMBEDDINGS
 
 
-def block_of(unit: int) -> int:
+def block_of(block: int) -> int:
     """Return 0 for the embeddings, `layer + 1` for both sublayers of a layer, `num_layers + 1` for the head."""
-    return (unit + 1) // 2
+    return (block + 1) // 2
 
 
 PLACEMENTS = ("loop", "v")

@@ -16,11 +16,15 @@ Computations = list[list[Action]]
 """Computations of each rank, in order; `add_transfers` derives the sends and receives."""
 
 
-def drop_frozen(rows: Computations, placement: Placement, first_active_stage: int) -> Computations:
+def drop_frozen(action_lists: Computations, placement: Placement, first_active_stage: int) -> Computations:
     """Remove the backwards of stages below `first_active_stage`."""
     return [
-        [each for each in row if each.op is Op.FORWARD or placement.stages_of(rank)[each.chunk] >= first_active_stage]
-        for rank, row in enumerate(rows)
+        [
+            each
+            for each in actions
+            if each.op is Op.FORWARD or placement.stages_of(rank)[each.chunk] >= first_active_stage
+        ]
+        for rank, actions in enumerate(action_lists)
     ]
 
 
@@ -60,7 +64,7 @@ class Schedule:
     ) -> Table:
         """Return the action list of each rank.
 
-        Stages below `first_active_stage` contain only frozen units. They run forwards only and get no gradient.
+        Stages below `first_active_stage` contain only frozen blocks. They run forwards only and get no gradient.
 
         Args:
             pipeline_size: number of ranks K.
@@ -89,12 +93,12 @@ class Schedule:
                 f"The first active stage must be one of the {placement.num_stages} stages, 0 to "
                 f"{placement.num_stages - 1}, found {first_active_stage}."
             )
-        rows = self.lay(placement, num_microbatches, first_active_stage)
+        action_lists = self.lay(placement, num_microbatches, first_active_stage)
         if num_token_slices != 1:
             if self.in_token_slices is None or num_token_slices < 1:
                 raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
-            rows = self.in_token_slices(rows, num_token_slices)
-        table = add_transfers(drop_frozen(rows, placement, first_active_stage), placement, first_active_stage)
+            action_lists = self.in_token_slices(action_lists, num_token_slices)
+        table = add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
         return add_updates(table, (1,) * num_microbatches, first_active_stage) if self.is_asynchronous else table
 
     def peaks(
@@ -113,10 +117,10 @@ class Schedule:
         if self.is_asynchronous:
             # Without a flush, forwards of later steps start before the backwards of these have ended.
             num_microbatches = max(num_microbatches, pipeline_size)
-        for rank, row in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
+        for rank, actions in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
             stages = placement.stages_of(rank)
             held = most = 0.0
-            for op, _, chunk in row:
+            for op, _, chunk in actions:
                 if op is Op.FORWARD and stages[chunk] >= first_active_stage:
                     held += sizes[stages[chunk]]
                     most = max(most, held)
@@ -141,12 +145,12 @@ def in_phases(num_microbatches: int, *phases: tuple[str, int]) -> list[Action]:
     `("F I1", 3)` repeats a forward of chunk 0 and an input gradient of chunk 1 three times. Each kind of computation
     of a chunk takes the micro-batches in order, up to `num_microbatches`.
     """
-    row, taken = [], Counter[str]()
+    actions, taken = [], Counter[str]()
     for pattern, times in phases:
         for word in pattern.split() * times:
-            row.append(Action(Op(word[0]), taken[word], int(word[1:] or 0)))
+            actions.append(Action(Op(word[0]), taken[word], int(word[1:] or 0)))
             taken[word] += 1
-    return [action for action in row if action.micro_batch < num_microbatches]
+    return [action for action in actions if action.micro_batch < num_microbatches]
 
 
 def _lay_gpipe(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
@@ -207,12 +211,12 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     chunks = range(num_chunks)
     forwards = [Action(Op.FORWARD, i, chunk) for group in groups for chunk in chunks for i in group]
     backwards = [Action(Op.BACKWARD, i, chunk) for group in groups for chunk in reversed(chunks) for i in group]
-    rows = []
+    action_lists = []
     for rank in range(size):
         warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
         alternating = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
-        rows.append([*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]])
-    return rows
+        action_lists.append([*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]])
+    return action_lists
 
 
 INTERLEAVED_1F1B = Schedule(
@@ -220,7 +224,7 @@ INTERLEAVED_1F1B = Schedule(
 )
 
 
-def in_token_slices(rows: Computations, num_token_slices: int) -> Computations:
+def in_token_slices(action_lists: Computations, num_token_slices: int) -> Computations:
     """Replace each micro-batch `i` by S token slices, numbered from `S i`: forwards ascending, backwards descending.
 
     A slice reads keys and values of earlier slices, so their gradients are complete only after all later backwards.
@@ -229,10 +233,10 @@ def in_token_slices(rows: Computations, num_token_slices: int) -> Computations:
     return [
         [
             action._replace(micro_batch=action.micro_batch * num_token_slices + number)
-            for action in row
+            for action in actions
             for number in (forwards if action.op is Op.FORWARD else reversed(forwards))
         ]
-        for row in rows
+        for actions in action_lists
     ]
 
 
@@ -254,13 +258,13 @@ def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active
         rank 1   .  F0 F1 F2         rank 1   .    F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1
     """
     starts = range(0, num_microbatches, placement.pipeline_size)
-    row = [
+    actions = [
         Action(Op.FORWARD, i, chunk)
         for start in starts
         for chunk in range(placement.num_chunks)
         for i in range(start, min(start + placement.pipeline_size, num_microbatches))
     ]
-    return [row] * placement.pipeline_size
+    return [actions] * placement.pipeline_size
 
 
 FORWARD_ONLY = {

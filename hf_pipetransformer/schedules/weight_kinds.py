@@ -26,16 +26,16 @@ DirectionName = Literal["optimizer", "adam"]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """State of a stage when the forward of a unit (one micro-batch) starts.
+    """State of a stage when the forward of a micro-batch (one micro-batch) starts.
 
-    Versions count the stage's updates since the window began. `step` is the optimizer step of the unit's gradient,
-    counted in the window; that many updates are done when its backward runs. `position` is the unit's index in its
-    step.
+    Versions count the stage's updates since the window began. `step` is the optimizer step of the micro-batch's
+    gradient, counted in the window; that many updates are done when its backward runs. `position` is the micro-batch's
+    index in its step.
     """
 
     stage: int
     num_stages: int
-    units_per_step: int
+    micro_batches_per_step: int
     step: int
     position: int
     num_updates: int
@@ -55,7 +55,7 @@ class WeightKind(Protocol):
     @property
     def direction(self) -> DirectionName: ...
 
-    def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
+    def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         """Return the peak number of versions of the stage's weights, the current one included (PipeOptim, Table II).
 
         Counts backups made while a pass runs with other values, but not the inputs of a prediction (the weights before
@@ -63,7 +63,7 @@ class WeightKind(Protocol):
         """
         ...
 
-    def check(self, num_stages: int, units_per_step: int) -> None:
+    def check(self, num_stages: int, micro_batches_per_step: int) -> None:
         """Check that the kind supports this pipeline.
 
         Raises:
@@ -82,7 +82,7 @@ class WeightKind(Protocol):
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
         """Return the versions below the current one that are still needed once `num_updates` updates are done.
 
-        `in_flight` has the versions used by the forwards of units whose backward has not ended.
+        `in_flight` has the versions used by the forwards of micro-batches whose backward has not ended.
         """
         ...
 
@@ -103,12 +103,15 @@ def copies_beside(direction: DirectionName, optim: str) -> int:
 
 
 def steady_lag(stage: int, num_stages: int) -> int:
-    """Return how many other units run their forward between a unit's forward and backward in steady-state 1F1B."""
+    """Return how many other micro-batches run their forward between a micro-batch's forward and backward in
+    steady-state 1F1B.
+    """
     return num_stages - 1 - stage
 
 
-def units_until_first_stage(stage: int) -> int:
-    """Return how many more backwards a stage starts before stage 0 runs the same unit's backward (SpecTrain, Eq. 6).
+def micro_batches_until_first_stage(stage: int) -> int:
+    """Return how many more backwards a stage starts before stage 0 runs the same micro-batch's backward (SpecTrain,
+    Eq. 6).
 
     A backward reaches stage 0 after `stage` more passes, and half of the passes in between are backwards.
     """
@@ -120,10 +123,10 @@ class Plain:
 
     direction: DirectionName = "optimizer"
 
-    def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
+    def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         return 2 if self.predicts(stage, num_stages) else 1
 
-    def check(self, num_stages: int, units_per_step: int) -> None:
+    def check(self, num_stages: int, micro_batches_per_step: int) -> None:
         return None
 
     def predicts(self, stage: int, num_stages: int) -> bool:
@@ -140,18 +143,18 @@ class Predictor(Plain):
     """Shared by `spectrain` and `xpipe`: both passes use the stage's version at the time of stage 0's backward."""
 
     def predicts(self, stage: int, num_stages: int) -> bool:
-        return steady_lag(stage, num_stages) + units_until_first_stage(stage) > 0
+        return steady_lag(stage, num_stages) + micro_batches_until_first_stage(stage) > 0
 
     def forward_version(self, forward: ForwardPass) -> int:
-        ahead = forward.position + units_until_first_stage(forward.stage)
-        return forward.step + ahead // forward.units_per_step
+        ahead = forward.position + micro_batches_until_first_stage(forward.stage)
+        return forward.step + ahead // forward.micro_batches_per_step
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         return forward_version
 
 
 class Vanilla(Plain):
-    """Current weights in both passes, so the backward of a unit uses other weights than its forward."""
+    """Current weights in both passes, so the backward of a micro-batch uses other weights than its forward."""
 
     name = "vanilla"
 
@@ -179,9 +182,9 @@ class Stashing(Plain):
 
     name = "stashing"
 
-    def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
-        """Return one version for each step with units in flight: K - stage with one unit per step."""
-        return 1 + -(-steady_lag(stage, num_stages) // units_per_step)
+    def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
+        """Return one version for each step with micro-batches in flight: K - stage with one micro-batch per step."""
+        return 1 + -(-steady_lag(stage, num_stages) // micro_batches_per_step)
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         return forward_version
@@ -191,24 +194,24 @@ class Stashing(Plain):
 
 
 class DoubleBuffer(Plain):
-    """Version t - 1 in both passes of all units of step t, on every stage: a uniform delay of one update.
+    """Version t - 1 in both passes of all micro-batches of step t, on every stage: a uniform delay of one update.
 
-    If a short step (the last of an epoch) brings a forward before that version exists, both passes of the unit use the
-    current version, which is kept until then.
+    If a short step (the last of an epoch) brings a forward before that version exists, both passes of the micro-batch
+    use the current version, which is kept until then.
     """
 
     name = "double_buffer"
 
-    def copies(self, stage: int, num_stages: int, units_per_step: int) -> int:
+    def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         return 2
 
-    def check(self, num_stages: int, units_per_step: int) -> None:
-        if units_per_step < num_stages - 1:
+    def check(self, num_stages: int, micro_batches_per_step: int) -> None:
+        if micro_batches_per_step < num_stages - 1:
             raise ValueError(
-                f"pipeline_weights='double_buffer' keeps two versions of the weights, but with {units_per_step} "
-                f"micro-batches an optimizer step on {num_stages} stages a forward and its backward are more than one "
-                f"update apart: expected at least {num_stages - 1}. Raise pipeline_parallel_num_microbatches or "
-                "gradient_accumulation_steps, or use another pipeline_weights."
+                "pipeline_weights='double_buffer' keeps two versions of the weights, but with "
+                f"{micro_batches_per_step} micro-batches an optimizer step on {num_stages} stages a forward and its "
+                f"backward are more than one update apart: expected at least {num_stages - 1}. Raise "
+                "pipeline_parallel_num_microbatches or gradient_accumulation_steps, or use another pipeline_weights."
             )
 
     def forward_version(self, forward: ForwardPass) -> int:
@@ -222,10 +225,10 @@ class DoubleBuffer(Plain):
 
 
 class SpecTrain(Predictor):
-    """Weights predicted for the time when stage 0 runs the unit's backward, in both passes.
+    """Weights predicted for the time when stage 0 runs the micro-batch's backward, in both passes.
 
-    In the steady state with one unit per step, the forward predicts `stage // 2 + K - 1 - stage` updates and the
-    backward `stage // 2`. The paper predicts along SGD with momentum; here it is along the run's optimizer.
+    In the steady state with one micro-batch per step, the forward predicts `stage // 2 + K - 1 - stage` updates and
+    the backward `stage // 2`. The paper predicts along SGD with momentum; here it is along the run's optimizer.
     """
 
     name = "spectrain"

@@ -31,14 +31,14 @@ def lay_greedily(placement: Placement, num_microbatches: int, first_active_stage
                 if op is Op.FORWARD or stages[chunk] >= first_active_stage
             ]
         )
-    return _Run(placement, first_active_stage, queues, limit).rows
+    return _Run(placement, first_active_stage, queues, limit).action_lists
 
 
 def shortest(placement: Placement, first_active_stage: int, candidates: Sequence[Computations]) -> Computations:
     """Return the candidate that ends first if a message takes a tenth of a forward, which rewards slack."""
 
-    def end(rows: Computations) -> float:
-        return max(_Run(placement, first_active_stage, [[row] for row in rows], hop=0.1).free)
+    def end(action_lists: Computations) -> float:
+        return max(_Run(placement, first_active_stage, [[actions] for actions in action_lists], hop=0.1).free)
 
     return min(candidates, key=end)
 
@@ -60,7 +60,7 @@ class _Run:
         self.hop = hop
         self.stages = [placement.stages_of(rank) for rank in range(placement.pipeline_size)]
         self.queues = [[deque(queue) for queue in own] for own in queues]
-        self.rows: Computations = [[] for _ in queues]
+        self.action_lists: Computations = [[] for _ in queues]
         self.free = [0.0] * len(queues)
         self.held = [0] * len(queues)
         self.ends: dict[tuple[int, bool, int], float] = {}
@@ -109,7 +109,7 @@ class _Run:
     def _take(self, start: float, rank: int, position: int) -> int:
         action = self.queues[rank][position].popleft()
         stage = self.stages[rank][action.chunk]
-        self.rows[rank].append(action)
+        self.action_lists[rank].append(action)
         self.free[rank] = start + (2 if action.op is Op.BACKWARD else 1)
         if action.op is Op.FORWARD:
             self.held[rank] += stage >= self.first_active_stage
@@ -134,13 +134,13 @@ def _lay_zb_h1(placement: Placement, num_microbatches: int, first_active_stage: 
     size = placement.pipeline_size
     if size == 1:
         return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
-    rows = []
+    action_lists = []
     for rank in range(size):
         warmup, behind = size - 1 - rank, max(0, rank - first_active_stage)
         steady = max(0, num_microbatches - warmup - behind)
         phases = ("F", warmup), ("F I", behind), ("F I W", steady), ("I W", warmup), ("W", behind)
-        rows.append(in_phases(num_microbatches, *phases))
-    return rows
+        action_lists.append(in_phases(num_microbatches, *phases))
+    return action_lists
 
 
 ZB_H1 = Schedule("zb_h1", _lay_zb_h1, splits_backward=True)

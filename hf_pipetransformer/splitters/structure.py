@@ -1,4 +1,4 @@
-"""Tracing of a model on a real batch: its layers, the units that use each parameter, and activation shapes."""
+"""Tracing of a model on a real batch: its layers, the blocks that use each parameter, and activation shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hf_pipetransformer.schedules import placement as units
+from hf_pipetransformer.schedules import placement as blocks
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 
@@ -23,7 +23,7 @@ StandIn = Callable[[torch.Tensor], Any]
 
 @dataclass(frozen=True)
 class Structure:
-    """A model as a chain of units (see `Layout`).
+    """A model as a chain of blocks (see `Layout`).
 
     Args:
         layers: the model's blocks, bottom first.
@@ -38,9 +38,9 @@ class Structure:
         has_only_activations: True if every entry returns the activation alone, so that both are the same.
         returns_tuple: length of the tuple or list that a layer returns; 0 for a bare tensor.
         returns_list: True if it is a list.
-        units_of_parameter: parameter name to the units that use it, in increasing order; more than one for tied
+        blocks_of_parameter: parameter name to the blocks that use it, in increasing order; more than one for tied
             weights and relative position biases.
-        units_of_buffer: the same for buffers, including non-persistent ones.
+        blocks_of_buffer: the same for buffers, including non-persistent ones.
         changes_in_place: True if the activation entering a layer or leaving the last one is modified in place.
         enters_layers: True if no module returns the activation entering the first layer, because code around the
             modules computes it (OPT adds two embeddings). The received activation then replaces the layer's input.
@@ -50,8 +50,8 @@ class Structure:
     cuts_inside_layers: bool
     entries: list[nn.Module]
     returns_tuple: int
-    units_of_parameter: dict[str, tuple[int, ...]]
-    units_of_buffer: dict[str, tuple[int, ...]]
+    blocks_of_parameter: dict[str, tuple[int, ...]]
+    blocks_of_buffer: dict[str, tuple[int, ...]]
     changes_in_place: bool
     enters_layers: bool = False
     stand_ins: list[StandIn] = field(default_factory=list)
@@ -64,13 +64,13 @@ class Structure:
         return len(self.layers)
 
     @property
-    def num_units(self) -> int:
-        return units.num_units(self.num_layers)
+    def num_blocks(self) -> int:
+        return blocks.num_blocks(self.num_layers)
 
     def cut_positions(self) -> list[int]:
-        """Return the unit indices before which a stage may begin, and the end of the chain."""
+        """Return the block indices before which a stage may begin, and the end of the chain."""
         step = 1 if self.cuts_inside_layers else 2
-        return [0, *range(1, self.num_units - 1, step), self.num_units - 1, self.num_units]
+        return [0, *range(1, self.num_blocks - 1, step), self.num_blocks - 1, self.num_blocks]
 
 
 class _Trace:
@@ -178,15 +178,15 @@ def trace_structure(
     first_output = trace.layer_outputs[0]
     users = _users(splitter, layers, entries, beside, trace)
     # Modules that never ran (an unused pooler) go to the head: some stage must own them when the model is saved.
-    head = (units.head_of(len(layers)),)
+    head = (blocks.head_of(len(layers)),)
     return Structure(
         layers=layers,
         cuts_inside_layers=splitter.cuts_inside_layers,
         entries=entries,
         returns_tuple=len(first_output) if isinstance(first_output, (tuple, list)) else 0,
         returns_list=isinstance(first_output, list),
-        units_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
-        units_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
+        blocks_of_parameter={name: users.get(id(p), head) for name, p in model.named_parameters()},
+        blocks_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
         changes_in_place=any(_version(value) != version for value, version in trace.versions),
         enters_layers=not makers,
         stand_ins=[_stand_in(trace.outputs[id(entry)][0], hidden_shape) for entry in entries],
@@ -305,8 +305,8 @@ def _users(
     beside: list[nn.Module],
     trace: _Trace,
 ) -> dict[int, tuple[int, ...]]:
-    """Map the id of every used parameter and buffer to its units; `beside` are modules that run on every stage."""
-    head = units.head_of(len(layers))
+    """Map the id of every used parameter and buffer to its blocks; `beside` are modules that run on every stage."""
+    head = blocks.head_of(len(layers))
     everywhere = range(head + 1)
     users: dict[int, set[int]] = {}
 
@@ -315,9 +315,9 @@ def _users(
             users.setdefault(id(tensor), set()).update(where)
 
     for entry in entries:
-        add(entry, [units.EMBEDDINGS])
+        add(entry, [blocks.EMBEDDINGS])
     for index, layer in enumerate(layers):
-        attention, mlp = units.attention_of(index), units.mlp_of(index)
+        attention, mlp = blocks.attention_of(index), blocks.mlp_of(index)
         of_mlp = {id(tensor) for part in splitter.mlp_parts(layer) for tensor in _tensors(part)}
         for tensor in _tensors(layer):
             users.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
@@ -331,7 +331,7 @@ def _users(
     for module in beside:
         add(module, everywhere)
     for module in trace.spanning:
-        # Any unit may use a parameter that sits directly on a module around the stack.
+        # Any block may use a parameter that sits directly on a module around the stack.
         add(module, everywhere, recurse=False)
     # The same goes for a module next to the layers that never ran: its weight is read without calling it (DeBERTa).
     after = [module for module, _ in trace.after]
@@ -407,13 +407,13 @@ class Probe:
     """Result of running the model on one tiny batch at start-up.
 
     Args:
-        unit_flops: forward floating-point operations of each unit, for the whole probe batch.
-        boundary_dtypes: dtype of the activation after each unit except the head.
+        block_flops: forward floating-point operations of each block, for the whole probe batch.
+        boundary_dtypes: dtype of the activation after each block except the head.
         placeholders: batch entries that only the embeddings read: other values on later stages change no bit.
     """
 
     structure: Structure
-    unit_flops: tuple[float, ...]
+    block_flops: tuple[float, ...]
     boundary_dtypes: tuple[torch.dtype, ...]
     activation: ActivationShape
     placeholders: frozenset[str]

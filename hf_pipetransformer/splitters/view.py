@@ -1,4 +1,4 @@
-"""View of one stage: the model's own forward code, restricted to the units that this rank owns."""
+"""View of one stage: the model's own forward code, restricted to the blocks that this rank owns."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class StageExit(Exception):
 
 
 class StageView:
-    """Restriction of a model to a range of its units, by overriding `forward` on module instances.
+    """Restriction of a model to a range of its blocks, by overriding `forward` on module instances.
 
     Module tree, parameter names and the model's own forward code stay unchanged. Layers that this stage does not own
-    pass their input through, the received activation replaces the embeddings' output, and after the last owned unit
+    pass their input through, the received activation replaces the embeddings' output, and after the last owned block
     `StageExit` carries the activation out of the forward with its autograd graph intact.
 
     Args:
@@ -52,7 +52,7 @@ class StageView:
         """True while `run` executes the model."""
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
-        self.units = range(0)
+        self.blocks = range(0)
         self._installed: tuple[range, ...] = ()
 
     @property
@@ -60,24 +60,24 @@ class StageView:
         return bool(self._installed)
 
     def install(self, *parts: range) -> None:
-        """Restrict the model to these stages' units, one stage at a time, the first now; replaces earlier ones."""
+        """Restrict the model to these stages' blocks, one stage at a time, the first now; replaces earlier ones."""
         self.remove()
         self.narrow(parts[0])
         self._installed = parts
 
-    def run(self, units: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
-        """Run `forward` with the model restricted to `units`; the restriction stays until `widen`.
+    def run(self, blocks: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
+        """Run `forward` with the model restricted to `blocks`; the restriction stays until `widen`.
 
         Args:
-            received: the activation that enters `units`, `(batch, seq, hidden)`; None for the embeddings.
+            received: the activation that enters `blocks`, `(batch, seq, hidden)`; None for the embeddings.
 
         Returns:
-            The result of `forward` if `units` include the head, else the activation after the last unit.
+            The result of `forward` if `blocks` include the head, else the activation after the last block.
 
         Raises:
-            PipelineError: the model skipped the last of `units`.
+            PipelineError: the model skipped the last of `blocks`.
         """
-        self.narrow(units)
+        self.narrow(blocks)
         self.received, self.is_running = received, True
         try:
             result = forward()
@@ -87,7 +87,7 @@ class StageView:
             return stage_exit.hidden
         finally:
             self.received, self.is_running = None, False
-        if units.stop < self.structure.num_units:
+        if blocks.stop < self.structure.num_blocks:
             raise PipelineError(
                 "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
                 "Layers that are skipped at random (layerdrop) cannot be stages."
@@ -95,25 +95,25 @@ class StageView:
         return result
 
     @contextmanager
-    def backward_of(self, units: range, received: torch.Tensor | None) -> Iterator[None]:
+    def backward_of(self, blocks: range, received: torch.Tensor | None) -> Iterator[None]:
         """Restore the view of a `run` for its backward, where a model's own checkpointing reruns the layers."""
-        self.narrow(units)
+        self.narrow(blocks)
         self.received = received
         try:
             yield
         finally:
             self.received = None
 
-    def narrow(self, units: range) -> None:
-        """Restrict the model to `units` until `widen`."""
-        if units == self.units:
+    def narrow(self, blocks: range) -> None:
+        """Restrict the model to `blocks` until `widen`."""
+        if blocks == self.blocks:
             return
         self._restore()
-        self.units = units
-        if units not in self._forwards:
+        self.blocks = blocks
+        if blocks not in self._forwards:
             # Cached: ranks with several stages switch between them many times per step.
-            self._forwards[units] = self._forwards_of(units)
-        for module, forward in self._forwards[units]:
+            self._forwards[blocks] = self._forwards_of(blocks)
+        for module, forward in self._forwards[blocks]:
             self._overridden.append((module, module.__dict__.get("forward")))
             module.forward = forward
 
@@ -133,14 +133,14 @@ class StageView:
             if own is not None:
                 module.forward = own
         self._overridden.clear()
-        self.units = range(0)
+        self.blocks = range(0)
         self.received = None
 
-    def _forwards_of(self, units: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Return the modules that need another forward on a stage with `units`, with that forward."""
-        found = [] if 0 in units else self._entry_forwards()
+    def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """Return the modules that need another forward on a stage with `blocks`, with that forward."""
+        found = [] if 0 in blocks else self._entry_forwards()
         for index, layer in enumerate(self.structure.layers):
-            forward = self._layer_forward(index, layer, units)
+            forward = self._layer_forward(index, layer, blocks)
             if forward is not None:
                 found.append((layer, forward))
         return found
@@ -161,24 +161,24 @@ class StageView:
         # Autograd forbids in-place changes of a leaf that requires grad, and the received tensor is read again later.
         return self.received.clone() if self.structure.changes_in_place else self.received
 
-    def _layer_forward(self, index: int, layer: nn.Module, units: range) -> Callable[..., Any] | None:
-        """Return the forward of `layer` on a stage with `units`; None if its own forward will do."""
+    def _layer_forward(self, index: int, layer: nn.Module, blocks: range) -> Callable[..., Any] | None:
+        """Return the forward of `layer` on a stage with `blocks`; None if its own forward will do."""
         attention, mlp = attention_of(index), mlp_of(index)
-        last = units[-1]
+        last = blocks[-1]
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)
-        takes_received = self.structure.enters_layers and index == 0 and 0 not in units
+        takes_received = self.structure.enters_layers and index == 0 and 0 not in blocks
         wraps = self.structure.returns_tuple
         own_forward = self._fast(index, "layer", layer.forward)
         run_attention = self._fast(index, "attention", partial(self.splitter.run_attention, layer))
         run_mlp = self._fast(index, "mlp", partial(self.splitter.run_mlp, layer))
 
         def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if attention in units and mlp in units:
+            if attention in blocks and mlp in blocks:
                 return own_forward(hidden, *args, **kwargs)
-            if attention in units:
+            if attention in blocks:
                 hidden = run_attention(hidden, *args, **kwargs)
-            elif mlp in units:
+            elif mlp in blocks:
                 hidden = run_mlp(hidden)
             whole = [hidden, *[None] * (wraps - 1)]
             return hidden if not wraps else whole if self.structure.returns_list else tuple(whole)
@@ -194,7 +194,7 @@ class StageView:
                 raise StageExit(output[0] if wraps else output)
             return output
 
-        serves = attention in units and mlp in units and not exits_after and not takes_received
+        serves = attention in blocks and mlp in blocks and not exits_after and not takes_received
         if serves and self._compiled is None:
             return None
         return forward

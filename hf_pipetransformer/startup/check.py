@@ -333,8 +333,8 @@ class _Chain:
         self.compute = compute
         self.inputs = inputs
         self.later_inputs = later_inputs
-        self.flops = [0.0] * structure.num_units
-        self.dtypes = [torch.float32] * (structure.num_units - 1)
+        self.flops = [0.0] * structure.num_blocks
+        self.dtypes = [torch.float32] * (structure.num_blocks - 1)
         self.hidden_shape: tuple[int, ...] = ()
 
     def length_for(self, present: int, length: int) -> int | None:
@@ -368,8 +368,8 @@ class _Chain:
             self.view.remove()
         return [output.detach() for _, _, output in done]
 
-    def _run_stage(self, units: range, received: torch.Tensor | None) -> torch.Tensor:
-        self.view.install(units)
+    def _run_stage(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
+        self.view.install(blocks)
         self.view.received = received
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
@@ -379,15 +379,15 @@ class _Chain:
             except StageExit as stage_exit:
                 output = stage_exit.hidden
                 self.hidden_shape = tuple(output.shape)
-                self.dtypes[units[0] : units[-1] + 1] = [output.dtype] * len(units)
-        self.flops[units[0]] = float(counter.get_total_flops())
+                self.dtypes[blocks[0] : blocks[-1] + 1] = [output.dtype] * len(blocks)
+        self.flops[blocks[0]] = float(counter.get_total_flops())
         return output
 
     def _backward(self, done: list[tuple[range, torch.Tensor | None, torch.Tensor]]) -> None:
         gradient = None
-        for units, received, output in reversed(done):
+        for blocks, received, output in reversed(done):
             if output.requires_grad:
-                with self.view.backward_of(units, received):
+                with self.view.backward_of(blocks, received):
                     torch.autograd.backward(output, gradient)
             gradient = None if received is None else received.grad
 

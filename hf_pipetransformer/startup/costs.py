@@ -1,4 +1,4 @@
-"""Measurement of a model's units (seconds, bytes), of transfers between ranks, and of device memory."""
+"""Measurement of a model's blocks (seconds, bytes), of transfers between ranks, and of device memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import nn
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import Overheads, UnitCosts
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.planning.planner import choose_num_microbatches
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.check import gradients_discarded
-from hf_pipetransformer.startup.model import Inspection, Subject
+from hf_pipetransformer.startup.model import Inspection, ProbeTarget
 
 
 NUM_REPEATS = 5
@@ -37,13 +37,13 @@ Compute = Callable[[dict[str, Any]], torch.Tensor]
 
 
 @dataclass
-class UnitProfile:
-    """Costs of each unit for one sample, in seconds and bytes.
+class BlockProfile:
+    """Costs of each block for one sample, in seconds and bytes.
 
     Args:
-        edge_backward: seconds of the backward if the unit's input needs no gradient.
+        edge_backward: seconds of the backward if the block's input needs no gradient.
         activation_bytes: bytes saved for the backward, weights not counted.
-        boundary_bytes: bytes of the activation between two units.
+        boundary_bytes: bytes of the activation between two blocks.
     """
 
     forward: list[float]
@@ -59,17 +59,17 @@ class _Times:
     backward: list[float] = field(default_factory=list)
 
 
-def affordable_samples(wanted: int, pilot: UnitProfile, num_units_run: int, free_bytes: float) -> int:
+def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, free_bytes: float) -> int:
     """Return the number of samples to measure with: `wanted`, or fewer if that takes too much time or memory.
 
     Args:
         wanted: samples of the run's micro-batch.
         pilot: profile measured on fewer samples.
-        num_units_run: number of units timed alone; the forward of all units below runs once before each.
+        num_blocks_run: number of blocks timed alone; the forward of all blocks below runs once before each.
     """
     runs = 2 * (NUM_REPEATS + 1) + 1
     slowest = max(f + b for f, b in zip(pilot.forward, pilot.backward, strict=True))
-    seconds = num_units_run * (sum(pilot.forward) + runs * slowest)
+    seconds = num_blocks_run * (sum(pilot.forward) + runs * slowest)
     # Saved activations, their gradients, and as much again for temporaries.
     needed = 3 * max(pilot.activation_bytes)
     limits = [
@@ -79,7 +79,7 @@ def affordable_samples(wanted: int, pilot: UnitProfile, num_units_run: int, free
     return max(1, min(wanted, int(min(limits))))
 
 
-def profile_units(
+def profile_blocks(
     model: nn.Module,
     splitter: Splitter,
     structure: Structure,
@@ -87,7 +87,7 @@ def profile_units(
     inputs: dict[str, Any],
     size: int,
     num_repeats: int = NUM_REPEATS,
-) -> UnitProfile:
+) -> BlockProfile:
     """Time the embeddings, one middle layer and the head; the middle layer stands for all layers.
 
     Args:
@@ -95,27 +95,27 @@ def profile_units(
         size: number of samples in `inputs`, which is on the model's device.
         num_repeats: timed runs of each, after one warm-up run.
     """
-    num_units = structure.num_units
-    zeros = [0.0] * num_units
-    profile = UnitProfile(list(zeros), list(zeros), list(zeros), list(zeros))
+    num_blocks = structure.num_blocks
+    zeros = [0.0] * num_blocks
+    profile = BlockProfile(list(zeros), list(zeros), list(zeros), list(zeros))
     cuts = structure.cut_positions()
     view = StageView(model, splitter, structure)
     runner = _Runner(view, compute, inputs, next(model.parameters()).device, num_repeats)
-    alone = units_run_alone(structure, middle_layer(model, structure))
+    alone = blocks_run_alone(structure, middle_layer(model, structure))
     try:
         for start, end in zip(cuts, cuts[1:], strict=False):
             if start not in alone:
                 continue
             hidden = runner.hidden_before(start)
             whole, edge = runner.time(range(start, end), hidden, True), runner.time(range(start, end), hidden, False)
-            same = [unit for unit in cuts[:-1] if 0 < start < num_units - 1 and 0 < unit < num_units - 1]
-            same = [unit for unit in same if (unit - start) % 2 == 0] or [start]
+            same = [block for block in cuts[:-1] if 0 < start < num_blocks - 1 and 0 < block < num_blocks - 1]
+            same = [block for block in same if (block - start) % 2 == 0] or [start]
             saved = runner.saved_bytes(range(start, end), hidden)
-            for unit in same:
-                profile.forward[unit] = statistics.median(whole.forward) / size
-                profile.backward[unit] = statistics.median(whole.backward) / size
-                profile.edge_backward[unit] = statistics.median(edge.backward) / size
-                profile.activation_bytes[unit] = saved / size
+            for block in same:
+                profile.forward[block] = statistics.median(whole.forward) / size
+                profile.backward[block] = statistics.median(whole.backward) / size
+                profile.edge_backward[block] = statistics.median(edge.backward) / size
+                profile.activation_bytes[block] = saved / size
             if hidden is not None:
                 profile.boundary_bytes = hidden.numel() * hidden.element_size() / size
     finally:
@@ -129,10 +129,10 @@ def middle_layer(model: nn.Module, structure: Structure) -> int:
     return trained[len(trained) // 2]
 
 
-def units_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
-    """Return the units to measure: embeddings, attention and MLP of `layer` (one piece if uncut), head."""
+def blocks_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
+    """Return the blocks to measure: embeddings, attention and MLP of `layer` (one piece if uncut), head."""
     middle = (attention_of(layer), mlp_of(layer)) if structure.cuts_inside_layers else (attention_of(layer),)
-    return (0, *middle, structure.num_units - 1)
+    return (0, *middle, structure.num_blocks - 1)
 
 
 class _Runner:
@@ -145,32 +145,32 @@ class _Runner:
         self.device = device
         self.num_repeats = num_repeats
 
-    def hidden_before(self, unit: int) -> torch.Tensor | None:
-        if unit == 0:
+    def hidden_before(self, block: int) -> torch.Tensor | None:
+        if block == 0:
             return None
         with torch.no_grad():
-            return self._run(range(unit), None).detach()
+            return self._run(range(block), None).detach()
 
-    def time(self, units: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> _Times:
-        """Time the forward and backward of `units` repeatedly, without the first (warm-up) run."""
+    def time(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> _Times:
+        """Time the forward and backward of `blocks` repeatedly, without the first (warm-up) run."""
         times = _Times()
         for repeat in range(self.num_repeats + 1):
-            forward, backward = self.once(units, hidden, needs_input_gradient)
+            forward, backward = self.once(blocks, hidden, needs_input_gradient)
             if repeat:
                 times.forward.append(forward)
                 times.backward.append(backward)
         return times
 
-    def once(self, units: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
+    def once(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
         received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
         start = self._now()
-        output = self._run(units, received)
+        output = self._run(blocks, received)
         middle = self._now()
         if output.requires_grad:
             torch.autograd.backward(output, torch.ones_like(output))
         return middle - start, self._now() - middle
 
-    def saved_bytes(self, units: range, hidden: torch.Tensor | None) -> float:
+    def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
         weights = {p.untyped_storage().data_ptr() for p in self.view.model.parameters()}
         storages: dict[int, int] = {}
@@ -184,12 +184,12 @@ class _Runner:
 
         received = None if hidden is None else hidden.clone().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            output = self._run(units, received)
+            output = self._run(blocks, received)
         del output
         return float(sum(storages.values()))
 
-    def _run(self, units: range, received: torch.Tensor | None) -> torch.Tensor:
-        self.view.install(units)
+    def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
+        self.view.install(blocks)
         self.view.received = received
         try:
             return self.compute(dict(self.inputs))
@@ -228,22 +228,22 @@ ReadBatch = Callable[[int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Measured costs that plans start from; units were measured with a micro-batch of `num_samples`."""
+    """Measured costs that plans start from; blocks were measured with a micro-batch of `num_samples`."""
 
-    units: UnitCosts
+    blocks: BlockCosts
     overheads: Overheads
     num_samples: int
 
 
 def measure_costs(
-    subject: Subject,
+    subject: ProbeTarget,
     structure: Structure,
     args: PipeTransformerArguments,
     topology: Topology,
     inspection: Inspection,
     read: ReadBatch | None,
 ) -> MeasuredCosts:
-    """Measure unit costs on rank 0 and transfers between ranks. Collective: call on every rank.
+    """Measure block costs on rank 0 and transfers between ranks. Collective: call on every rank.
 
     Args:
         read: reads the batch to measure with; None uses the subject's.
@@ -251,7 +251,7 @@ def measure_costs(
 
     def measure() -> dict[str, Any]:
         with trained_as_given(subject.model, structure):
-            found, num_samples = _measure_units(subject, structure, samples_per_microbatch(args), topology, read)
+            found, num_samples = _measure_blocks(subject, structure, samples_per_microbatch(args), topology, read)
         return {
             "forward": found.forward,
             "backward": found.backward,
@@ -265,19 +265,19 @@ def measure_costs(
     num_samples = int(costs["num_samples"])
     message_bytes = int(costs["boundary_bytes"] * num_samples)
     hop, reduction = topology.measure(message_bytes)
-    parameters, kept, trained_bytes, kept_bytes = ([0] * structure.num_units for _ in range(4))
+    parameters, kept, trained_bytes, kept_bytes = ([0] * structure.num_blocks for _ in range(4))
     shared: dict[bool, list[tuple[tuple[int, ...], int]]] = {True: [], False: []}
     for name, parameter in subject.model.named_parameters():
-        units = structure.units_of_parameter[name]
-        # The first unit that uses a tied weight owns its optimizer state and steps it.
-        parameters[units[0]] += parameter.numel()
-        kept[units[0]] += 0 if parameter.requires_grad else parameter.numel()
+        blocks = structure.blocks_of_parameter[name]
+        # The first block that uses a tied weight owns its optimizer state and steps it.
+        parameters[blocks[0]] += parameter.numel()
+        kept[blocks[0]] += 0 if parameter.requires_grad else parameter.numel()
         sizes = trained_bytes if parameter.requires_grad else kept_bytes
-        sizes[units[0]] += parameter.numel() * parameter.element_size()
-        if len(units) > 1:
-            shared[parameter.requires_grad].append((units, parameter.numel()))
+        sizes[blocks[0]] += parameter.numel() * parameter.element_size()
+        if len(blocks) > 1:
+            shared[parameter.requires_grad].append((blocks, parameter.numel()))
     return MeasuredCosts(
-        UnitCosts(
+        BlockCosts(
             parameters=tuple(parameters),
             shared=tuple(shared[True]),
             kept=tuple(kept),
@@ -294,32 +294,32 @@ def measure_costs(
     )
 
 
-def _measure_units(
-    subject: Subject,
+def _measure_blocks(
+    subject: ProbeTarget,
     structure: Structure,
     wanted: int,
     topology: Topology,
     read: ReadBatch | None,
-) -> tuple[UnitProfile, int]:
-    """Return unit costs and the samples measured with: the largest micro-batch, or fewer if too slow or too large."""
+) -> tuple[BlockProfile, int]:
+    """Return block costs and the samples measured with: the largest micro-batch, or fewer if too slow or too large."""
     inputs, size = subject.inputs, batch_size(subject.inputs)
-    measure = partial(profile_units, subject.model, subject.splitter, structure, subject.loss)
+    measure = partial(profile_blocks, subject.model, subject.splitter, structure, subject.loss)
     if read is None:
         return measure(inputs, size), size
     device = next(subject.model.parameters()).device
     if wanted > size:
         pilot = measure(inputs, size, num_repeats=1)
         free = _free_bytes(device, topology.num_ranks_here)
-        num_units_run = len(units_run_alone(structure, middle_layer(subject.model, structure)))
-        wanted = max(size, affordable_samples(wanted, pilot, num_units_run, free))
+        num_blocks_run = len(blocks_run_alone(structure, middle_layer(subject.model, structure)))
+        wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
     batch = {key: moved(value, device) for key, value in read(wanted).items()}
     size = batch_size(batch)
     return measure(batch, size), size
 
 
-def affordable_sequences(units: UnitCosts, device: torch.device, topology: Topology) -> int:
+def affordable_sequences(blocks: BlockCosts, device: torch.device, topology: Topology) -> int:
     """Return the number of samples, at least 1, that fit through the whole model in this device's free memory."""
-    kept = sum(units.activation_bytes)
+    kept = sum(blocks.activation_bytes)
     return max(1, int(MEMORY_SHARE * _free_bytes(device, topology.num_ranks_here) / kept)) if kept else 1
 
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, take_rows, take_samples
 from hf_pipetransformer.data.dispatching import is_stream
 from hf_pipetransformer.data.loader import Request
-from hf_pipetransformer.data.rng import SharedDraws, generators_kept, present_states
+from hf_pipetransformer.data.rng import SharedRngState, generators_kept, present_states
 from hf_pipetransformer.data.sampler import order_of_run
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
@@ -235,12 +235,12 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     """
     if not isinstance(given, Request):
         return UsersBatch(_first_of(given))
-    dataset, collate = host.dataset_and_collator(trainer, given.dataset, given.description)
+    dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
     size = trainer.args.global_batch_size(given.batch_size) // trainer.args.world_size
     if is_stream(dataset):
         return OwnBatches(dataset, collate, size)
     sampler = given.sampler(dataset)
-    order = partial(order_of_run, dataset, sampler, trainer.args, SharedDraws(present_states()))
+    order = partial(order_of_run, dataset, sampler, trainer.args, SharedRngState(present_states()))
     return OwnBatches(dataset, collate, size, order, sampler)
 
 

@@ -98,7 +98,7 @@ ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProbeTarget:
     """Whole model, a tiny batch, and the computation of its loss.
 
     Args:
@@ -135,18 +135,18 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
-def trained_units(model: nn.Module, structure: Structure) -> set[int]:
+def trained_blocks(model: nn.Module, structure: Structure) -> set[int]:
     return {
-        unit
+        block
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        for unit in structure.units_of_parameter[name]
+        for block in structure.blocks_of_parameter[name]
     }
 
 
 def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
     """Return the number of leading layers that the script froze; 0 if the embeddings are trained."""
-    first = min(trained_units(model, structure), default=structure.num_units - 1)
+    first = min(trained_blocks(model, structure), default=structure.num_blocks - 1)
     return max(0, block_of(first) - 1)
 
 
@@ -171,7 +171,7 @@ def sees_padding(
             raise AssertionError("a view without the head leaves the model early")
         except StageExit as stage_exit:
             hidden = stage_exit.hidden.detach()
-        view.install(range(1, structure.num_units))
+        view.install(range(1, structure.num_blocks))
         noise = torch.randn_like(hidden) * masked[..., None]
         (loss, norms), (noisy_loss, noisy_norms) = (
             _loss_and_norms(model, view, compute, inputs, entering) for entering in (hidden, hidden + noise)
@@ -194,7 +194,7 @@ def _loss_and_norms(
         return float(loss.detach()), gradient_norms(model)
 
 
-def hangs_on_length(subject: Subject) -> bool:
+def hangs_on_length(subject: ProbeTarget) -> bool:
     """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
     if not _is_text(subject):
         return False
@@ -207,7 +207,7 @@ def hangs_on_length(subject: Subject) -> bool:
     return found is None or abs(found - expected) > 1e-6 * abs(expected)
 
 
-def hangs_on_padding(subject: Subject, probe: Probe) -> bool:
+def hangs_on_padding(subject: ProbeTarget, probe: Probe) -> bool:
     """Return True if values at masked positions may change the loss, so that stored rows must keep them."""
     padded = _padded_more(subject) if _is_text(subject) and not probe.activation.changes_length else None
     if padded is None or _loss_if_taken(subject, padded) is None:
@@ -215,7 +215,7 @@ def hangs_on_padding(subject: Subject, probe: Probe) -> bool:
     return sees_padding(subject.model, subject.splitter, probe.structure, subject.loss, padded)
 
 
-def _loss_if_taken(subject: Subject, inputs: dict[str, Any]) -> float | None:
+def _loss_if_taken(subject: ProbeTarget, inputs: dict[str, Any]) -> float | None:
     """Return the loss; None if the model does not accept this sequence length (Nystromformer accepts one only)."""
     try:
         with torch.no_grad():
@@ -226,12 +226,12 @@ def _loss_if_taken(subject: Subject, inputs: dict[str, Any]) -> float | None:
         return None
 
 
-def _is_text(subject: Subject) -> bool:
+def _is_text(subject: ProbeTarget) -> bool:
     tokens = subject.inputs[subject.main_input]
     return tokens.dim() == 2 and not tokens.is_floating_point()
 
 
-def _padded_more(subject: Subject) -> dict[str, Any] | None:
+def _padded_more(subject: ProbeTarget) -> dict[str, Any] | None:
     """Return the batch with one more position of padding; None without an attention mask or room for it."""
     length = subject.inputs[subject.main_input].shape[1]
     longest = config_value(subject.model, "max_position_embeddings", length + 1)

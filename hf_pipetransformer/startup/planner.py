@@ -14,7 +14,7 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import CommonLength
 from hf_pipetransformer.engine.losses import FoundRule
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import UPDATE_WORK, costs_by_work, predict_step, rank_bytes, unit_loads
+from hf_pipetransformer.planning.costs import UPDATE_WORK, block_loads, costs_by_work, predict_step, rank_bytes
 from hf_pipetransformer.planning.planner import (
     PlanInputs,
     PlanRules,
@@ -72,7 +72,7 @@ class RunPlanner:
         device_bytes: memory of the smallest device, in bytes.
         num_frozen_by_user: number of leading layers that the script froze.
         unfit: largest pipeline length that ran out of memory under the same conditions; new pipelines are longer.
-        num_probed: number of samples in the batch that `probe.unit_flops` refers to.
+        num_probed: number of samples in the batch that `probe.block_flops` refers to.
     """
 
     args: PipeTransformerArguments
@@ -105,24 +105,24 @@ class RunPlanner:
 
     @property
     def _work(self) -> tuple[float, ...]:
-        """Forward FLOPs per sample of each unit if stage cuts change results; empty if measured times can be used.
+        """Forward FLOPs per sample of each block if stage cuts change results; empty if measured times can be used.
 
         Cuts determine dropout masks and, in an asynchronous schedule, weight staleness: cuts chosen by measured times
         would make results irreproducible.
         """
         if self._is_free and not self.args.is_asynchronous:
             return ()
-        counted = self.probe.unit_flops
+        counted = self.probe.block_flops
         if not any(counted):
             # `FlopCounterMode` counts matrix products only, and this model has none.
-            return tuple(map(float, self.costs.units.parameters))
+            return tuple(map(float, self.costs.blocks.parameters))
         return tuple(each / self.num_probed for each in counted)
 
     def inputs(
         self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[tuple[int, int], int]
     ) -> PlanInputs:
         """Return the inputs of later plans of a run that began with `layout`."""
-        args, units = self.args, self.costs.units
+        args, blocks = self.args, self.costs.blocks
         rules = PlanRules(
             compression=args.pipeline_compression,
             cut_positions=tuple(self.probe.structure.cut_positions()),
@@ -131,7 +131,7 @@ class RunPlanner:
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches,
             unfit=frozenset(range(1, self.unfit + 1)),
-            initial_largest_size=largest_rank_size(units.parameters, layout),
+            initial_largest_size=largest_rank_size(blocks.parameters, layout),
             initial_size=layout.pipeline_size,
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
@@ -140,7 +140,7 @@ class RunPlanner:
             work=self._work,
             is_timeless=args.is_asynchronous or args.full_determinism,
         )
-        return PlanInputs(units, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
+        return PlanInputs(blocks, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
 
     def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
         """Return the first layout, chosen by rank 0. Collective: call on every rank.
@@ -164,7 +164,7 @@ class RunPlanner:
                 layout = self._plan(k, samples_per_device, num_frozen)
                 args, samples = self.args, k * samples_per_device
                 more = args.gradient_accumulation_steps, args.pipeline_weights, OptimizerNames(args.optim).value
-                return max(rank_bytes(layout, self.costs.units, samples, *more))
+                return max(rank_bytes(layout, self.costs.blocks, samples, *more))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
             untried = [k for k in possible if k > self.unfit]
@@ -177,12 +177,12 @@ class RunPlanner:
         return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
 
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
-        structure, costs, work, update = self.probe.structure, self.costs.units, self._work, 0.0
+        structure, costs, work, update = self.probe.structure, self.costs.blocks, self._work, 0.0
         if self.args.is_asynchronous:
             update = UPDATE_WORK / (samples_per_device * size * self.args.gradient_accumulation_steps)
         cut_by = costs_by_work(costs, work) if work else costs
         layout = plan_layout(
-            unit_costs=unit_loads(cut_by, num_frozen, update_per_parameter=update),
+            block_costs=block_loads(cut_by, num_frozen, update_per_parameter=update),
             cut_positions=structure.cut_positions(),
             num_layers=structure.num_layers,
             pipeline_size=size,
@@ -195,7 +195,7 @@ class RunPlanner:
         return cut_layout(
             layout,
             self.args.token_slices,
-            self.costs.units.slices,
+            self.costs.blocks.slices,
             samples_per_device * size,
             self.args.num_microbatches is None,
             self.costs.overheads.hop,
@@ -205,7 +205,7 @@ class RunPlanner:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it."""
         costs, samples = self.costs, samples_per_device * layout.pipeline_size
         accumulation = self.args.gradient_accumulation_steps
-        prediction = predict_step(layout, costs.units, costs.overheads, samples, accumulation)
+        prediction = predict_step(layout, costs.blocks, costs.overheads, samples, accumulation)
         # Only outputs of frozen layers are cached.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.is_asynchronous
         cache = self.args.activation_cache if may_cache else "off"
@@ -224,9 +224,9 @@ class RunPlanner:
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
-            "unit_costs": {key: list(value) for key, value in asdict(costs.units).items() if key != "slices"},
-            "slice_costs": None if costs.units.slices is None else costs.units.slices.as_event(),
-            "unit_flops": list(self.probe.unit_flops),
+            "block_costs": {key: list(value) for key, value in asdict(costs.blocks).items() if key != "slices"},
+            "slice_costs": None if costs.blocks.slices is None else costs.blocks.slices.as_event(),
+            "block_flops": list(self.probe.block_flops),
         }
 
     def _bubble(self, layout: Layout) -> str:
@@ -239,7 +239,7 @@ class RunPlanner:
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
 
     def _slices(self, layout: Layout, samples: int) -> str:
-        costs, is_free = self.costs.units.slices, self.args.num_microbatches is None
+        costs, is_free = self.costs.blocks.slices, self.args.num_microbatches is None
         if costs is None or not self.args.cuts_tokens:
             return ""
         length, size = costs.length, layout.pipeline_size

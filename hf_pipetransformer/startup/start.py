@@ -1,4 +1,4 @@
-"""Start-up inspection of a model (`look_at`), including the check and measurement of token slices."""
+"""Start-up inspection of a model (`inspect_model`), including the check and measurement of token slices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from hf_pipetransformer.startup.costs import (
 from hf_pipetransformer.startup.first_samples import with_two_labels
 from hf_pipetransformer.startup.model import (
     Inspection,
-    Subject,
+    ProbeTarget,
     hangs_on_length,
     hangs_on_padding,
     has_dropout,
@@ -67,12 +67,12 @@ _REMEDY = "Token slices are for models in which no token reads a later one. Set 
 class SlicedModel:
     """Whole model run as a single-stage pipeline over the token slices of one batch."""
 
-    def __init__(self, subject: Subject, structure: Structure, rule: LossRule) -> None:
+    def __init__(self, subject: ProbeTarget, structure: Structure, rule: LossRule) -> None:
         self.subject = subject
         self.rule = rule
         self.view = StageView(subject.model, subject.splitter, structure)
-        units = range(structure.num_units)
-        plain = ModelProgram(self.view, units, torch.float32, sends_gradient=False)
+        blocks = range(structure.num_blocks)
+        plain = ModelProgram(self.view, blocks, torch.float32, sends_gradient=False)
         self.program = TokenSliceProgram(plain, structure.num_layers)
 
     def run(self, inputs: dict[str, Any], bounds: Sequence[int], note: Callable[[int], None]) -> float:
@@ -106,7 +106,7 @@ class SlicedModel:
         return sum(losses)
 
 
-def check_slices(exact: Subject, structure: Structure, rule: LossRule, inspection: Inspection) -> None:
+def check_slices(exact: ProbeTarget, structure: Structure, rule: LossRule, inspection: Inspection) -> None:
     """Compare token slices of the tiny batch with whole sequences in float32. Collective: call on every rank.
 
     Raises:
@@ -117,7 +117,7 @@ def check_slices(exact: Subject, structure: Structure, rule: LossRule, inspectio
         raise ValueError(f"pipeline_schedule='token': {refusal}")
 
 
-def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> str | None:
+def refusal_of_slices(exact: ProbeTarget, structure: Structure, rule: LossRule) -> str | None:
     """Return why slices do not reproduce the loss and gradients of whole sequences; None if they do."""
     value, name = exact.inputs[exact.main_input], type(exact.model).__name__
     if value.dim() < 2:
@@ -151,7 +151,12 @@ def refusal_of_slices(exact: Subject, structure: Structure, rule: LossRule) -> s
 
 
 def measure_slices(
-    subject: Subject, structure: Structure, rule: LossRule, inspection: Inspection, read: ReadBatch | None, most: int
+    subject: ProbeTarget,
+    structure: Structure,
+    rule: LossRule,
+    inspection: Inspection,
+    read: ReadBatch | None,
+    most: int,
 ) -> TokenCosts:
     """Measure token slices of one and of up to `most` sequences on rank 0. Collective: call on every rank."""
     device = next(subject.model.parameters()).device
@@ -165,7 +170,9 @@ def measure_slices(
     return TokenCosts(**inspection.on_first_rank(measure))
 
 
-def measured_times(subject: Subject, structure: Structure, rule: LossRule, batch: dict[str, Any]) -> list[SliceTime]:
+def measured_times(
+    subject: ProbeTarget, structure: Structure, rule: LossRule, batch: dict[str, Any]
+) -> list[SliceTime]:
     """Time slices of one sequence and of the whole batch, cut in a few ways. `batch` is on the model's device."""
     size, deadline = batch_size(batch), time.perf_counter() + PROFILE_SECONDS
     one = take_samples(batch, slice(0, 1))
@@ -174,7 +181,7 @@ def measured_times(subject: Subject, structure: Structure, rule: LossRule, batch
 
 
 def _times_of(
-    subject: Subject, structure: Structure, rule: LossRule, inputs: dict[str, Any], count: int, deadline: float
+    subject: ProbeTarget, structure: Structure, rule: LossRule, inputs: dict[str, Any], count: int, deadline: float
 ) -> list[SliceTime]:
     """Return the seconds of forward plus backward of each of `count` equal slices: the minimum over a few runs."""
     device = next(subject.model.parameters()).device
@@ -209,8 +216,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def look_at(
-    given: Subject,
+def inspect_model(
+    given: ProbeTarget,
     args: PipeTransformerArguments,
     topology: Topology,
     device: torch.device,
@@ -224,7 +231,7 @@ def look_at(
 
     Args:
         is_training: value of `model.training` during the checks.
-        read: reads the batch that the units are measured with, called on rank 0 only; None measures the tiny batch.
+        read: reads the batch that the blocks are measured with, called on rank 0 only; None measures the tiny batch.
         events: path of the event file of earlier runs in this output folder, for training; read on rank 0 only.
 
     Raises:
@@ -252,9 +259,9 @@ def look_at(
                 check_slices(exact, probe.structure, rule.rule, inspection)
         costs = measure_costs(subject, probe.structure, args, topology, inspection, read)
         if args.cuts_tokens:
-            most = min(args.train_samples_per_device, affordable_sequences(costs.units, device, topology))
+            most = min(args.train_samples_per_device, affordable_sequences(costs.blocks, device, topology))
             slices = measure_slices(subject, probe.structure, rule.rule, inspection, read, most)
-            costs = replace(costs, units=replace(costs.units, slices=slices))
+            costs = replace(costs, blocks=replace(costs.blocks, slices=slices))
     if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
     device_bytes = smallest_device_bytes(device, topology)
@@ -294,8 +301,8 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
     """Check that all ranks have the same model; otherwise their transfers and collectives would not match."""
     facts: dict[str, Any] = {
         "places to cut": probe.structure.cut_positions(),
-        "dtypes between the units": [str(dtype) for dtype in probe.boundary_dtypes],
-        "shape between the units": list(probe.activation.hidden_shape),
+        "dtypes between the blocks": [str(dtype) for dtype in probe.boundary_dtypes],
+        "shape between the blocks": list(probe.activation.hidden_shape),
         "multiple that lengths are padded to": probe.activation.multiple,
         "frozen layers": num_frozen_by_user(model, probe.structure),
         "dropout": has_dropout(model),
@@ -303,14 +310,16 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
     check_agreement(topology, "models", facts)
 
 
-def _padding(exact: Subject, args: PipeTransformerArguments, topology: Topology, probe: Probe) -> tuple[bool, bool]:
+def _padding(
+    exact: ProbeTarget, args: PipeTransformerArguments, topology: Topology, probe: Probe
+) -> tuple[bool, bool]:
     """Return (replicas must pad to a common length, stored rows keep their padding)."""
     pads_alike = topology.world_size > 1 and hangs_on_length(exact)
     return pads_alike, args.activation_cache == "off" or hangs_on_padding(exact, probe)
 
 
 def _loss_rule(
-    exact: Subject, args: PipeTransformerArguments, topology: Topology, inspection: Inspection
+    exact: ProbeTarget, args: PipeTransformerArguments, topology: Topology, inspection: Inspection
 ) -> FoundRule:
     inputs, is_whole = exact.inputs, topology.world_size == 1 and args.num_microbatches in (None, 1)
     is_alone = batch_size(inputs) == 1

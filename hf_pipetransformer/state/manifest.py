@@ -140,15 +140,15 @@ def check_state(state: Mapping[str, Any]) -> None:
     _check_schedule(entries(entry(state, "scheduler"), "scheduler"))
     if state.get("weights") is not None:
         text(state["weights"], "weights")
-    for name in ("scaler", "views"):
+    for name in ("scaler", "slots"):
         if state.get(name) is not None:
             entries(state[name], name)
-    if state.get("views") is not None:
-        views = state["views"]
-        whole_number(entry(views, "num_views"), "num_views", 1)
-        whole_number(entry(views, "seed"), "seed", -(2**63), 2**64)
-        whole_number(entry(views, "first"), "first")
-        for known in items(entry(views, "shares"), "shares"):
+    if state.get("slots") is not None:
+        slots = state["slots"]
+        whole_number(entry(slots, "num_slots"), "num_slots", 1)
+        whole_number(entry(slots, "seed"), "seed", -(2**63), 2**64)
+        whole_number(entry(slots, "first"), "first")
+        for known in items(entry(slots, "shares"), "shares"):
             start, share = items(known, "shares", 2)
             whole_number(start, "shares")
             number(share, "shares", 0, 1)

@@ -226,7 +226,7 @@ def _load(folder: str, name: str) -> Any:
 # ---- writing ----
 
 
-def is_dealt_to_nodes(place: Mapping[str, Any] | None) -> bool:
+def is_split_by_node(place: Mapping[str, Any] | None) -> bool:
     """Return True if the position is inside an epoch dealt to nodes, which Trainer would read in another order."""
     return place is not None and place.get("nodes") is not None and place["samples"] > 0
 
@@ -300,7 +300,7 @@ def _otherwise(state: Mapping[str, Any]) -> list[str]:
             f"{num_frozen} layers were frozen by the run; plain Trainer trains them again, from fresh optimizer "
             "state, unless the script freezes them."
         )
-    if is_dealt_to_nodes(state["place"]):
+    if is_split_by_node(state["place"]):
         told.append(
             "The epoch under way was dealt to nodes; plain Trainer draws the rest of it in an order of its own, so "
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "

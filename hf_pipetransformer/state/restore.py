@@ -14,11 +14,11 @@ import torch
 import transformers.trainer as stock
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import Arrangement
-from hf_pipetransformer.data.rng import SharedDraws, States, of_name, random_state, set_random_state, under_name
+from hf_pipetransformer.data.rng import SharedRngState, States, of_name, random_state, set_random_state, under_name
 from hf_pipetransformer.elastic.controller import ACTIVATIONS, SAMPLES, WEIGHTS
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.pipeline import Pipeline
@@ -57,7 +57,7 @@ class RandomNumbers:
         states = of_name(AHEAD, self.tensors, self.values)
         return None if states is None else (states, self.values.get(NUM_AHEAD, 1))
 
-    def set(self, shared: SharedDraws | None, device: torch.device) -> None:
+    def set(self, shared: SharedRngState | None, device: torch.device) -> None:
         """Restore the RNG states of this rank, and of `shared`, the emulated single process."""
         set_random_state(self.tensors, self.values, device)
         if shared is not None and self.shared is not None:
@@ -119,7 +119,7 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     own.hold(trained, {name: state for name, state in states.items() if name in trained})
     checkpoint.set_group_options(own.optimizer, options)
     into.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
-    shared = into.pipeline.shared_draws
+    shared = into.pipeline.shared_rng
     with nullcontext() if shared is None else shared.drawing():
         are_set = together(lambda: set_plain_random_state(folder))
     if shared is not None or not are_set:
@@ -209,12 +209,12 @@ class FirstEpoch:
         """Restore this rank's RNG state, once: Trainer asks for it in two places."""
         if not self._are_set:
             self._are_set = True
-            self.numbers.set(self.pipeline.shared_draws, self.trainer.args.device)
+            self.numbers.set(self.pipeline.shared_rng, self.trainer.args.device)
 
     @contextmanager
     def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over the epoch, to run if True is yielded; adapts the loop's `arguments` to the rest."""
-        host.take_up_loss(self.trainer, self.topology, **self.numbers.values)
+        trainer_compat.take_up_loss(self.trainer, self.topology, **self.numbers.values)
         if self.trainer.state.global_step >= self.trainer.state.max_steps:
             # Trainer's loop checks for the end only after a step, so it would run one too many.
             self.set_random_numbers()

@@ -159,7 +159,7 @@ class Resumption:
                 "Resume with the plan of the run that was saved."
             )
         if self.is_elsewhere and plan is None:
-            if policy.may_thaw:
+            if policy.may_unfreeze:
                 # A layout that fits the frozen model may have too few stages for what unfreezes later.
                 self._replanned = start_up.plans.layout(batch_size)
             return start_up.plans.layout(batch_size, layout.num_frozen_layers)

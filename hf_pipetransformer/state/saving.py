@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -26,7 +26,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.manifest import Entry
-from hf_pipetransformer.state.plain_checkpoint import is_dealt_to_nodes
+from hf_pipetransformer.state.plain_checkpoint import is_split_by_node
 from hf_pipetransformer.state.resumption import find_remainder
 
 
@@ -103,7 +103,7 @@ class Checkpoints:
         stage = self.pipeline.stage
         if stage.layout.pipeline_size > 1 or not stage.store.trains_all:
             return False
-        return self._is_counted and not is_dealt_to_nodes(self._place())
+        return self._is_counted and not is_split_by_node(self._place())
 
     def save_optimizer(self, folder: str) -> None:
         """Write the optimizer state of this stage, from the first replica after checking that all replicas agree."""
@@ -131,7 +131,7 @@ class Checkpoints:
         order = None if loader is None else loader.order_state()
         if order is not None:
             tensors[ORDER] = order
-        shared = None if self.pipeline.shared_draws is None else self.pipeline.shared_draws.states
+        shared = None if self.pipeline.shared_rng is None else self.pipeline.shared_rng.states
         ahead, values[NUM_AHEAD] = (None if loader is None else loader.ahead()) or (None, 0)
         for name, states in ((SHARED, shared), (AHEAD, ahead)):
             if states is not None:
@@ -140,7 +140,7 @@ class Checkpoints:
                 values |= named_values
         if loader is not None and not has_length(loader):
             values[POSITION] = loader.position
-        values |= host.unlogged_loss(trainer)
+        values |= trainer_compat.unlogged_loss(trainer)
         self._written |= checkpoint.write_part(folder, checkpoint.random_file(self.topology.rank), tensors, values)
         answers = self.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
         for answer in answers:
@@ -160,7 +160,7 @@ class Checkpoints:
             "num_starts": self.seeds.num_starts,
             "num_transitions": self.seeds.num_transitions,
             "decisions": self.controller.state(),
-            "views": None if self.loader is None or self.loader.views is None else self.loader.views.state(),
+            "slots": None if self.loader is None or self.loader.slots is None else self.loader.slots.state(),
             **self._schedules(),
             **self.kinds(),
             **self.description.fields,

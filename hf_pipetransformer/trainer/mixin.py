@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
@@ -23,11 +23,11 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.trainer.overrides import Overrides
 from hf_pipetransformer.training.run import Run
-from hf_pipetransformer.training.starting import check_given
+from hf_pipetransformer.training.starting import check_constructor_arguments
 
 
 @dataclass(frozen=True)
-class Given:
+class BoundArguments:
     """Call of a trainer's constructor; `values` has all arguments by parameter name, `args` is one of them."""
 
     positional: list[Any]
@@ -44,7 +44,7 @@ class Given:
         return model if isinstance(model, torch.nn.Module) else None
 
 
-def find_given(kind: type, mixin: type, positional: tuple[Any, ...], named: dict[str, Any]) -> Given:
+def bind_arguments(kind: type, mixin: type, positional: tuple[Any, ...], named: dict[str, Any]) -> BoundArguments:
     """Rewrite the call of the constructor after a mixin, with arguments that have the pipeline's options.
 
     The arguments are the value named `args`, or else the only `TrainingArguments`; without any, defaults are used.
@@ -67,7 +67,7 @@ def find_given(kind: type, mixin: type, positional: tuple[Any, ...], named: dict
         call[names.index("args")] = taken
     else:
         by_name["args"] = taken
-    return Given(call, by_name, taken, values)
+    return BoundArguments(call, by_name, taken, values)
 
 
 def check_handed_on(trainer: Trainer) -> None:
@@ -169,14 +169,14 @@ class PipeTransformerMixin(Overrides):
         splitter: Splitter | None = None,
         **named: Any,
     ) -> None:
-        given = find_given(type(self), PipeTransformerMixin, positional, named)
+        given = bind_arguments(type(self), PipeTransformerMixin, positional, named)
         args, model = given.args, given.model
         known = {name: given.values[name] for name in ("train_dataset", "optimizers") if name in given.values}
-        needs_pipeline = check_given(super(Overrides, self), model, args, policy, splitter, **known)
+        needs_pipeline = check_constructor_arguments(super(Overrides, self), model, args, policy, splitter, **known)
         args.places_model = needs_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
-            host.check_loaders(type(self), num_stages)
+            trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
         self.pipeline_run = Run(self, policy, splitter, needs_pipeline)

@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
@@ -137,7 +137,7 @@ class Overrides(_Trainer):
         Returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without reading it.
         """
         loss = self.pipeline_run.training.run_batch(model, inputs, num_items_in_batch)
-        if self.args.logging_nan_inf_filter and not host.is_overridden(self, "training_step"):
+        if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
             return SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
@@ -237,7 +237,7 @@ class Overrides(_Trainer):
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
         with evaluation.running(inputs, prediction_loss_only and is_trainers):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        count = host.items_of if evaluation.told_num_items else host.items_of_own_mean
+        count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
         return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
@@ -245,9 +245,9 @@ class Overrides(_Trainer):
         self.pipeline_run.evaluation.told_num_items = True
         if self.pipeline_run.evaluation.is_users:
             return super()._get_num_items_in_batch(batch_samples, device)
-        if not any("labels" in batch for batch in batch_samples) or not host.takes_num_items(self):
+        if not any("labels" in batch for batch in batch_samples) or not trainer_compat.takes_num_items(self):
             return None
-        return torch.tensor(float(sum(host.items_of(self, batch) for batch in batch_samples)), device=device)
+        return torch.tensor(float(sum(trainer_compat.items_of(self, batch) for batch in batch_samples)), device=device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""

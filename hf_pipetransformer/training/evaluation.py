@@ -12,13 +12,13 @@ from accelerate.utils import recursively_apply
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.data.dispatching import StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.training.metrics import Noted
+from hf_pipetransformer.training.metrics import MetricAccumulator
 
 
 class Evaluation:
@@ -32,7 +32,7 @@ class Evaluation:
         self.loader = loader
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
-        self.noted = Noted(trainer, topology)
+        self.noted = MetricAccumulator(trainer, topology)
         self.gather = ReplicaGather(pipeline.stage.groups, loader)
 
     @contextmanager
@@ -40,7 +40,7 @@ class Evaluation:
         """Wrap a batch; the last stage sends the others only the loss if nobody can read the logits."""
         trainer, runner = self.trainer, self.pipeline.runner
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
-        runner.sends_loss_only = loss_only and has_loss and host.has_plain_loss(trainer)
+        runner.sends_loss_only = loss_only and has_loss and trainer_compat.has_plain_loss(trainer)
         self.told_num_items = False
         self.noted.begin_batch()
         try:

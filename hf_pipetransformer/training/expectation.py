@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.freeze.policies import outlook
 from hf_pipetransformer.freeze.policy import FreezePolicy, make_clock
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import Overheads, UnitCosts
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, spans_of
 from hf_pipetransformer.planning.planner import plan_transition
 from hf_pipetransformer.planning.storing import CacheCosts
@@ -85,7 +85,7 @@ def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Opti
     if trainer.optimizer is None:
         kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
-        own = host.torch_optimizer(trainer)
+        own = trainer_compat.torch_optimizer(trainer)
         # Defaults are not always constructor arguments: AdamW adds one itself.
         kind, known = type(own), inspect.signature(type(own)).parameters
         options = {name: value for name, value in own.defaults.items() if name in known}
@@ -109,7 +109,7 @@ def _now(device: torch.device) -> float:
 class Measured:
     """Inputs of a forecast; `storing` is None if nothing is cached."""
 
-    units: UnitCosts
+    blocks: BlockCosts
     overheads: Overheads
     storing: CacheCosts | None
 
@@ -123,11 +123,11 @@ def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -
     reading = 0.0 if args.dataloader_num_workers else samples * read
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
-    units = costs.units
-    sums = [0.0, *accumulate(units.forward)]
+    blocks = costs.blocks
+    sums = [0.0, *accumulate(blocks.forward)]
     prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
     storing = None if cache is None else cache.planner.costs(prefix)
-    return Measured(units, overheads, storing)
+    return Measured(blocks, overheads, storing)
 
 
 def make_forecast(
@@ -144,14 +144,14 @@ def make_forecast(
 
     @remembered
     def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        costs = (measured.units, measured.overheads, rules, plans.topology.world_size, samples, accumulation)
+        costs = (measured.blocks, measured.overheads, rules, plans.topology.world_size, samples, accumulation)
         return plan_transition(current, num_frozen, *costs, cache_level).layout
 
     storing = None
     if measured.storing is not None and cache is not None:
         planner = cache.planner
-        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_views)
-    costs = (measured.units, measured.overheads, samples, accumulation, steps_per_epoch)
+        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_slots)
+    costs = (measured.blocks, measured.overheads, samples, accumulation, steps_per_epoch)
     return Forecast(layout, *costs, plan, storing)
 
 
@@ -168,15 +168,15 @@ def coming_spans(
     return spans_of(coming, frozen, num_steps)
 
 
-_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+_BLOCKS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit that gives 2 or more, such as "272 days" or "3.5 minutes"."""
-    for unit, size in _UNITS:
+    """Format seconds in the largest block that gives 2 or more, such as "272 days" or "3.5 minutes"."""
+    for block, size in _BLOCKS:
         if seconds >= 2 * size:
             amount = seconds / size
-            return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+            return f"{amount:,.0f} {block}" if amount >= 10 else f"{amount:.1f} {block}"
     return f"{seconds:.3g} s"
 
 

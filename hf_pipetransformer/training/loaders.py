@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.dispatching import DealtLoader, StreamLoader, is_stream
+from hf_pipetransformer.data.dispatching import DispatchingLoader, StreamLoader, is_stream
 from hf_pipetransformer.data.loader import PipelineLoader, Request
-from hf_pipetransformer.data.rng import SharedDraws, States, draws_at_random, present_states
+from hf_pipetransformer.data.rng import SharedRngState, States, draws_at_random, present_states
 from hf_pipetransformer.data.sampler import indexed_reader, stream_reader
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
@@ -32,7 +32,7 @@ def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
 class UsersLoader:
     """User's own loader on one of several replicas: as under Trainer, all replicas draw the same random numbers."""
 
-    def __init__(self, loader: Any, shared: SharedDraws) -> None:
+    def __init__(self, loader: Any, shared: SharedRngState) -> None:
         self.loader = loader
         self.shared = shared
 
@@ -55,7 +55,7 @@ class UsersLoader:
             yield batch
 
 
-def drawing_alike(loader: Any, shared: SharedDraws | None) -> Any:
+def drawing_alike(loader: Any, shared: SharedRngState | None) -> Any:
     """Make a user's own loader draw from `shared`, if there is one."""
     return loader if shared is None else UsersLoader(loader, shared)
 
@@ -64,8 +64,8 @@ def make_loader(
     trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request, may_store: bool = False
 ) -> PipelineLoader:
     """Build a data set's loader for this rank's place; `may_store` says that its activations may be cached."""
-    args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_draws
-    dataset, collate = host.dataset_and_collator(trainer, request.dataset, request.description)
+    args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_rng
+    dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
     batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
     place = (groups, placeholders, args.pipeline_timeout, batch_size, request.is_training, shared)
@@ -75,8 +75,8 @@ def make_loader(
     else:
         with nullcontext() if shared is None else shared.drawing():
             sampler = request.sampler(dataset)
-        stores_views = may_store and args.activation_cache_views and args.activation_cache != "off"
-        seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_views else None
+        stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"
+        seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_slots else None
         reader = indexed_reader(
             dataset, collate, sampler, batch_size, args, groups, request.is_training, shared, seeded
         )
@@ -84,19 +84,19 @@ def make_loader(
         if seeded is not None:
             loader = PipelineLoader(reader, *place, start_up.common_length)
         elif not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
-            loader = DealtLoader(reader, *place)
+            loader = DispatchingLoader(reader, *place)
         else:
             loader = PipelineLoader(reader, *place, start_up.common_length)
     loader.pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     return loader
 
 
-def share_draws(topology: Topology) -> SharedDraws | None:
+def share_rng_state(topology: Topology) -> SharedRngState | None:
     """Share rank 0's RNG states for data and sample order; None on one process. Collective: call on every rank.
 
     The ranks' own RNG states differ in a training (see `Seeds`); these continue those of a single process.
     """
-    return None if topology.world_size == 1 else SharedDraws(states_of_first_rank(topology, present_states()))
+    return None if topology.world_size == 1 else SharedRngState(states_of_first_rank(topology, present_states()))
 
 
 def states_of_first_rank(topology: Topology, own: States) -> States:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.engine.wrappers import runs_again
@@ -37,17 +37,17 @@ def averages(parts: list[Part]) -> dict[str, float]:
 
 
 @contextmanager
-def noting_apart(trainer: Trainer) -> Iterator[host.Notes]:
+def noting_apart(trainer: Trainer) -> Iterator[trainer_compat.Notes]:
     """Collect the metrics recorded inside in the yielded dict instead of the trainer's; gathers become local."""
-    notes = host.notes(trainer)
+    notes = trainer_compat.notes(trainer)
     if notes is None:
         yield {}
         return
     kept = dict(notes)
-    apart: host.Notes = {mode: defaultdict(list) for mode in notes}
+    apart: trainer_compat.Notes = {mode: defaultdict(list) for mode in notes}
     notes.update(apart)
     try:
-        with host.gathering_nothing(trainer.accelerator):
+        with trainer_compat.gathering_nothing(trainer.accelerator):
             yield apart
     finally:
         notes.update(kept)
@@ -56,12 +56,12 @@ def noting_apart(trainer: Trainer) -> Iterator[host.Notes]:
 @contextmanager
 def noting_nothing(trainer: Trainer) -> Iterator[None]:
     """Discard the metrics and token counts of a loss that belongs to no step."""
-    with noting_apart(trainer), host.counting_no_tokens(trainer):
+    with noting_apart(trainer), trainer_compat.counting_no_tokens(trainer):
         yield
 
 
 @dataclass
-class Noted:
+class MetricAccumulator:
     """Metrics that batch parts recorded, on the ranks that compute losses."""
 
     trainer: Trainer
@@ -72,20 +72,20 @@ class Noted:
     def begin_batch(self, inputs: dict[str, Any] | None = None) -> None:
         """Start the next batch, and count its tokens if given: parts of a batch overlap, so they cannot be counted."""
         self._batch += 1
-        if inputs and host.num_tokens_read(self.trainer) is not None:
+        if inputs and trainer_compat.num_tokens_read(self.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
-            host.count_tokens_read(self.trainer, num_tokens)
+            trainer_compat.count_tokens_read(self.trainer, num_tokens)
 
     @contextmanager
     def of_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        if host.notes(self.trainer) is None:
+        if trainer_compat.notes(self.trainer) is None:
             yield
             return
         # These trainers train causal models, where nothing predicts the first token of a sequence.
         num_items = count_items(inputs, shifts_labels=True) if inputs else 0
-        with noting_apart(self.trainer) as apart, host.counting_no_tokens(self.trainer):
+        with noting_apart(self.trainer) as apart, trainer_compat.counting_no_tokens(self.trainer):
             yield
         if runs_again():
             return  # Recomputation: the first run recorded it.
@@ -96,14 +96,16 @@ class Noted:
 
     def note(self, mode: str) -> None:
         """Write the averages over all ranks to the trainer's metrics. Collective: call on every rank."""
-        notes = host.notes(self.trainer)
+        notes = trainer_compat.notes(self.trainer)
         if notes is None:
             return
-        found = self.topology.gather({"parts": self._parts[mode], "tokens": host.num_tokens_read(self.trainer)})
+        found = self.topology.gather(
+            {"parts": self._parts[mode], "tokens": trainer_compat.num_tokens_read(self.trainer)}
+        )
         self._parts[mode] = []
         together = averages([part for each in found for part in each["parts"]])
         notes[mode].update({name: [value] for name, value in together.items()})
-        if together and host.num_tokens_read(self.trainer) is not None:
+        if together and trainer_compat.num_tokens_read(self.trainer) is not None:
             notes[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement, get_topology
 from hf_pipetransformer.data.dispatching import StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.rng import set_states
-from hf_pipetransformer.elastic.transitions import check_thawing, longest_pipeline
+from hf_pipetransformer.elastic.transitions import check_unfreezing, longest_pipeline
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.freeze.policies import make_policy
 from hf_pipetransformer.freeze.policy import PREDICTED_SECONDS, FreezePolicy
@@ -27,8 +27,8 @@ from hf_pipetransformer.options.combinations import unused_freeze_options
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
-from hf_pipetransformer.runtime.context import Journal, Patience, Seeds
-from hf_pipetransformer.runtime.gathering import check_whole, make_whole, whole_on_first_rank
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
+from hf_pipetransformer.runtime.gathering import check_whole, gather_full_state, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
@@ -55,12 +55,12 @@ from hf_pipetransformer.training.loaders import (
     check_undivided,
     drawing_alike,
     make_loader,
-    share_draws,
+    share_rng_state,
     states_of_first_rank,
 )
-from hf_pipetransformer.training.setup import Beginning
+from hf_pipetransformer.training.setup import TrainingSetup
 from hf_pipetransformer.training.starting import (
-    Found,
+    ModelReport,
     Need,
     Starter,
     does_without,
@@ -100,7 +100,7 @@ class Run:
         self.journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
         # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
         step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
-        self.patience = Patience(self.topology, self.journal, step_seconds, rest_seconds)
+        self.timeouts = CollectiveTimeouts(self.topology, self.journal, step_seconds, rest_seconds)
         self._made_optimizer: Any = None
         self._has_users_optimizer = False
         self.starter = Starter(trainer, self.topology, splitter, self.journal.log.path)
@@ -119,7 +119,7 @@ class Run:
         self.in_force: Pipeline | None = None
         self.in_training: Training | None = None
         self.resumption: Resumption | None = None
-        self._beginning: Beginning
+        self._setup: TrainingSetup
         self._evaluation: Evaluation | UsersEvaluation | None = None
         self._needs_pipeline = needs_pipeline
         self._may_do_without = is_undivided(args) or need_of(args, policy, splitter, trainer.model) is not Need.MUST
@@ -132,7 +132,7 @@ class Run:
         self.signals: SavesOnSignal
         """Signal handling of the current training."""
 
-    def start(self, found: Found, layout: Layout, longest: int = 1) -> Pipeline:
+    def start(self, found: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
         """Start the pipeline under `layout`; `longest` is the largest number of stages K it may grow to.
 
         Raises:
@@ -162,15 +162,15 @@ class Run:
         """
         if self._is_of_this_model:
             return True
-        found = None if request is None else self._look(request, is_training=False)
+        found = None if request is None else self._inspect(request, is_training=False)
         if found is not None:
             self.start(found, found.start_up.plans.layout(self.trainer.args.train_samples_per_device))
         return found is not None
 
-    def _look(self, given: Request | Any, is_training: bool) -> Found | None:
-        """Run `Starter.look`; return None for an unsupported model or loss whose run Trainer can take over."""
+    def _inspect(self, given: Request | Any, is_training: bool) -> ModelReport | None:
+        """Run `Starter.inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
         try:
-            return self.starter.look(given, is_training)
+            return self.starter.inspect(given, is_training)
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             may_do_without = self._may_do_without or self._does_without(error)
             # Trainer can only resume a run from its own kind of checkpoint.
@@ -178,7 +178,7 @@ class Run:
                 raise
             say_left_to_trainer(error)
         self.trainer.args.leave_recomputing_to_trainer()
-        host.place_model(self.trainer)
+        trainer_compat.place_model(self.trainer)
         self.is_left_to_trainer = self._evaluates_alone = True
         return None
 
@@ -205,9 +205,9 @@ class Run:
                 yield where
             return
         try:
-            self.patience.rest()
+            self.timeouts.rest()
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
-            with self._only_run(trial), self.patience.reporting_faults():
+            with self._only_run(trial), self.timeouts.reporting_faults():
                 if trainer.model_init is None:
                     check_whole(trainer.model)
                 check_agreement(self.topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
@@ -227,7 +227,7 @@ class Run:
         if self._needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             self.is_left_to_trainer = not self._needs_pipeline and not is_of_pipeline(where, output_dir)
             return where
-        needs_weights = not host.is_overridden(trainer, "_load_from_checkpoint")
+        needs_weights = not trainer_compat.is_overridden(trainer, "_load_from_checkpoint")
         folder, is_pipelines = self.topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
         self.is_left_to_trainer = not is_pipelines
         # Without a checkpoint, Trainer raises its own error; `find_resumption` later picks the newest sound one.
@@ -287,7 +287,7 @@ class Run:
         self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
-        found = self._look(loader if request is None else request, is_training=True)
+        found = self._inspect(loader if request is None else request, is_training=True)
         if found is None:
             return loader
         start_up, args = found.start_up, trainer.args
@@ -301,22 +301,22 @@ class Run:
         if request is None:
             check_undivided(loader, "get_train_dataloader", longest)
         trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-        users = start_up.probe.structure.units_of_parameter
+        users = start_up.probe.structure.blocks_of_parameter
         check_stages(layout, {name: users[name] for name in trained}, args)
-        check_thawing(args, self.policy, replay, longest)
+        check_unfreezing(args, self.policy, replay, longest)
         pipeline = self.start(found, layout, longest)
         give_whole_model(trainer, pipeline, longest)
-        own = (trainer, topology, self.journal, self.patience, self.seeds, self.policy, pipeline)
-        beginning = Beginning(*own, replay, names, description, resumption, self._has_users_optimizer)
-        beginning.announce()
-        pipeline.shared_draws = share_draws(topology)
+        own = (trainer, topology, self.journal, self.timeouts, self.seeds, self.policy, pipeline)
+        setup = TrainingSetup(*own, replay, names, description, resumption, self._has_users_optimizer)
+        setup.announce()
+        pipeline.shared_rng = share_rng_state(topology)
         self.seeds.begin(pipeline.stage)
-        self._beginning = beginning
+        self._setup = setup
         self._in_loop.enter_context(pipeline.stage.active())
         self.signals = SavesOnSignal(trainer, topology)
         self._in_loop.callback(self.signals.give_back)
         if request is None:
-            self.training_loader = drawing_alike(loader, pipeline.shared_draws)
+            self.training_loader = drawing_alike(loader, pipeline.shared_rng)
         else:
             self.training_loader = self.loader(request)
         return self.training_loader
@@ -337,7 +337,7 @@ class Run:
         """Build the training around the optimizer that Trainer has just made. Collective: call on every rank."""
         if not self._has_users_optimizer:
             self._made_optimizer = self.trainer.optimizer
-        self.in_training = self._beginning.training(loader, max_steps)
+        self.in_training = self._setup.training(loader, max_steps)
         self.in_training.begin(self.resumption)
 
     def finish_training(self) -> None:
@@ -350,7 +350,7 @@ class Run:
         if self.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
         self._give_back(pipeline, training)
-        shared, pipeline.shared_draws = pipeline.shared_draws, None
+        shared, pipeline.shared_rng = pipeline.shared_rng, None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
             set_states(states_of_first_rank(self.topology, shared.states))
@@ -375,7 +375,7 @@ class Run:
             self._give_back(pipeline, training)
 
     def _give_back(self, pipeline: Pipeline, training: Training | None) -> None:
-        make_whole(pipeline.stage)
+        gather_full_state(pipeline.stage)
         if training is not None and self._has_users_optimizer:
             held = pipeline.stage.store.held()
             training.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
@@ -397,15 +397,15 @@ class Run:
             yield False
             return
         before = trainer.state.num_input_tokens_seen
-        with host.gathering_nothing(trainer.accelerator):
+        with trainer_compat.gathering_nothing(trainer.accelerator):
             yield self.counts_inputs
         own = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + sum(self.topology.gather(own))
 
     def add_scalars(self, logs: dict[str, float]) -> None:
         """Add the layout's scalars to a training log entry; logging may be slow, so the long timeout applies."""
-        if self.patience.is_resting:
-            self.patience.rest()
+        if self.timeouts.is_resting:
+            self.timeouts.rest()
         if "loss" in logs and self.in_training is not None:
             logs.update(self.in_training.take_scalars())
 
@@ -420,13 +420,13 @@ class Run:
         """Wrap saving: rank 0 holds every saved parameter inside. In training, collective: call on every rank."""
         stage = None if self.in_force is None else self.in_force.stage
         if stage is None or stage.reducer is None:
-            with self.patience.reporting_faults(together=False):
+            with self.timeouts.reporting_faults(together=False):
                 yield
             return
         self.pipeline.settle()
         is_spread = stage.groups.pipeline_size > 1
-        only = self.topology.decide(lambda: host.saved_names(self.trainer)) if is_spread else None
-        with self.patience.reporting_faults(), whole_on_first_rank(stage, only):
+        only = self.topology.decide(lambda: trainer_compat.saved_names(self.trainer)) if is_spread else None
+        with self.timeouts.reporting_faults(), whole_on_first_rank(stage, only):
             yield
             self.topology.barrier()
 
@@ -463,8 +463,8 @@ class Run:
             method: name of the trainer's method that makes the loader. If the user overrides it (possible with one
                 stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
         """
-        makes_loader = self._num_stages == 1 and host.is_overridden(self.trainer, method)
-        awaits_loader = makes_loader or host.is_overridden(self.trainer, "evaluate")
+        makes_loader = self._num_stages == 1 and trainer_compat.is_overridden(self.trainer, method)
+        awaits_loader = makes_loader or trainer_compat.is_overridden(self.trainer, "evaluate")
         with self._up(None if awaits_loader else self._asked_for(dataset)):
             yield
 
@@ -482,12 +482,14 @@ class Run:
         dataset = own if dataset is None else dataset
         dataset = own[dataset] if isinstance(dataset, str) else dataset
         first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-        return Request(first, "Evaluation", self.trainer.args.eval_batch_size, host.eval_sampler(self.trainer))
+        return Request(
+            first, "Evaluation", self.trainer.args.eval_batch_size, trainer_compat.eval_sampler(self.trainer)
+        )
 
     @contextmanager
     def _up(self, request: Request | None) -> Iterator[bool]:
         """Wrap an evaluation; yields False without a pipeline, which can start only for a known request."""
-        with self.patience.reporting_faults():
+        with self.timeouts.reporting_faults():
             if not self.is_started(request):
                 yield False
                 return
@@ -508,7 +510,7 @@ class Run:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
             with self._up(request) as is_up:
                 if is_users or not is_up:
-                    shared = self.pipeline.shared_draws if is_up else None
+                    shared = self.pipeline.shared_rng if is_up else None
                     self._evaluation = UsersEvaluation(drawing_alike(given, shared))
                     self.is_left_to_trainer = left or not is_up
                     yield self._evaluation

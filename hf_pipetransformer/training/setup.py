@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
 from hf_pipetransformer.comm.topology import Topology, check_agreement
@@ -27,7 +27,7 @@ from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
-from hf_pipetransformer.runtime.context import Journal, Patience, Seeds
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement
@@ -35,14 +35,14 @@ from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.expectation import coming_spans, in_words, make_forecast, measure
-from hf_pipetransformer.training.metrics import Noted, noting_nothing
+from hf_pipetransformer.training.metrics import MetricAccumulator, noting_nothing
 from hf_pipetransformer.training.steps import StepHooks, Steps, divide
 from hf_pipetransformer.training.training import Training
 from hf_pipetransformer.training.windows import Windows
 
 
 @dataclass
-class Beginning:
+class TrainingSetup:
     """Training before its optimizer exists.
 
     Args:
@@ -54,7 +54,7 @@ class Beginning:
     trainer: Trainer
     topology: Topology
     journal: Journal
-    patience: Patience
+    timeouts: CollectiveTimeouts
     seeds: Seeds
     policy: FreezePolicy
     pipeline: Pipeline
@@ -116,17 +116,17 @@ class Beginning:
             meter,
             probe,
             self.replay,
-            learning_rate=partial(host.learning_rate, self.trainer),
+            learning_rate=partial(trainer_compat.learning_rate, self.trainer),
         )
         optimizer = self._optimizer(cache, began_under)
-        parts = (self.trainer, self.topology, self.journal, self.patience, self.seeds, pipeline)
-        noted = Noted(self.trainer, self.topology)
+        parts = (self.trainer, self.topology, self.journal, self.timeouts, self.seeds, pipeline)
+        noted = MetricAccumulator(self.trainer, self.topology)
         windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
         steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows)
         pipeline.steps = steps
         return Training(
             pipeline=pipeline,
-            patience=self.patience,
+            timeouts=self.timeouts,
             loader=loader,
             optimizer=optimizer,
             hooks=StepHooks(optimizer.optimizer, pipeline, windows),
@@ -150,7 +150,7 @@ class Beginning:
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
         """Announce the predicted training time on rank 0, next to the time with nothing frozen."""
         args, policy, layout = self.trainer.args, self.policy, self.pipeline.layout
-        if policy.may_thaw:
+        if policy.may_unfreeze:
             return
         spans = coming_spans(policy, args, layout, steps_per_epoch, max_steps)
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
@@ -164,7 +164,7 @@ class Beginning:
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
         plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.trainer.args
-        units_of_parameter = stage.view.structure.units_of_parameter
+        blocks_of_parameter = stage.view.structure.blocks_of_parameter
         return Decisions(
             policy=self.policy,
             clock=clock,
@@ -172,7 +172,7 @@ class Beginning:
             inputs=plans.inputs(began_under, args.train_samples_per_device, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
             world_size=self.topology.world_size,
-            units_of_parameter={n: units for n, units in units_of_parameter.items() if stage.store.trainable[n]},
+            blocks_of_parameter={n: blocks for n, blocks in blocks_of_parameter.items() if stage.store.trainable[n]},
             write=self.journal.write,
             cache=None if cache is None else cache.planner,
             num_frozen_by_user=plans.num_frozen_by_user,
@@ -208,8 +208,8 @@ class Beginning:
                 )
             return None
         saved = self.resumption
-        if saved is not None and isinstance(loader, PipelineLoader) and loader.views is not None:
-            loader.views.load_state(saved.state.get("views"), (saved.place or {"epoch": 0})["epoch"])
+        if saved is not None and isinstance(loader, PipelineLoader) and loader.slots is not None:
+            loader.slots.load_state(saved.state.get("slots"), (saved.place or {"epoch": 0})["epoch"])
         return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
@@ -228,7 +228,7 @@ class Beginning:
     def _optimizer(self, cache: TrainingCache | None, began_under: Layout) -> OptimizerState:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
         layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
-        optimizer = host.torch_optimizer(self.trainer)
+        optimizer = trainer_compat.torch_optimizer(self.trainer)
         groups = divide(optimizer, self.pipeline, self.names)
         # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
         # its cache.
@@ -251,7 +251,7 @@ class Beginning:
 
 def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
     """Return the output of `compute_loss`, which alone knows which columns of a batch the model takes."""
-    num_items = torch.tensor(host.items_of(trainer, inputs), device=trainer.args.device)
-    passes = "labels" in inputs and host.takes_num_items(trainer)
+    num_items = torch.tensor(trainer_compat.items_of(trainer, inputs), device=trainer.args.device)
+    passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     with noting_nothing(trainer):
         return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)

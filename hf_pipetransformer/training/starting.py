@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.loader import Request
@@ -36,9 +36,9 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, l
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup.check import undisturbed
 from hf_pipetransformer.startup.first_samples import first_batches, most_samples, probe_samples
-from hf_pipetransformer.startup.model import Subject
+from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.planner import StartUp
-from hf_pipetransformer.startup.start import look_at
+from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.metrics import noting_nothing
 
 
@@ -120,7 +120,7 @@ def _may_store(model: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelReport:
     """Findings on a model that is still in one piece; `shell` is the model as Trainer sees it."""
 
     start_up: StartUp
@@ -145,7 +145,7 @@ class Starter:
     def __post_init__(self) -> None:
         self._took_loss_kwargs = False
 
-    def look(self, given: Request | Any, is_training: bool) -> Found:
+    def inspect(self, given: Request | Any, is_training: bool) -> ModelReport:
         """Check data set, model and loss, and measure the model.
 
         `given` is the request made to Trainer's loader, or a loader of the user's own.
@@ -166,15 +166,15 @@ class Starter:
         splitter = self.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training
-        count = partial(host.items_of, trainer)
+        count = partial(trainer_compat.items_of, trainer)
         with undisturbed(trainer.model):
             batches = first_batches(trainer, given)
             parts = (batches, main_input_of(trainer.model), count, most_samples(trainer.args))
             samples = self.topology.decide(lambda: probe_samples(*parts))
         needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
-        start_up = look_at(
-            Subject(trainer.model, splitter, samples, compute, count),
+        start_up = inspect_model(
+            ProbeTarget(trainer.model, splitter, samples, compute, count),
             trainer.args,
             self.topology,
             trainer.args.device,
@@ -187,9 +187,9 @@ class Starter:
             # (transformers#47688).
             self._took_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = False
-        return Found(start_up, shell, splitter, "labels" in samples, is_training)
+        return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
 
-    def start(self, found: Found, layout: Layout) -> Pipeline:
+    def start(self, found: ModelReport, layout: Layout) -> Pipeline:
         """Build this rank's stage of the model under `layout`."""
         args: PipeTransformerArguments = self.trainer.args
         compiled = None
@@ -201,11 +201,11 @@ class Starter:
         stage = apply_layout(
             self.trainer.model, found.splitter, probe, self.topology, layout, settings, found.is_training
         )
-        shifts_labels = host.shifts_labels(self.trainer)
+        shifts_labels = trainer_compat.shifts_labels(self.trainer)
         return Pipeline(found.start_up, found.shell, settings, shifts_labels, found.has_labels, stage)
 
 
-def check_given(
+def check_constructor_arguments(
     below: Any,
     model: Any,
     args: PipeTransformerArguments,
@@ -224,7 +224,7 @@ def check_given(
         args.leave_recomputing_to_trainer()
         return False
     try:
-        host.check_taken_over(below, args)
+        trainer_compat.check_taken_over(below, args)
         check_arguments(args)
         if model is not None:
             check_trained_model(model, args, optimizers[0])
@@ -265,7 +265,7 @@ def is_undivided(args: PipeTransformerArguments) -> bool:
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
     device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
-    passes = "labels" in inputs and host.takes_num_items(trainer)
+    passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
     with noting_nothing(trainer):
         loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -25,7 +25,7 @@ from hf_pipetransformer.engine.reduction import share_values
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.runtime.window import Batch
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.metrics import Noted
+from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.windows import Fetched, Windows
 
 
@@ -85,7 +85,7 @@ class Steps:
     topology: Topology
     pipeline: Pipeline
     loader: PipelineLoader | None
-    noted: Noted
+    noted: MetricAccumulator
     windows: Windows
     _iterator: Any = field(default=None, init=False)
     _present: Fetched = field(default_factory=Fetched, init=False)
@@ -140,14 +140,14 @@ class Steps:
 
     def _fetch(self, epoch_iterator: Any, num_batches: int) -> Fetched:
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        counts = [host.items_of(self.trainer, batch) for batch in batches]
+        counts = [trainer_compat.items_of(self.trainer, batch) for batch in batches]
         if self.loader is None:
             items = self._items_of_users(counts, num_batches)
         else:
             items = self.pipeline.runner.over_replicas(counts)
         self._is_short = len(batches) < num_batches
         # A replica's batch may be empty, so `has_labels` says what the data set showed at the start.
-        passes = self.pipeline.has_labels and host.takes_num_items(self.trainer)
+        passes = self.pipeline.has_labels and trainer_compat.takes_num_items(self.trainer)
         device = self.trainer.args.device
         return Fetched(batches, items, torch.full((), float(sum(items)), device=device) if passes else None)
 
@@ -172,7 +172,7 @@ class Steps:
     def run(self, model: Any, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
         """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
 
-        `write` stores the activations that enter the entry unit. Returns a scalar whose mean over all ranks is the
+        `write` stores the activations that enter the entry block. Returns a scalar whose mean over all ranks is the
         batch's loss.
         """
         trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
@@ -194,18 +194,18 @@ class Steps:
             if trainer.accelerator.scaler is not None:
                 loss_scale = trainer.accelerator.scaler.scale(torch.full((), share, device=args.device))
             forward, items = self._forward(model, num_items), self._items.popleft()
-            prepare = host.preparation(trainer)
+            prepare = trainer_compat.preparation(trainer)
             loss = pipeline.runner.train(inputs, prepare, forward, items, loss_scale, is_last_batch, write)
         return loss.detach().to(args.device) * (self._share(step) * self.topology.world_size)
 
     def _cut(self, inputs: dict[str, Any], items: int, step: Fetched) -> Batch:
         """Cut a batch into micro-batches for a window."""
-        prepare, forward = host.preparation(self.trainer), self._forward(self.pipeline.shell, step.num_items)
-        return self.pipeline.runner.units(inputs, prepare, forward, items, self._share(step))
+        prepare, forward = trainer_compat.preparation(self.trainer), self._forward(self.pipeline.shell, step.num_items)
+        return self.pipeline.runner.blocks(inputs, prepare, forward, items, self._share(step))
 
     def _share(self, step: Fetched) -> float:
         """Return the weight of a batch's loss in its step's loss."""
-        return 1.0 if host.is_divided(self.trainer, step.num_items) else 1.0 / len(step.batches)
+        return 1.0 if trainer_compat.is_divided(self.trainer, step.num_items) else 1.0 / len(step.batches)
 
     def _forward(self, model: Any, num_items: Any) -> Forward:
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Steps:
         """Return squared L2 gradient norms, see `StageRunner`; under fp16, first agree on overflow with all ranks."""
         scaler = self.trainer.accelerator.scaler
         if scaler is not None:
-            optimizer = host.torch_optimizer(self.trainer)
+            optimizer = trainer_compat.torch_optimizer(self.trainer)
             agree_on_overflow(scaler, optimizer, self.trainer.args.device, self.topology.largest)
         return self.pipeline.runner.gradient_squares()
 

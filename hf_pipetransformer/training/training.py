@@ -14,7 +14,7 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.elastic.transitions import Transitions
-from hf_pipetransformer.runtime.context import Patience
+from hf_pipetransformer.runtime.context import CollectiveTimeouts
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import saves_state
@@ -34,7 +34,7 @@ class Training:
     """
 
     pipeline: Pipeline
-    patience: Patience
+    timeouts: CollectiveTimeouts
     loader: PipelineLoader | None
     optimizer: OptimizerState
     hooks: StepHooks
@@ -73,13 +73,13 @@ class Training:
             if not goes_on:
                 yield False
                 return
-            self.patience.rest()
+            self.timeouts.rest()
             try:
                 yield True
                 self.pipeline.settle()  # An epoch that was stopped early may have read ahead.
             finally:
                 self.steps.end_epoch()
-            self.patience.rest()
+            self.timeouts.rest()
             if self.cache is not None:
                 self.summary.add_reads(*self.cache.report())
         self.first_epoch = None
@@ -102,7 +102,7 @@ class Training:
             self.transitions.trainer.log(scalars)
         self.summary.begin_step(None if moved is None else moved.predicted)
         batches = self.steps.begin(epoch_iterator, num_batches)
-        self.patience.enter_step()
+        self.timeouts.enter_step()
         return batches
 
     def run_batch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
@@ -138,9 +138,9 @@ class Training:
             self._note_errors()
             self.steps.noted.note("train")
             # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.
-            self.patience.is_resting = True
+            self.timeouts.is_resting = True
         elif saves_or_evaluates:
-            self.patience.rest()
+            self.timeouts.rest()
 
     def logged_norm(self, norm: Any) -> Any:
         """Return the gradient norm to log: the whole model's, even if a step has only the stage's own."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from hf_pipetransformer import trainer_compat as host
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
@@ -22,7 +22,7 @@ from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
-from hf_pipetransformer.schedules.asynchronous import units_ahead
+from hf_pipetransformer.schedules.asynchronous import micro_batches_ahead
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
@@ -126,14 +126,14 @@ Cut = Callable[[dict[str, Any], int, Fetched], Batch]
 """Makes a window's batch from a batch, its items over all replicas, and its step."""
 
 
-def units_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
+def micro_batches_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
     """Return the micro-batches per optimizer step of full batches; no micro-batch is empty."""
     samples = args.train_samples_per_device * layout.pipeline_size
     return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
 
 
 def check_stages(
-    layout: Layout, units_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
+    layout: Layout, micro_batches_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
 ) -> None:
     """Refuse parameters and weight kinds that do not work when stages are at different steps.
 
@@ -142,15 +142,15 @@ def check_stages(
     """
     if not layout.is_asynchronous:
         return
-    for name, users in units_of_parameter.items():
-        stages = sorted({layout.stage_of(unit) for unit in users})
+    for name, users in micro_batches_of_parameter.items():
+        stages = sorted({layout.stage_of(micro_batch) for micro_batch in users})
         if len(stages) > 1:
             raise ValueError(
                 f"pipeline_schedule='async_1f1b': {name} is used on stages {', '.join(map(str, stages))}, which "
                 "update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, or use "
                 "pipeline_schedule='1f1b'."
             )
-    find_weights(args.pipeline_weights).check(layout.num_stages, units_per_step(layout, args))
+    find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Windows:
         then.
         """
         size, accumulation = self.pipeline.layout.pipeline_size, self.trainer.args.gradient_accumulation_steps
-        needed = ceil(max(units_ahead(size, rank) for rank in range(size)) / accumulation)
+        needed = ceil(max(micro_batches_ahead(size, rank) for rank in range(size)) / accumulation)
         return needed + size - 1 - position + (position == 0)
 
     def read(self, step: Fetched, cut: Cut) -> None:
@@ -289,7 +289,7 @@ class Windows:
         stage, trainer, made = self.pipeline.stage, self.trainer, self._made
         if made is not None and made.stage is stage and made.layout is stage.layout:
             return made
-        optimizer, args, layout = host.torch_optimizer(trainer), trainer.args, stage.layout
+        optimizer, args, layout = trainer_compat.torch_optimizer(trainer), trainer.args, stage.layout
 
         def num_left() -> int:
             return int(trainer.state.max_steps - trainer.state.global_step)
@@ -300,7 +300,7 @@ class Windows:
             layout.num_stages,
             optimizer,
             coming_rates(trainer.lr_scheduler, optimizer, num_left),
-            units_per_step(layout, args),
+            micro_batches_per_step(layout, args),
             casts=trainer.accelerator.native_amp,
             modules=stage.view.model.modules(),
         )

@@ -90,7 +90,7 @@ class Holdings(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         pipeline = self.trainer.pipeline_run.pipeline
-        stage, costs = pipeline.stage, pipeline.start_up.plans.costs.units
+        stage, costs = pipeline.stage, pipeline.start_up.plans.costs.blocks
         states = optimizer.optimizer.state.values()
         self.found |= {
             "moments": sum(value.numel() for state in states for value in state.values() if value.dim()),

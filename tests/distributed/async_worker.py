@@ -92,7 +92,7 @@ class AsyncCase:
         return -(-self.num_samples // (GLOBAL_BATCH * self.accumulation))
 
     def windows(self) -> list[list[int]]:
-        """Units of each step, by window."""
+        """Micro-batches of each step, by window."""
         every, first = self.interval or self.steps_per_epoch, self.steps_per_epoch
         size = self.accumulation * self.num_microbatches
         found, sizes = [], []
@@ -127,7 +127,7 @@ def _cases() -> dict[str, AsyncCase]:
     for kind in KINDS:
         for optimizer in OPTIMIZERS:
             for accumulation in (1, 2):
-                # Two versions serve four stages from three units a step on.
+                # Two versions serve four stages from three micro-batches a step on.
                 needs = 4 // accumulation if kind == "double_buffer" else 1
                 cases[f"{kind}-{optimizer}-a{accumulation}"] = AsyncCase(
                     kind, optimizer, accumulation, needs, layouts=((2, 1), (4, 1))
@@ -138,7 +138,7 @@ def _cases() -> dict[str, AsyncCase]:
 CASES = {
     **_cases(),
     "drained": AsyncCase(interval=4, trainers={"logging_steps": 1}),
-    "units": AsyncCase(num_microbatches=2, accumulation=2),
+    "micro_batches": AsyncCase(num_microbatches=2, accumulation=2),
     "replicas": AsyncCase(layouts=((2, 2),)),
     "bf16": AsyncCase(trainers={"bf16": True}),
     "bf16-vanilla": AsyncCase("vanilla", "momentum", trainers={"bf16": True}, layouts=((2, 1), (4, 1))),
@@ -313,7 +313,7 @@ class DelayedTrainer(Trainer):
         self.case, self.owners = case, owners
         self.stages: list[History] = []
         self.left = self.case.windows()
-        self.unit = self.done = self.before = 0
+        self.micro_batch = self.done = self.before = 0
         self.add_callback(NotesUpdates(self))
 
     def begin_window(self) -> None:
@@ -324,7 +324,7 @@ class DelayedTrainer(Trainer):
                 parameter.requires_grad_(any(name in names for names in by_stage))
             self.stages = [History([named[name] for name in names], optimizer) for names in by_stage]
         self.before += self.done
-        self.unit = self.done = 0
+        self.micro_batch = self.done = 0
         self.totals: list[torch.Tensor] = []
         self.step_of = [step for step, size in enumerate(self.left.pop(0)) for _ in range(size)]
         for stage in self.stages:
@@ -332,21 +332,23 @@ class DelayedTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         model.train()
-        if not self.stages or self.unit == len(self.step_of):
+        if not self.stages or self.micro_batch == len(self.step_of):
             self.begin_window()
         inputs = self._prepare_inputs(inputs)
         count = self.case.num_microbatches
         parts = [{key: value.chunk(count)[i] for key, value in inputs.items()} for i in range(count)]
         total = torch.zeros(())
         for part in parts:
-            total += self.run_unit(model, part, num_items_in_batch)
+            total += self.run_micro_batch(model, part, num_items_in_batch)
         return total
 
-    def run_unit(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+    def run_micro_batch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
         factor = self.lr_scheduler.lr_lambdas[0]
         size = self.case.accumulation * self.case.num_microbatches
         seen = [
-            versions(self.case.kind, k, len(self.stages), self.unit, self.step_of, size, stage, self.before, factor)
+            versions(
+                self.case.kind, k, len(self.stages), self.micro_batch, self.step_of, size, stage, self.before, factor
+            )
             for k, stage in enumerate(self.stages)
         ]
         current = [stage.history[-1].weights for stage in self.stages]
@@ -357,7 +359,7 @@ class DelayedTrainer(Trainer):
         self.place([backward for _, backward in seen])
         (loss / size).backward()
         self.place(current)
-        self.unit += 1
+        self.micro_batch += 1
         return loss.detach() / size
 
     def place(self, weights: list[list[torch.Tensor]]) -> None:

@@ -258,7 +258,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "gather_object": {"options": {"eval_use_gather_object": True}},
     "save_on_each_node": {"options": {"save_on_each_node": True}},
     "debug": {"options": {"debug": "underflow_overflow"}},
-    "unknown_policy": {"options": {"freeze_policy": "thaw"}},
+    "unknown_policy": {"options": {"freeze_policy": "unfreeze"}},
     "unknown_rule": {"options": {"freeze_rule": "neither"}},
     "unknown_compression": {"options": {"pipeline_compression": "zip"}},
     "no_alpha": {"options": {"freeze_alpha": 0.0}},

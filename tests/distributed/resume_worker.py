@@ -160,26 +160,26 @@ PRODUCT: dict[tuple[int, int], dict[str, Case]] = {
 }
 
 _FALLING: dict[str, Any] = {"freeze_policy": "fixed", "freeze_at": "2:3,6:0,9:1", "pipeline_compression": "memory"}
-_THAWED = {0: (2, 0), 2: (1, 3), 6: (2, 0), 9: (2, 1)}
-# Resumed while three layers are frozen, right before the step that begins with their thaw, and after it. With K > 1
-# cuts are replayed: those that are planned hang on measured times.
-THAWING: dict[tuple[int, int], dict[str, Case]] = {
-    (1, 1): {"1x1-thawing": Case((1, 1), "bert_sequence", (4, 6, 8), ADAMW | COSINE | _FALLING)},
+_UNFROZEN = {0: (2, 0), 2: (1, 3), 6: (2, 0), 9: (2, 1)}
+# Resumed while three layers are frozen, right before the step that begins with their unfreeze, and after it. With K >
+# 1 cuts are replayed: those that are planned hang on measured times.
+UNFREEZING: dict[tuple[int, int], dict[str, Case]] = {
+    (1, 1): {"1x1-unfreezing": Case((1, 1), "bert_sequence", (4, 6, 8), ADAMW | COSINE | _FALLING)},
     (2, 1): {
-        "2-1-2-tied-thawing": Case((2, 1), "bert_masked", (4, 6, 8), ADAMW | COSINE, plan=_THAWED),
-        "2-1-2-thawing": Case((2, 1), "vit", (4, 6, 8), ADAMW, plan=_THAWED),
+        "2-1-2-tied-unfreezing": Case((2, 1), "bert_masked", (4, 6, 8), ADAMW | COSINE, plan=_UNFROZEN),
+        "2-1-2-unfreezing": Case((2, 1), "vit", (4, 6, 8), ADAMW, plan=_UNFROZEN),
     },
 }
 
 
 def layout_of(num_stages: int, num_frozen: int, num_microbatches: int = 2) -> Layout:
-    units = 2 * NUM_LAYERS + 2
+    blocks = 2 * NUM_LAYERS + 2
     return Layout(
         num_layers=NUM_LAYERS,
         num_frozen_layers=num_frozen,
         num_stages=num_stages,
         num_replicas=WORLD_SIZE // num_stages,
-        boundaries=tuple(units * stage // num_stages for stage in range(num_stages + 1)),
+        boundaries=tuple(blocks * stage // num_stages for stage in range(num_stages + 1)),
         num_microbatches=num_microbatches,
         schedule="1f1b",
     )
@@ -324,7 +324,7 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
 
 
 def equal(folder: Path, names: list[str]) -> None:
-    products = [*PRODUCT.values(), *THAWING.values()]
+    products = [*PRODUCT.values(), *UNFREEZING.values()]
     cases = {**CASES, **{name: case for product in products for name, case in product.items()}}
     for name in names:
         run_case(cases[name], folder, name)

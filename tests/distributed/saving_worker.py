@@ -193,13 +193,13 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def even_plan(folder: Path, num_layers: int, num_stages: int, num_microbatches: int, schedule: str) -> str:
     """A plan of one layout, its stages equally long: where they are cut must not hang on the clock."""
-    num_units = 2 * num_layers + 2
+    num_blocks = 2 * num_layers + 2
     layout = {
         "num_layers": num_layers,
         "num_frozen_layers": 0,
         "num_stages": num_stages,
         "num_replicas": 1,
-        "boundaries": [round(stage * num_units / num_stages) for stage in range(num_stages + 1)],
+        "boundaries": [round(stage * num_blocks / num_stages) for stage in range(num_stages + 1)],
         "num_microbatches": num_microbatches,
         "schedule": schedule,
     }
@@ -229,7 +229,7 @@ def memory(folder: Path, num_stages: int) -> None:
         record = {
             **weigh.found,
             "whole": whole,
-            "units": [list(layout.units_of(stage)) for stage in range(layout.num_stages)],
+            "blocks": [list(layout.blocks_of(stage)) for stage in range(layout.num_stages)],
             "whole_again": {key: num_bytes([value]) for key, value in trainer.model.named_parameters()},
         }
         (folder / f"{name}.rank{RANK}.json").write_text(json.dumps(record))

@@ -256,7 +256,7 @@ NAMED = {
     "unknown_checkpoint": "pipeline_checkpoint.*sometimes",
     "checkpoint_twice": "activation_checkpointing.*pipeline_checkpoint|pipeline_checkpoint.*activation_checkpointing",
     "no_timeout": "pipeline_timeout",
-    "unknown_policy": "freeze_policy.*thaw",
+    "unknown_policy": "freeze_policy.*unfreeze",
     "unknown_rule": "freeze_rule.*neither",
     "unknown_compression": "pipeline_compression.*zip",
     "no_alpha": "freeze_alpha",

@@ -29,7 +29,7 @@ from tests.distributed.resume_worker import (
     PLAIN,
     PRODUCT,
     SAVED,
-    THAWING,
+    UNFREEZING,
     Case,
 )
 from tests.distributed.test_equality import tensor_difference
@@ -161,10 +161,10 @@ def test_all_options_together(product: Outcomes, name: str, step: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", THAWING)
-def test_a_run_that_thaws_is_resumed_to_the_bit(tmp_path: Path, layout: tuple[int, int]):
+@pytest.mark.parametrize("layout", UNFREEZING)
+def test_a_run_that_unfreezes_is_resumed_to_the_bit(tmp_path: Path, layout: tuple[int, int]):
     """What was frozen then has its parameter group, and a pipeline that had shrunk grows back."""
-    cases = THAWING[layout]
+    cases = UNFREEZING[layout]
     _run(tmp_path, cases, layout[0] * layout[1])
     for name, ranks in _read(tmp_path, cases, layout[0] * layout[1]).items():
         for step in cases[name].resume_at:

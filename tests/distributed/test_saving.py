@@ -1,4 +1,4 @@
-"""Law 8: what is saved loads in plain transformers with the same logits; and each rank holds its own units only."""
+"""Law 8: what is saved loads in plain transformers with the same logits; and each rank holds its own blocks only."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def weighed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     }
 
 
-def vit_unit(parameter: str) -> int:
-    """The unit that owns a parameter of ViT: embeddings, attention and MLP of each layer, head."""
+def vit_block(parameter: str) -> int:
+    """The block that owns a parameter of ViT: embeddings, attention and MLP of each layer, head."""
     if parameter.startswith("vit.embeddings."):
         return 0
     found = re.match(r"vit\.layers\.(\d+)\.(\w+)", parameter)
@@ -126,7 +126,7 @@ def vit_unit(parameter: str) -> int:
 
 def test_a_rank_holds_what_its_layout_says(weighed: dict[str, list[Any]]):
     for rank, record in enumerate(weighed["vit"]):
-        owned = {name: size for name, size in record["whole"].items() if vit_unit(name) in record["units"][rank]}
+        owned = {name: size for name, size in record["whole"].items() if vit_block(name) in record["blocks"][rank]}
         assert record["parameters"] == owned
         expected = sum(owned.values())
         assert record["totals"]["parameters"] == pytest.approx(expected, rel=0.02)
@@ -135,11 +135,11 @@ def test_a_rank_holds_what_its_layout_says(weighed: dict[str, list[Any]]):
         assert record["totals"]["optimizer"] == pytest.approx(2 * expected, rel=0.02)
 
 
-def test_every_unit_has_exactly_one_stage(weighed: dict[str, list[Any]]):
+def test_every_block_has_exactly_one_stage(weighed: dict[str, list[Any]]):
     for records in weighed.values():
-        units = records[0]["units"]
-        assert all(record["units"] == units for record in records)
-        flat = [unit for stage in units for unit in stage]
+        blocks = records[0]["blocks"]
+        assert all(record["blocks"] == blocks for record in records)
+        flat = [block for stage in blocks for block in stage]
         assert flat == list(range(len(flat)))
     names = [name for record in weighed["vit"] for name in record["parameters"]]
     assert sorted(names) == sorted(weighed["vit"][0]["whole"])
@@ -148,10 +148,10 @@ def test_every_unit_has_exactly_one_stage(weighed: dict[str, list[Any]]):
 def test_no_rank_holds_more_than_its_share_and_one_sublayer(weighed: dict[str, list[Any]]):
     records = weighed["vit"]
     whole = records[0]["whole"]
-    units: dict[int, int] = {}
+    blocks: dict[int, int] = {}
     for name, size in whole.items():
-        units[vit_unit(name)] = units.get(vit_unit(name), 0) + size
-    sublayer = max(size for unit, size in units.items() if 0 < unit <= 2 * NUM_VIT_LAYERS)
+        blocks[vit_block(name)] = blocks.get(vit_block(name), 0) + size
+    sublayer = max(size for block, size in blocks.items() if 0 < block <= 2 * NUM_VIT_LAYERS)
     for record in records:
         assert sum(record["totals"].values()) <= COPIES * (sum(whole.values()) / len(records) + sublayer)
 

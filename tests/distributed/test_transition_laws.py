@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2000)]
 GRADIENT_TOLERANCE = 1e-5
 
 
-def first_active_unit(num_frozen: int) -> int:
+def first_active_block(num_frozen: int) -> int:
     return 2 * num_frozen + 1 if num_frozen else 0
 
 
-def stage_of(boundaries: list[int], unit: int) -> int:
-    return sum(unit >= boundary for boundary in boundaries[1:-1])
+def stage_of(boundaries: list[int], block: int) -> int:
+    return sum(block >= boundary for boundary in boundaries[1:-1])
 
 
 # ---- Law 3
@@ -85,14 +85,14 @@ def test_buffers_that_training_changes_travel_with_their_layer(moved: Outcome):
 
 
 @pytest.mark.parametrize("case", selectable())
-def test_frozen_parameters_never_change_on_any_rank_until_they_are_thawed(moved: Outcome, case: TransitionCase):
+def test_frozen_parameters_never_change_on_any_rank_until_they_are_unfrozen(moved: Outcome, case: TransitionCase):
     digests = defaultdict(set)
     for rank in moved.ranks:
-        num_thaws, before = 0, 0
+        num_unfreezes, before = 0, 0
         for entry in rank["steps"]:
-            num_thaws, before = num_thaws + (entry["num_frozen"] < before), entry["num_frozen"]
+            num_unfreezes, before = num_unfreezes + (entry["num_frozen"] < before), entry["num_frozen"]
             for name, digest in entry["frozen"].items():
-                digests[name, num_thaws].add(digest)
+                digests[name, num_unfreezes].add(digest)
     assert {name: found for name, found in digests.items() if len(found) != 1} == {}
     most = max(entry["num_frozen"] for entry in moved.ranks[0]["steps"])
     assert {name for name, _ in digests} == frozen_names(build_model(case.model), most)
@@ -122,7 +122,7 @@ def test_no_gradient_enters_the_frozen_prefix(moved: Outcome):
     num_silent = 0
     for rank in moved.ranks:
         for entry in rank["steps"]:
-            first = stage_of(entry["boundaries"], first_active_unit(entry["num_frozen"]))
+            first = stage_of(entry["boundaries"], first_active_block(entry["num_frozen"]))
             places, sent = Placement(*entry["places"]), entry["bytes"].get("sent gradient", 0)
             received = entry["bytes"].get("received gradient", 0)
             # The last batch of an epoch may leave a pipeline without samples.
@@ -135,7 +135,7 @@ def test_no_gradient_enters_the_frozen_prefix(moved: Outcome):
             num_silent += any(0 < stage <= first for stage in stages)
             assert bool(entry["bytes"].get("sent activation")) == (runs and bool(above))
     plans_deep = any(
-        stage_of(entry["boundaries"], first_active_unit(entry["num_frozen"])) > 0 for entry in moved.ranks[0]["steps"]
+        stage_of(entry["boundaries"], first_active_block(entry["num_frozen"])) > 0 for entry in moved.ranks[0]["steps"]
     )
     assert bool(num_silent) == plans_deep
 
@@ -383,13 +383,13 @@ def test_every_transition_is_an_event_with_its_reasons(moved: Outcome, case: Tra
         assert events[-1]["to"]["num_stages"] < events[0]["from"]["num_stages"]
 
 
-@pytest.mark.parametrize("case", selectable("thawing"))
-def test_a_pipeline_that_shrank_grows_back_when_layers_thaw(moved: Outcome):
+@pytest.mark.parametrize("case", selectable("unfreezing"))
+def test_a_pipeline_that_shrank_grows_back_when_layers_unfreeze(moved: Outcome):
     sizes = [
         (event["step"], event["to"]["num_stages"], event["to"]["num_replicas"]) for event in moved.events("transition")
     ]
     assert sizes == [(2, 2, 2), (5, 4, 1), (8, 4, 1)]
-    assert [event["thaws"] for event in moved.events("freeze")] == [False, True, False]
+    assert [event["unfreezes"] for event in moved.events("freeze")] == [False, True, False]
 
 
 @pytest.mark.parametrize("case", selectable("custom-policy"))

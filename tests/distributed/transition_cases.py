@@ -28,7 +28,7 @@ WORLD_SIZE = 4
 GLOBAL_BATCH = 8
 GLOBAL_EVAL_BATCH = 4
 NUM_EVAL_SAMPLES = 13
-NUM_UNITS = 2 * NUM_LAYERS + 2
+NUM_BLOCKS = 2 * NUM_LAYERS + 2
 
 Phase = tuple[int, int, list[int], int] | tuple[int, int, list[int], int, int]
 """From which optimizer step on: F, the stage boundaries, M, and in a case with the activation cache how many layers'
@@ -74,7 +74,7 @@ LAGGING: list[Phase] = [
     (26, 4, [0, 10], 2, 2),
     (30, 4, [0, 10], 2, 4),
 ]
-# The same with two stages a rank; at the end one rank has a stage of frozen units and the head.
+# The same with two stages a rank; at the end one rank has a stage of frozen blocks and the head.
 CHUNKED_MOVES: list[Phase] = [
     (0, 0, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
     (3, 0, [0, 2, 5, 7, 10], 3),
@@ -99,15 +99,16 @@ CHUNKED_CHAIN: list[Phase] = [
     (28, 3, [0, 10], 1),
     (32, 4, [0, 10], 2),
 ]
-# Two passes and more over what is stored at F=3, one without, and again at F=2, with other weights; part of it thaws.
-THAWED: list[Phase] = [
+# Two passes and more over what is stored at F=3, one without, and again at F=2, with other weights; part of it
+# unfreezes.
+UNFROZEN: list[Phase] = [
     (0, 0, [0, 2, 4, 6, 10], 4),
     (2, 3, [0, 10], 2),
     (16, 0, [0, 3, 5, 7, 10], 4),
     (21, 2, [0, 5, 10], 3),
     (30, 1, [0, 4, 10], 3),
 ]
-THAWED_IN_A_V: list[Phase] = [
+UNFROZEN_IN_A_V: list[Phase] = [
     (0, 0, [0, 2, 3, 4, 5, 6, 7, 8, 10], 4),
     (2, 3, [0, 10], 2),
     (4, 0, [0, 3, 5, 8, 10], 4),
@@ -253,7 +254,7 @@ STREAMED = {"max_steps": 35, "dataloader_num_workers": 1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 NOT_ELASTIC = {**FOUR_BY_MEMORY, "elastic": False, "freeze_policy": "fixed", "freeze_at": "5:1,10:2,17:3"}
 # All stages but one go at step 2, and come back.
-THAWING = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "2:3,5:0,8:1"}
+UNFREEZING = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "2:3,5:0,8:1"}
 OWN_PLANS = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
 
 # Followed through every step: bits around transitions, what freezes, traffic, samples.
@@ -348,7 +349,9 @@ CASES = [
     ),
 ]
 
-CASES.append(TransitionCase("thawing", "bert_masked", freeze_at="2:3,5:0,8:1", epochs=2, pipeline_options=THAWING))
+CASES.append(
+    TransitionCase("unfreezing", "bert_masked", freeze_at="2:3,5:0,8:1", epochs=2, pipeline_options=UNFREEZING)
+)
 
 # The same with stored activations; most share their references with a case above.
 CACHED_CASES = [
@@ -376,16 +379,16 @@ CASES += CACHED_CASES
 
 # The larger products, for `make test-all`.
 SLOW_CASES = [
-    planned("thawed-cached", "bert_sequence", THAWED, cached=True),
-    planned("thawed-users-optimizer", "bert_masked", THAWED, changes=["optimizer"]),
-    planned("thawed-in-a-v", "vit", THAWED_IN_A_V, epochs=2, schedule="zb_v", num_chunks=2),
+    planned("unfrozen-cached", "bert_sequence", UNFROZEN, cached=True),
+    planned("unfrozen-users-optimizer", "bert_masked", UNFROZEN, changes=["optimizer"]),
+    planned("unfrozen-in-a-v", "vit", UNFROZEN_IN_A_V, epochs=2, schedule="zb_v", num_chunks=2),
     TransitionCase(
-        "thawing-not-elastic",
+        "unfreezing-not-elastic",
         freeze_at="2:3,5:0,8:1",
         epochs=2,
-        pipeline_options={**THAWING, "elastic": False},
+        pipeline_options={**UNFREEZING, "elastic": False},
     ),
-    TransitionCase("thawing-replayed", "bert_masked", freeze_at="2:3,5:0,8:1", epochs=2, follows="thawing"),
+    TransitionCase("unfreezing-replayed", "bert_masked", freeze_at="2:3,5:0,8:1", epochs=2, follows="unfreezing"),
     planned("averaged-by-callback", "bert_sequence", changes=["average"], epochs=3),
     planned("stream", "bert_sequence", options=STREAMED, changes=["stream"]),
     planned("adafactor", "bert_sequence", COARSE_CHAIN, options=OPTIMIZERS["adafactor"]),

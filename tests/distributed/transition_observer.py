@@ -179,10 +179,10 @@ class Observer(TrainerCallback):
         """The bits of all that this rank trains."""
         trainer = self.trainer
         stage, model = trainer.pipeline_run.pipeline.stage, trainer.model
-        units = {unit for part in stage.layout.units_of_rank(stage.groups.position) for unit in part}
+        blocks = {block for part in stage.layout.blocks_of_rank(stage.groups.position) for block in part}
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
-        users = stage.view.structure.units_of_buffer
+        users = stage.view.structure.blocks_of_buffer
         state = {
             f"{name_of.get(id(parameter), 'unknown')}/{key}": bits(value)
             for parameter, entries in trainer.pipeline_run.training.optimizer.optimizer.state.items()
@@ -190,7 +190,7 @@ class Observer(TrainerCallback):
         }
         return {
             "weights": {name: bits(p) for name, p in named.items() if not p.is_meta},
-            "buffers": {name: bits(b) for name, b in model.named_buffers() if units & set(users[name])},
+            "buffers": {name: bits(b) for name, b in model.named_buffers() if blocks & set(users[name])},
             "state": state,
         }
 

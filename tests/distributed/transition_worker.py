@@ -150,7 +150,7 @@ def add_buffers(model: nn.Module) -> None:
 
 
 class FreezeByHand(TrainerCallback):
-    """What freezing and thawing mean, written down without the library: for plain Trainer."""
+    """What freezing and unfreezing mean, written down without the library: for plain Trainer."""
 
     def __init__(self, table: dict[int, int]) -> None:
         self.table = table

@@ -88,13 +88,14 @@ SAMPLED_WEIGHTS = 1 << 18
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """Mean prediction errors over `num_units` micro-batches with on average `s` updates from forward to backward.
+    """Mean prediction errors over `num_micro_batches` micro-batches with on average `s` updates from forward to
+    backward.
 
     `error` is `||W^ - W|| / ||W||`, with W^ the weights that the forward used and W those when the backward began;
     `error_unpredicted` is the same with W^ the current weights at the time of the forward.
     """
 
-    num_units: int
+    num_micro_batches: int
     s: float
     error: float
     error_unpredicted: float
@@ -114,7 +115,7 @@ class ErrorMeter:
 
     def __init__(self) -> None:
         self._num_seen = 0
-        self._num_units = 0
+        self._num_micro_batches = 0
         self._sum_of_s = 0
         self._sums: torch.Tensor | None = None
 
@@ -139,17 +140,17 @@ class ErrorMeter:
         errors = [torch.linalg.vector_norm(was - now) / scale for was in (forward.seen, forward.current)]
         found = torch.stack(errors)
         self._sums = found if self._sums is None else self._sums.add_(found)
-        self._num_units += 1
+        self._num_micro_batches += 1
         self._sum_of_s += forward.s
 
     def take(self) -> PredictionErrors | None:
         """Return the means since the last call; None if nothing was measured."""
         if self._sums is None:
             return None
-        count = self._num_units
+        count = self._num_micro_batches
         error, unpredicted = (self._sums / count).tolist()
         found = PredictionErrors(count, self._sum_of_s / count, error, unpredicted)
-        self._sums, self._num_units, self._sum_of_s = None, 0, 0
+        self._sums, self._num_micro_batches, self._sum_of_s = None, 0, 0
         return found
 
 

@@ -3,7 +3,7 @@
 For the duration of a pass, other values are written into the parameters' storage, without bumping autograd's version
 counters. Tensors that autograd saved by reference (a parameter, its transpose) show those values in the backward.
 
-Here a unit is a micro-batch of a window, and version n is the weights after n updates in the window.
+Here a micro-batch is a micro-batch of a window, and version n is the weights after n updates in the window.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_pipetransformer.engine.weights.directions import Buffers, Direction, Ten
 from hf_pipetransformer.engine.weights.rates import ComingRates, ErrorMeter, PredictionErrors, Sample
 from hf_pipetransformer.engine.weights.rows import PredictedWeights, casting_again, is_autocast_on
 from hf_pipetransformer.report import announce
-from hf_pipetransformer.schedules import Row
+from hf_pipetransformer.schedules import ActionList
 from hf_pipetransformer.schedules.weight_kinds import ForwardPass, WeightKind
 
 
@@ -35,12 +35,13 @@ class _InFlight:
 class StageWeights:
     """Weights of a stage, switched to the version that the weight kind demands for each pass of a window.
 
-    Units and steps are numbered from the start of the window. Call `before_update` and `after_update` from the
+    Micro-batches and steps are numbered from the start of the window. Call `before_update` and `after_update` from the
     optimizer's step hooks. Enter autocast before `forward` and `backward`, or set `casts`.
 
     Args:
         optimizer: torch optimizer of the stage's parameters. Parameters outside its groups always stay current.
-        units_per_step: number of units A of a complete step. Used only by kinds that predict beyond a unit's own step.
+        micro_batches_per_step: number of micro-batches A of a complete step. Used only by kinds that predict beyond a
+            micro-batch's own step.
         casts: True if the passes enter autocast themselves.
     """
 
@@ -51,7 +52,7 @@ class StageWeights:
         num_stages: int,
         optimizer: torch.optim.Optimizer,
         coming_rates: ComingRates,
-        units_per_step: int = 1,
+        micro_batches_per_step: int = 1,
         say: Callable[[str], None] = announce,
         casts: bool = False,
         modules: Iterable[nn.Module] = (),
@@ -61,7 +62,7 @@ class StageWeights:
         self.num_stages = num_stages
         self.optimizer = optimizer
         self.coming_rates = coming_rates
-        self.units_per_step = units_per_step
+        self.micro_batches_per_step = micro_batches_per_step
         self.say = say
         self.casts = casts
         self.modules = tuple(modules)
@@ -93,46 +94,46 @@ class StageWeights:
         """End a window that was drained or abandoned: keep only the current weights."""
         self._updating.close()
         self._in_flight: dict[int, _InFlight] = {}
-        self._first_units: dict[int, int] = {}
+        self._first_micro_batches: dict[int, int] = {}
         self._kept: dict[int, Tensors] = {}
         self._buffers = Buffers(self._values)
         self._predicted = PredictedWeights(self._values, self._parameters, self.modules)
         self._direction = self._make_direction()
 
     @contextmanager
-    def forward(self, unit: int, step: int) -> Iterator[None]:
-        """Run the forward of `unit` inside. Its gradient belongs to `step`.
+    def forward(self, micro_batch: int, step: int) -> Iterator[None]:
+        """Run the forward of `micro_batch` inside. Its gradient belongs to `step`.
 
         Raises:
             ValueError: the update of that step is already done.
         """
         if step < self._num_updates:
             raise ValueError(
-                f"Unit {unit} belongs to step {step}, but {self._num_updates} updates of the window are done: "
-                "expected a step that is still to come. Count units and steps from the window's beginning."
+                f"Micro-batch {micro_batch} belongs to step {step}, but {self._num_updates} updates of the window are "
+                "done: expected a later step. Count micro-batches and steps from the beginning of the window."
             )
         if not self._parameters:
             yield
             return
-        position = unit - self._first_units.setdefault(step, unit)
-        at = ForwardPass(self.stage, self.num_stages, self.units_per_step, step, position, self._num_updates)
+        position = micro_batch - self._first_micro_batches.setdefault(step, micro_batch)
+        at = ForwardPass(self.stage, self.num_stages, self.micro_batches_per_step, step, position, self._num_updates)
         version = self.kind.forward_version(at)
         is_cast_again = self._is_cast() and self._backward_differs(version, step)
         s = step - self._num_updates
         current = self._meter.sample() if s > 0 and self._meter.is_due() else None
         with self._showing(version), casting_again(self._parameters) if is_cast_again else nullcontext():
             sample = None if current is None else Sample(s, current, self._meter.sample())
-            self._in_flight[unit] = _InFlight(version, sample)
+            self._in_flight[micro_batch] = _InFlight(version, sample)
             with self._predicted.noting():
                 yield
 
     @contextmanager
-    def backward(self, unit: int, step: int) -> Iterator[None]:
-        """Run the backward of `unit` inside. Its gradient belongs to `step`."""
+    def backward(self, micro_batch: int, step: int) -> Iterator[None]:
+        """Run the backward of `micro_batch` inside. Its gradient belongs to `step`."""
         if not self._parameters:
             yield
             return
-        entry = self._in_flight.pop(unit)
+        entry = self._in_flight.pop(micro_batch)
         if entry.sample is not None:
             self._meter.add(entry.sample)
         with self._showing(self.kind.backward_version(entry.version, self._num_updates)):
@@ -163,11 +164,11 @@ class StageWeights:
             self._direction.after_update()
         if self._is_cast():
             torch.clear_autocast_cache()
-        for step in [step for step in self._first_units if step < self._num_updates]:
-            del self._first_units[step]
+        for step in [step for step in self._first_micro_batches if step < self._num_updates]:
+            del self._first_micro_batches[step]
 
     def take_errors(self) -> PredictionErrors | None:
-        """Return the mean prediction errors since the last call; None if no unit was measured."""
+        """Return the mean prediction errors since the last call; None if no micro-batch was measured."""
         return self._meter.take()
 
     def _check_storage(self) -> None:
@@ -232,7 +233,7 @@ class StageWeights:
         return self.casts or is_autocast_on(self._parameters[0].device.type)
 
     def _backward_differs(self, version: int, step: int) -> bool:
-        """Return True if the backward of a unit of `step` may see other values than its forward at `version`."""
+        """Return True if the backward of a micro-batch of `step` may differ from its forward at `version`."""
         return self.kind.backward_version(version, step) != version or version > self._num_updates
 
     def _can_predict(self) -> bool:
@@ -265,11 +266,11 @@ class VersionedProgram:
         self.program = program
         self.weights = weights
 
-    def begin(self, row: Row) -> None:
-        self.program.begin(row)
+    def begin(self, actions: ActionList) -> None:
+        self.program.begin(actions)
 
-    def extend(self, row: Row) -> None:
-        self.program.extend(row)
+    def extend(self, actions: ActionList) -> None:
+        self.program.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         with self.weights.forward(micro_batch.index, micro_batch.step):

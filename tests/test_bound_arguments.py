@@ -10,7 +10,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
-from hf_pipetransformer.trainer.mixin import Given, find_given
+from hf_pipetransformer.trainer.mixin import BoundArguments, bind_arguments
 from tests.models import build_model, collate, make_dataset
 
 
@@ -63,8 +63,8 @@ def options(folder: Path, **more: Any) -> PipeTransformerArguments:
     )  # fmt: skip
 
 
-def found(kind: type[Trainer], *positional: Any, **named: Any) -> Given:
-    return find_given(under_mixin(kind), PipeTransformerMixin, positional, named)
+def found(kind: type[Trainer], *positional: Any, **named: Any) -> BoundArguments:
+    return bind_arguments(under_mixin(kind), PipeTransformerMixin, positional, named)
 
 
 def test_arguments_are_found_in_any_order(tmp_path: Path) -> None:

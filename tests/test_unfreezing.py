@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from examples.policies.plasticity import Plasticity
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.elastic.transitions import check_thawing
+from hf_pipetransformer.elastic.transitions import check_unfreezing
 from hf_pipetransformer.freeze.policies import Fixed, in_words, make_policy, outlook
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.schedules.layout import Layout
@@ -32,7 +32,7 @@ Table = dict[int, int]
 
 
 class Says(FreezePolicy):
-    may_thaw = True
+    may_unfreeze = True
 
     def __init__(self, answer: float) -> None:
         self.answer = answer
@@ -46,26 +46,26 @@ def signal(num_frozen: int, **fields: Any) -> FreezeSignal:
 
 
 @pytest.mark.parametrize(("answer", "expected"), [(0.5, 1), (0, 1), (-3, 1), (2, 2), (3, 3), (9, 4)])
-def test_an_answer_of_fewer_layers_thaws_but_not_what_the_script_froze(answer: float, expected: int) -> None:
+def test_an_answer_of_fewer_layers_unfreezes_but_not_what_the_script_froze(answer: float, expected: int) -> None:
     decision = decide(Says(answer), signal(3, num_frozen_by_user=1), 0)
     assert decision.num_frozen == expected
-    assert (decision.thaws, decision.freezes) == (expected < 3, expected > 3)
+    assert (decision.unfreezes, decision.freezes) == (expected < 3, expected > 3)
     assert decision.num_wanted == answer
-    assert decision.as_event()["thaws"] == decision.thaws
+    assert decision.as_event()["unfreezes"] == decision.unfreezes
 
 
-def test_a_table_may_thaw_only_if_it_has_fewer_layers_later() -> None:
+def test_a_table_may_unfreeze_only_if_it_has_fewer_layers_later() -> None:
     growing, falling = Fixed({5: 2, 9: 3}), make_policy("fixed", 1 / 3, "inclusive", "9:0,20:2,5:3")
-    assert not growing.may_thaw
+    assert not growing.may_unfreeze
     assert decide(growing, FreezeSignal(5, 100, L, 3, 3.0), 0).num_frozen == 3
-    assert falling.may_thaw
+    assert falling.may_unfreeze
     assert [falling.frozen_until(step, 100) for step in (0, 5, 9, 20)] == [100, 9, 100, 100]
     assert growing.frozen_until(5, 100) == 100
     assert falling.frozen_until(5, 100, num_frozen_by_user=3) == 100
 
 
 def test_layers_stay_frozen_until_fewer_are_than_now() -> None:
-    """What only later freezes thaws alone."""
+    """What only later freezes unfreezes alone."""
     table = Fixed({0: 1, 10: 3, 15: 1, 20: 0})
     assert [table.frozen_until(step, 100) for step in (0, 9, 10, 14, 15, 20)] == [20, 20, 15, 15, 20, 100]
     assert table.frozen_until(0, 100, num_frozen_by_user=1) == 100
@@ -73,13 +73,13 @@ def test_layers_stay_frozen_until_fewer_are_than_now() -> None:
     assert Fixed({5: 2, 9: 0}).frozen_until(0, 100, num_frozen_by_user=1) == 100
 
 
-def test_the_outlook_counts_on_rows_of_layers_that_a_later_thaw_leaves_frozen() -> None:
+def test_the_outlook_counts_on_rows_of_layers_that_a_later_unfreeze_leaves_frozen() -> None:
     coming = [(0, 1), (10, 3), (15, 1)]
     assert "gains nothing" not in in_words(coming, L, 0, 40, 20)
     assert "gains nothing" in in_words([*coming, (18, 0)], L, 0, 40, 20)
 
 
-def test_the_outlook_says_what_thaws_and_whether_rows_are_read_until_then() -> None:
+def test_the_outlook_says_what_unfreezes_and_whether_rows_are_read_until_then() -> None:
     clock = DecisionClock(10, 0, 40)
     coming = outlook(Fixed({0: 3, 20: 0}), clock, L, 0, 0)
     assert coming == [(0, 3), (20, 0)]
@@ -88,7 +88,7 @@ def test_the_outlook_says_what_thaws_and_whether_rows_are_read_until_then() -> N
     assert "gains nothing" not in text
     assert "gains nothing" in in_words(coming, L, 0, 40, 20)
     assert outlook(Fixed({0: 3, 20: 0}), clock, L, 1, 0, num_frozen_by_user=1) == [(0, 3), (20, 1)]
-    assert "may be unfrozen again" in in_words([(10, 2)], L, 0, 40, 10, may_thaw=True)
+    assert "may be unfrozen again" in in_words([(10, 2)], L, 0, 40, 10, may_unfreeze=True)
 
 
 def answers(policy: Plasticity, rates: list[float], num_frozen_by_user: int = 0) -> list[int]:
@@ -98,27 +98,27 @@ def answers(policy: Plasticity, rates: list[float], num_frozen_by_user: int = 0)
         given = {"activation_similarity": (1.0,) * L, "learning_rate": rate, "num_frozen_by_user": num_frozen_by_user}
         num_frozen = decide(policy, FreezeSignal(step, 100, L, num_frozen, 0.0, **given), 1).num_frozen
         found.append(num_frozen)
-        resumed = Plasticity(0.2, 1, policy.may_thaw)
+        resumed = Plasticity(0.2, 1, policy.may_unfreeze)
         resumed.load_state(json.loads(json.dumps(policy.state())))
         policy = resumed
     return found
 
 
-def test_plasticity_thaws_at_a_tenth_of_the_rate_of_the_first_freeze_and_begins_anew() -> None:
+def test_plasticity_unfreezes_at_a_tenth_of_the_rate_of_the_first_freeze_and_begins_anew() -> None:
     rates = [2.0, 1.0, 0.2, 0.11, 0.1, 0.1, 0.1, 0.02, 0.01]
-    assert answers(Plasticity(0.2, 1, thaws=True), rates) == [0, 3, 3, 3, 0, 0, 3, 3, 0]
-    assert answers(Plasticity(0.2, 1, thaws=True), rates, 2) == [2, 3, 3, 3, 2, 2, 3, 3, 2]
+    assert answers(Plasticity(0.2, 1, unfreezes=True), rates) == [0, 3, 3, 3, 0, 0, 3, 3, 0]
+    assert answers(Plasticity(0.2, 1, unfreezes=True), rates, 2) == [2, 3, 3, 3, 2, 2, 3, 3, 2]
     assert answers(Plasticity(0.2, 1), rates) == [0] + [3] * 8
 
 
-def test_plasticity_thaws_nothing_where_the_rate_is_not_known() -> None:
-    assert answers(Plasticity(0.2, 1, thaws=True), [0.0] * 6) == [0] + [3] * 5
+def test_plasticity_unfreezes_nothing_where_the_rate_is_not_known() -> None:
+    assert answers(Plasticity(0.2, 1, unfreezes=True), [0.0] * 6) == [0] + [3] * 5
 
 
 # ---- planning
 
 
-def test_a_pipeline_grows_back_when_layers_thaw_and_no_further() -> None:
+def test_a_pipeline_grows_back_when_layers_unfreeze_and_no_further() -> None:
     start = layout_of(L, 4, 4)
     rules = rules_for(L, compression="memory", initial_largest_size=1e-9)
     short = Layout(L, 3, 1, 4, (0, 10), 1, "1f1b")
@@ -130,17 +130,17 @@ def test_a_pipeline_grows_back_when_layers_thaw_and_no_further() -> None:
     assert sorted(plan(short, 3, rules_for(L, initial_size=4)).alternatives) == [1]
 
 
-def test_thawing_is_refused_where_it_has_not_been_verified() -> None:
+def test_unfreezing_is_refused_where_it_has_not_been_verified() -> None:
     options: dict[str, Any] = {"output_dir": "", "report_to": "none", "pipeline_schedule": "async_1f1b"}
     args, falling = PipeTransformerArguments(**options), Fixed({2: 3, 5: 0})
     layouts = {step: replace(layout_of(L, 2, 2), num_frozen_layers=frozen) for step, frozen in falling.table.items()}
     with pytest.raises(ValueError, match="'async_1f1b' while the freeze policy 'fixed' may unfreeze layers"):
-        check_thawing(args, falling, None, 2)
+        check_unfreezing(args, falling, None, 2)
     with pytest.raises(ValueError, match="'async_1f1b' while layout_plan may unfreeze layers"):
-        check_thawing(args, Fixed({2: 3}), layouts, 2)
-    check_thawing(args, Fixed({2: 3}), None, 2)
-    check_thawing(args, falling, None, 1)
-    check_thawing(args, falling, {2: layouts[2]}, 2)
+        check_unfreezing(args, Fixed({2: 3}), layouts, 2)
+    check_unfreezing(args, Fixed({2: 3}), None, 2)
+    check_unfreezing(args, falling, None, 1)
+    check_unfreezing(args, falling, {2: layouts[2]}, 2)
 
 
 # ---- runs of one process
@@ -191,7 +191,7 @@ def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def by_hand(table: Table, max_steps: int, model: PreTrainedModel | None = None) -> tuple[PreTrainedModel, list[float]]:
-    """The same in plain torch: what is frozen has no gradient, and no state when it is thawed."""
+    """The same in plain torch: what is frozen has no gradient, and no state when it is unfrozen."""
     model = model or build_model("bert_sequence")
     users = {name: p.requires_grad for name, p in model.named_parameters()}
     plain = [p for name, p in model.named_parameters() if users[name] and (name.endswith("bias") or "Norm" in name)]
@@ -227,7 +227,7 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(value, expected.get_parameter(name)), name
 
 
-def test_thawed_layers_train_as_in_a_plain_loop(tmp_path: Path) -> None:
+def test_unfrozen_layers_train_as_in_a_plain_loop(tmp_path: Path) -> None:
     """Among the first four steps all layers but one are frozen, then one is, then none."""
     watch, table, max_steps = Watch(), {1: 3, 4: 1, 6: 0}, 9
     trainer = trainer_of(tmp_path, "1:3,4:1,6:0", max_steps, callbacks=[watch])
@@ -239,11 +239,11 @@ def test_thawed_layers_train_as_in_a_plain_loop(tmp_path: Path) -> None:
     assert watch.training == [[not frozen or block > frozen for block in range(L + 1)] for frozen in num_frozen]
     states = dict(zip(num_frozen, watch.num_with_state, strict=True))
     assert states[0] == len(list(model.parameters())) > states[1] > states[3]
-    assert [event["thaws"] for event in events_of(tmp_path, "freeze")] == [False, True, True]
+    assert [event["unfreezes"] for event in events_of(tmp_path, "freeze")] == [False, True, True]
     assert trainer.layout.num_frozen_layers == 0
 
 
-def test_what_the_script_froze_is_not_thawed(tmp_path: Path) -> None:
+def test_what_the_script_froze_is_not_unfrozen(tmp_path: Path) -> None:
     def model() -> PreTrainedModel:
         found = build_model("bert_sequence")
         for block in blocks_of(found)[:2]:
@@ -258,8 +258,8 @@ def test_what_the_script_froze_is_not_thawed(tmp_path: Path) -> None:
     assert_equal(trainer.model, expected)
 
 
-def test_rows_of_before_a_thaw_are_never_served(tmp_path: Path) -> None:
-    """Layers freeze, thaw and freeze again, two passes over the data, one and two."""
+def test_rows_of_before_a_unfreeze_are_never_served(tmp_path: Path) -> None:
+    """Layers freeze, unfreeze and freeze again, two passes over the data, one and two."""
     found = {}
     for mode in ("on", "off"):
         options = {"activation_cache": mode, "logging_steps": 3, "eval_strategy": "epoch"}
@@ -282,15 +282,15 @@ def test_rows_of_before_a_thaw_are_never_served(tmp_path: Path) -> None:
     ]
 
 
-def test_plasticity_thaws_in_a_run_and_its_layers_train_on(tmp_path: Path) -> None:
+def test_plasticity_unfreezes_in_a_run_and_its_layers_train_on(tmp_path: Path) -> None:
     options = {"freeze_interval": "1", "freeze_warmup": 0, "freeze_min_active_layers": 1}
     options |= {"lr_scheduler_type": "cosine"}
     watch = Watch()
-    policy = Plasticity(tolerance=0.9, patience=1, thaws=True)
+    policy = Plasticity(tolerance=0.9, patience=1, unfreezes=True)
     trainer = trainer_of(tmp_path, None, 12, policy=policy, callbacks=[watch], **options)
     trainer.train()
     decided = [event for event in events_of(tmp_path, "freeze") if event["num_frozen"] != event["num_frozen_before"]]
-    assert [event["thaws"] for event in decided] == [False] * (len(decided) - 1) + [True]
+    assert [event["unfreezes"] for event in decided] == [False] * (len(decided) - 1) + [True]
     assert decided[-1]["learning_rate"] <= 0.1 * decided[0]["learning_rate"]
     assert decided[-1]["num_frozen"] == 0
     assert all(watch.training[decided[-1]["step"]])

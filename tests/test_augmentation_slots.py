@@ -1,4 +1,6 @@
-"""Views of random samples: which draw an epoch takes, how it is drawn, and trainings that read stored draws."""
+"""AugmentationSlots of random samples: which draw an epoch takes, how it is drawn, and trainings that read stored
+draws.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import planner
 from hf_pipetransformer.cache.opening import seeded_reading
-from hf_pipetransformer.data.augmentation import ItemCode, Views, uniform
+from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode, uniform
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
 from hf_pipetransformer.planning import storing as decision
 from tests.drawing import Augmented, Masked, masking
@@ -34,44 +36,44 @@ STEPS_PER_EPOCH = 3
 # ---- which draw an epoch takes
 
 
-def views_of(num_views: int, first: int = 0, share: float = 0.0, num_samples: int = 200) -> Views:
-    views = Views(ItemCode(num_samples, num_views), seed=5)
-    views.epoch = first
-    views.follow(True, share)
-    return views
+def slots_of(num_slots: int, first: int = 0, share: float = 0.0, num_samples: int = 200) -> AugmentationSlots:
+    slots = AugmentationSlots(ItemCode(num_samples, num_slots), seed=5)
+    slots.epoch = first
+    slots.follow(True, share)
+    return slots
 
 
-def course(views: Views, epochs: range) -> tuple[Any, Any]:
+def course(slots: AugmentationSlots, epochs: range) -> tuple[Any, Any]:
     """Draw and row of each sample in each epoch, `(epochs, samples)` each."""
     draws, rows = [], []
-    for views.epoch in epochs:
-        items = np.array(views.items(list(range(views.code.num_samples))))
-        assert (views.code.samples_of(items) == np.arange(views.code.num_samples)).all()
-        draws.append(views.code.draws_of(items))
-        rows.append(views.code.rows_of(items) - views.code.num_views * np.arange(views.code.num_samples))
+    for slots.epoch in epochs:
+        items = np.array(slots.items(list(range(slots.code.num_samples))))
+        assert (slots.code.samples_of(items) == np.arange(slots.code.num_samples)).all()
+        draws.append(slots.code.draws_of(items))
+        rows.append(slots.code.rows_of(items) - slots.code.num_slots * np.arange(slots.code.num_samples))
     return np.array(draws), np.array(rows)
 
 
 def test_the_table_of_the_docstring() -> None:
-    views = views_of(2, share=0.3)
-    draws, rows = course(views, range(6))
+    slots = slots_of(2, share=0.3)
+    draws, rows = course(slots, range(6))
     chosen = [uniform(5, epoch, 200) < 0.3 for epoch in range(6)]
     (alike,) = np.where(~chosen[2] & chosen[3] & ~chosen[4] & ~chosen[5])
     assert draws[:, alike[0]].tolist() == [0, 1, 0, 3, 1, 3]
     assert rows[:, alike[0]].tolist() == [0, 1, 0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("num_views", [1, 2, 3])
-def test_without_new_draws_the_first_epochs_come_again_in_turn(num_views: int) -> None:
-    draws, rows = course(views_of(num_views, first=4), range(3, 4 + 3 * num_views))
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_without_new_draws_the_first_epochs_come_again_in_turn(num_slots: int) -> None:
+    draws, rows = course(slots_of(num_slots, first=4), range(3, 4 + 3 * num_slots))
     assert (draws[0] == 3).all()
-    for epoch in range(3 * num_views):
-        assert (draws[1 + epoch] == 4 + epoch % num_views).all() and (rows[1 + epoch] == epoch % num_views).all()
+    for epoch in range(3 * num_slots):
+        assert (draws[1 + epoch] == 4 + epoch % num_slots).all() and (rows[1 + epoch] == epoch % num_slots).all()
 
 
-@pytest.mark.parametrize("num_views", [1, 2, 3])
-def test_what_an_epoch_takes_is_the_last_draw_that_was_put_into_its_row(num_views: int) -> None:
-    draws, rows = course(views_of(num_views, share=0.3), range(12))
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_what_an_epoch_takes_is_the_last_draw_that_was_put_into_its_row(num_slots: int) -> None:
+    draws, rows = course(slots_of(num_slots, share=0.3), range(12))
     for sample in range(200):
         stored: dict[int, int] = {}
         for epoch in range(12):
@@ -80,34 +82,34 @@ def test_what_an_epoch_takes_is_the_last_draw_that_was_put_into_its_row(num_view
                 # The oldest makes room.
                 assert row not in stored or stored[row] == min(stored.values())
                 stored[row] = draw
-            assert stored[row] == draw and len(stored) <= num_views
-    is_new = draws[num_views:] == np.arange(num_views, 12)[:, None]
+            assert stored[row] == draw and len(stored) <= num_slots
+    is_new = draws[num_slots:] == np.arange(num_slots, 12)[:, None]
     assert is_new.mean() == pytest.approx(0.3, abs=0.03)
 
 
 def test_a_share_holds_from_the_next_epoch_on_and_nothing_before_changes() -> None:
-    views, before = views_of(2, share=0.1), views_of(2, share=0.1)
+    slots, before = slots_of(2, share=0.1), slots_of(2, share=0.1)
     expected = course(before, range(6))
-    course(views, range(5))
-    views.epoch = 5
-    views.follow(True, 1.0)
-    assert all((a == b).all() for a, b in zip(course(views, range(6)), expected, strict=True))
-    assert (course(views, range(6, 8))[0] == [[6], [7]]).all()
-    views.follow(False, 0.0)  # Nothing is stored: nothing is gained by an old draw.
-    assert views.shares[-1] == (6, 1.0)
-    views.epoch = 6
-    views.follow(True, 0.0)
-    assert (course(views, range(8, 10))[0] == [[6], [7]]).all()
+    course(slots, range(5))
+    slots.epoch = 5
+    slots.follow(True, 1.0)
+    assert all((a == b).all() for a, b in zip(course(slots, range(6)), expected, strict=True))
+    assert (course(slots, range(6, 8))[0] == [[6], [7]]).all()
+    slots.follow(False, 0.0)  # Nothing is stored: nothing is gained by an old draw.
+    assert slots.shares[-1] == (6, 1.0)
+    slots.epoch = 6
+    slots.follow(True, 0.0)
+    assert (course(slots, range(8, 10))[0] == [[6], [7]]).all()
 
 
 def test_views_go_on_from_a_checkpoint_in_any_epoch() -> None:
-    views = views_of(3, first=2, share=0.2)
-    expected = course(views, range(9, 12))
-    again = Views(ItemCode(200, 3), seed=5)
-    again.load_state(json.loads(json.dumps(views.state())), epoch=9)
+    slots = slots_of(3, first=2, share=0.2)
+    expected = course(slots, range(9, 12))
+    again = AugmentationSlots(ItemCode(200, 3), seed=5)
+    again.load_state(json.loads(json.dumps(slots.state())), epoch=9)
     assert all((a == b).all() for a, b in zip(course(again, range(9, 12)), expected, strict=True))
-    other = Views(ItemCode(200, 2), seed=5)
-    other.load_state(views.state(), epoch=9)
+    other = AugmentationSlots(ItemCode(200, 2), seed=5)
+    other.load_state(slots.state(), epoch=9)
     assert other.first is None and other.epoch == 9
 
 
@@ -141,7 +143,7 @@ def test_a_draw_hangs_on_nothing_but_seed_sample_and_number() -> None:
             assert all(found.setdefault(row.item, row.row) == row.row for row in rows)
         assert states == [random.getstate(), torch.get_rng_state().tolist(), data.own.get_state().tolist()]
     assert [found[item][0] for item in (0, 1, 9, 13)] == [0, 1, 1, 1]
-    # Items 9 and 13 are draw 1 of sample 1, in two views; all else is drawn apart.
+    # Items 9 and 13 are draw 1 of sample 1, in two slots; all else is drawn apart.
     assert found[9] == found[13]
     drawn = [value for item, row in found.items() if item != 13 and item != 4 for value in row[1:]]
     assert len(set(drawn)) == len(drawn)
@@ -178,12 +180,12 @@ def test_new_draws_cost_no_more_than_the_budget() -> None:
 
 def test_views_cost_a_writing_pass_each() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0), input=0.5, read=0.1, write=0.2)
-    views = decision.ViewCosts(3, 0.5)
-    found = decision.decide_cache(costs, 1, 0, 0.0, 10.0, "auto", views=views)
+    slots = decision.SlotCosts(3, 0.5)
+    found = decision.decide_cache(costs, 1, 0, 0.0, 10.0, "auto", slots=slots)
     assert found.costs["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
     assert found.write and found.fresh_share == 0.5
-    left = decision.decide_cache(costs, 1, 0, 0.0, 3.0, "on", views=views)
-    assert not left.write and "3 epochs left for 3 views" in left.reason
+    left = decision.decide_cache(costs, 1, 0, 0.0, 3.0, "on", slots=slots)
+    assert not left.write and "3 epochs left for 3 slots" in left.reason
 
 
 # ---- trainings
@@ -291,25 +293,25 @@ def cache_events(trainer: PipeTransformerTrainer, what: str) -> list[dict[str, A
 
 @pytest.fixture
 def nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sample is drawn anew once its views are stored."""
+    """No sample is drawn anew once its slots are stored."""
     monkeypatch.setattr(decision, "FRESH_BUDGET", 0.0)
 
 
 SOME_VIEWS = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 
-@pytest.mark.parametrize("num_views", SOME_VIEWS)
+@pytest.mark.parametrize("num_slots", SOME_VIEWS)
 def test_a_run_with_views_is_one_on_the_draws_of_its_first_epochs(
-    num_views: int, tmp_path: Path, nothing_new: None
+    num_slots: int, tmp_path: Path, nothing_new: None
 ) -> None:
     images = Images()
     trainer = trainer_of(
-        tmp_path, images, collate, activation_cache_views=num_views, callbacks=[Forgets(images.given)]
+        tmp_path, images, collate, activation_cache_views=num_slots, callbacks=[Forgets(images.given)]
     )
     trainer.train()
-    assert {len(given) for given in images.given.values()} == {num_views}
+    assert {len(given) for given in images.given.values()} == {num_slots}
     hits = [event["hits"] for event in cache_events(trainer, "epoch")]
-    assert hits == [0] * num_views + [NUM_SAMPLES] * (5 - num_views)
+    assert hits == [0] * num_slots + [NUM_SAMPLES] * (5 - num_slots)
     again = Again(images.given)
     frozen = trainer_of(tmp_path / "off", again, collate, activation_cache="off", callbacks=[Forgets(again.read)])
     frozen.train()
@@ -317,14 +319,14 @@ def test_a_run_with_views_is_one_on_the_draws_of_its_first_epochs(
     assert len(losses(trainer)) == 5 * STEPS_PER_EPOCH
 
 
-@pytest.mark.parametrize("num_views", SOME_VIEWS)
+@pytest.mark.parametrize("num_slots", SOME_VIEWS)
 def test_rows_hold_the_labels_of_the_tokens_that_were_masked(
-    num_views: int, tmp_path: Path, nothing_new: None
+    num_slots: int, tmp_path: Path, nothing_new: None
 ) -> None:
     masks, rows = Masking(), Numbered(make_dataset("bert_masked", NUM_SAMPLES))
-    trainer = trainer_of(tmp_path, rows, masks, activation_cache_views=num_views, callbacks=[Forgets(masks.given)])
+    trainer = trainer_of(tmp_path, rows, masks, activation_cache_views=num_slots, callbacks=[Forgets(masks.given)])
     trainer.train()
-    assert {len(given) for given in masks.given.values()} == {num_views}
+    assert {len(given) for given in masks.given.values()} == {num_slots}
     assert cache_events(trainer, "epoch")[-1]["hits"] == NUM_SAMPLES
     again = MaskedAgain(masks.given)
     frozen = trainer_of(tmp_path / "off", rows, again, activation_cache="off", callbacks=[Forgets(again.again.read)])
