@@ -167,7 +167,7 @@ def unlogged_loss(trainer: Trainer) -> dict[str, Any]:
     return {"unlogged_loss": trainer._tr_loss.item(), "last_logged_step": trainer._globalstep_last_logged}
 
 
-def take_up_loss(
+def restore_loss(
     trainer: Trainer, topology: Topology, unlogged_loss: float, last_logged_step: int, **_others: Any
 ) -> None:
     """Restore unlogged loss, for the next log entry but not for this call's mean. Collective: call on every rank."""

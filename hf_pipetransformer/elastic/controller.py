@@ -139,7 +139,7 @@ class LayoutController:
     def begin_step(self, stage: Stage) -> None:
         """Begin an optimizer step. Collective when a baseline of the policy is due."""
         if self.replay is None:
-            self._take_up_measurements()
+            self._restore_measurements()
             if self._weights is not None and not self._weights.has_begun:
                 self._weights.begin(stage.trained_here())
             if self._similarity is not None and not self._similarity.has_begun:
@@ -179,7 +179,7 @@ class LayoutController:
     def _measured(self, stage: Stage) -> dict[str, tuple[float, ...]]:
         """Return the measurements for the policy since the last decision. Collective: call on every rank."""
         found = {}
-        self._take_up_measurements()
+        self._restore_measurements()
         if self._norms is not None:
             found[GRADIENT_NORMS] = self._norms.means()
             self._norms.reset()
@@ -354,7 +354,7 @@ class LayoutController:
         self._is_first = cache is not None and cache.mode == "on"
         self._known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})
 
-    def _take_up_measurements(self) -> None:
+    def _restore_measurements(self) -> None:
         """Restore the baselines of the resumed run's measurements. Collective on the first call after `load_state`."""
         if self._recall is None:
             return

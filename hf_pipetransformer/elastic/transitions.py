@@ -6,10 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from transformers import Trainer
-
 from hf_pipetransformer.cache.training import TrainingCache
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import Change, LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
@@ -17,7 +14,7 @@ from hf_pipetransformer.elastic.transition import change_layout
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import announce
-from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout, counted
 
@@ -62,11 +59,7 @@ def check_unfreezing(
 class Transitions:
     """Changes the layout of a training run as its controller decides; cache, loader and optimizer state follow."""
 
-    trainer: Trainer
-    topology: Topology
-    journal: Journal
-    timeouts: CollectiveTimeouts
-    seeds: Seeds
+    context: Context
     pipeline: Pipeline
     controller: LayoutController
     optimizer: OptimizerState
@@ -75,18 +68,18 @@ class Transitions:
 
     def before_step(self) -> Change | None:
         """Ask the controller and apply its decision; return the move to another layout, if any."""
-        step, pipeline, moved = self.trainer.state.global_step, self.pipeline, None
+        step, pipeline, moved = self.context.trainer.state.global_step, self.pipeline, None
         if self.controller.decides_before(step):
-            self.timeouts.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
+            self.context.timeouts.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
         for ask in (self.controller.change_before, self.controller.change_without_cache):
             change = ask(step, pipeline.stage)
             if change is not None and change.moves:
-                self.timeouts.rest()
+                self.context.timeouts.rest()
                 self.move(change)
                 moved = change
             elif change is not None:
                 pipeline.stage.layout = change.layout
-                self.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+                self.context.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
         self.controller.begin_step(pipeline.stage)
         return moved
 
@@ -96,22 +89,24 @@ class Transitions:
         pipeline.settle()
         if self.cache is not None:
             self.cache.prepare_transition()
-        self.journal.tried = pipeline.start_up.plans.trying(change.layout)
+        self.context.journal.tried = pipeline.start_up.plans.trying(change.layout)
         probe, settings = pipeline.start_up.probe, pipeline.settings
-        stage, num_bytes = change_layout(pipeline.stage, change.layout, probe, self.topology, settings, self.optimizer)
+        stage, num_bytes = change_layout(
+            pipeline.stage, change.layout, probe, self.context.topology, settings, self.optimizer
+        )
         pipeline.take(stage)
         if self.cache is not None:
             self.cache.follow()
         for loader in (self.loader, *pipeline.persistent_loaders.values()):
             if loader is not None:
                 loader.follow(stage.groups)
-        self.seeds.num_transitions += 1
-        self.seeds.part(stage)
+        self.context.seeds.num_transitions += 1
+        self.context.seeds.part(stage)
         self._report(change, old, time.perf_counter() - start, num_bytes)
 
     def _report(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
         new, predicted, measured = change.layout, change.predicted, change.measured
-        self.journal.write(
+        self.context.journal.write(
             "transition",
             **{"from": old.as_event(), "to": new.as_event()},
             seconds=seconds,
@@ -121,7 +116,7 @@ class Transitions:
             alternatives=change.alternatives,
             reason=change.reason,
         )
-        if self.topology.rank != 0:
+        if self.context.topology.rank != 0:
             return
         gain = ""
         if measured and predicted:
@@ -137,4 +132,4 @@ class Transitions:
         if (old.places, old.boundaries) != (new.places, new.boundaries):
             shapes = " -> ".join(dict.fromkeys((old.shape_in_words, new.shape_in_words)))
             moved = f" {shapes}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s."
-        announce(f"Step {self.trainer.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")
+        announce(f"Step {self.context.trainer.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")

@@ -13,6 +13,7 @@ from transformers import Trainer
 from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, PipelineError
 from hf_pipetransformer.comm.faults import FaultBoard, is_second_hand
 from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.stage import Stage
 
@@ -129,3 +130,20 @@ class Seeds:
             place = stage.groups.replica * stage.groups.pipeline_size + stage.groups.position
             times = self.num_starts + 1_009 * self.num_transitions
             torch.manual_seed(self.seed + 1_000_003 * (1 + place) + 7_919 * times)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Parts that live as long as a trainer and that most of a run's constructors need."""
+
+    trainer: Trainer
+    topology: Topology
+    journal: Journal
+    timeouts: CollectiveTimeouts
+    seeds: Seeds
+
+    @property
+    def args(self) -> PipeTransformerArguments:
+        """Arguments of the trainer, which it may replace between two trainings."""
+        args: PipeTransformerArguments = self.trainer.args
+        return args

@@ -64,7 +64,7 @@ class RandomNumbers:
             shared.states = self.shared
 
 
-def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+def restore(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     """Restore optimizer, schedulers, decisions and counts; model and layout are restored already.
 
     Collective: call on every rank. `into` has the parts of this training, as for saving.
@@ -72,24 +72,24 @@ def take_up(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     Raises:
         ValueError: on every rank, if a part of this run is of another class.
     """
-    return (_take_up_plain if resumption.is_plain else _take_up_own)(resumption, into)
+    return (_restore_plain if resumption.is_plain else _restore_own)(resumption, into)
 
 
-def _take_up_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
-    state, together, scaler = resumption.state, into.topology.together, into.trainer.accelerator.scaler
+def _restore_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+    state, together, scaler = resumption.state, into.context.topology.together, into.context.trainer.accelerator.scaler
     together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
     together(lambda: _read_optimizer(resumption, into))
-    into.seeds.num_starts, into.seeds.num_transitions = state["num_starts"], state["num_transitions"]
+    into.context.seeds.num_starts, into.context.seeds.num_transitions = state["num_starts"], state["num_transitions"]
     numbers = together(lambda: _read_random_numbers(resumption, into))
     with _taking("learning-rate schedule", resumption):
-        into.trainer.lr_scheduler.load_state_dict(state["scheduler"])
+        into.context.trainer.lr_scheduler.load_state_dict(state["scheduler"])
     if scaler is not None and state["scaler"] is not None:
         with _taking("grad scaler", resumption):
             scaler.load_state_dict(state["scaler"])
     recall = partial(_read_last_decision, resumption, into)
     with _taking("freeze policy", resumption):
         into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
-    if into.topology.rank == 0:
+    if into.context.topology.rank == 0:
         announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
     return numbers
 
@@ -106,9 +106,14 @@ def _taking(what: str, resumption: Resumption) -> Iterator[None]:
         ) from error
 
 
-def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+def _restore_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     """Restore plain Trainer's optimizer, scheduler and, if one process trained, RNG states."""
-    folder, stage, own, together = resumption.folder, into.pipeline.stage, into.optimizer_state, into.topology.together
+    folder, stage, own, together = (
+        resumption.folder,
+        into.pipeline.stage,
+        into.optimizer_state,
+        into.context.topology.together,
+    )
     trained, store = stage.trained_here(), stage.store
     active = [name for name in store.named() if store.is_active(name)]
     groups = trainers_groups(active, into.description.fields["decaying"])
@@ -118,14 +123,14 @@ def _take_up_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     )
     own.hold(trained, {name: state for name, state in states.items() if name in trained})
     checkpoint.set_group_options(own.optimizer, options)
-    into.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
+    into.context.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
     shared = into.pipeline.shared_rng
     with nullcontext() if shared is None else shared.drawing():
         are_set = together(lambda: set_plain_random_state(folder))
     if shared is not None or not are_set:
-        into.seeds.part(stage)
-    tensors, values = random_state(into.trainer.args.device)
-    if into.topology.rank == 0:
+        into.context.seeds.part(stage)
+    tensors, values = random_state(into.context.trainer.args.device)
+    if into.context.topology.rank == 0:
         announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")
     return RandomNumbers(tensors, values | {"unlogged_loss": 0.0, "last_logged_step": resumption.step})
 
@@ -161,26 +166,28 @@ def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, 
                 resumption.folder, name, lambda key: key in weights or key.startswith((ACTIVATIONS, SAMPLES))
             )
             found |= tensors
-    return {key: value.to(into.trainer.args.device) if key in weights else value for key, value in found.items()}
+    return {
+        key: value.to(into.context.trainer.args.device) if key in weights else value for key, value in found.items()
+    }
 
 
 def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     """Read this rank's RNG states; under another K or R, seed new ones, except those that data are read with."""
-    layout, there, rank = into.pipeline.layout, resumption.layout, into.topology.rank
+    layout, there, rank = into.pipeline.layout, resumption.layout, into.context.topology.rank
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
         return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
     first = RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(0)))
-    seed = into.trainer.args.seed + 1_000_003 * (1 + rank) + 7_919 * (1 + resumption.step)
+    seed = into.context.trainer.args.seed + 1_000_003 * (1 + rank) + 7_919 * (1 + resumption.step)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    tensors, values = random_state(into.trainer.args.device)
+    tensors, values = random_state(into.context.trainer.args.device)
     # States that one process has only once: for sample orders, and for data that draw random numbers.
     common = first.shared or (
         {name: first.tensors[name] for name in ("torch", "numpy")},
         {name: first.values[name] for name in ("python", "numpy")},
     )
-    taken = [common if into.topology.world_size == 1 else under_name(SHARED, common)]
+    taken = [common if into.context.topology.world_size == 1 else under_name(SHARED, common)]
     if first.ahead is not None:
         taken.append(under_name(AHEAD, first.ahead[0]))
     for more_tensors, more_values in taken:
@@ -214,7 +221,7 @@ class FirstEpoch:
     @contextmanager
     def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over the epoch, to run if True is yielded; adapts the loop's `arguments` to the rest."""
-        trainer_compat.take_up_loss(self.trainer, self.topology, **self.numbers.values)
+        trainer_compat.restore_loss(self.trainer, self.topology, **self.numbers.values)
         if self.trainer.state.global_step >= self.trainer.state.max_steps:
             # Trainer's loop checks for the end only after a step, so it would run one too many.
             self.set_random_numbers()

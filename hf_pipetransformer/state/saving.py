@@ -8,19 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import random_state, under_name
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.elastic.transition import check_replicas_agree
-from hf_pipetransformer.runtime.context import Journal, Seeds
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint
@@ -53,10 +51,8 @@ class Checkpoints:
     `loader` is None for a loader of the user's own; `first_layout` is the layout that the run began under.
     """
 
-    trainer: Trainer
+    context: Context
     pipeline: Pipeline
-    journal: Journal
-    seeds: Seeds
     loader: PipelineLoader | None
     optimizer_state: OptimizerState
     controller: LayoutController
@@ -66,10 +62,6 @@ class Checkpoints:
     _written: dict[str, Entry] = field(default_factory=dict, init=False)
     _unlogged_loss: float = field(default=0.0, init=False)
 
-    @property
-    def topology(self) -> Topology:
-        return self.seeds.topology
-
     @contextmanager
     def saving(self, folder: str) -> Iterator[None]:
         """Wrap Trainer's saving of a checkpoint, and complete it on disk.
@@ -78,15 +70,15 @@ class Checkpoints:
         pushes to the hub right after that. There is no method to override in between, so `save_to_json` of the
         trainer's state is replaced for the one call.
         """
-        only_model, state = self.trainer.args.save_only_model, self.trainer.state
-        if self.topology.rank == 0:
+        only_model, state = self.context.args.save_only_model, self.context.trainer.state
+        if self.context.topology.rank == 0:
             # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
             (checkpoint.clear if only_model else checkpoint.begin)(folder)
         self._written = {}
 
         def save(path: str) -> None:
             type(state).save_to_json(state, path)
-            if path == os.path.join(folder, TRAINER_STATE_NAME) and self.topology.rank == 0:
+            if path == os.path.join(folder, TRAINER_STATE_NAME) and self.context.topology.rank == 0:
                 checkpoint.write_state(folder, self._state(), self._written)
 
         if not only_model:
@@ -95,7 +87,7 @@ class Checkpoints:
             yield
         finally:
             vars(state).pop("save_to_json", None)
-        self.journal.write("checkpoint", content="model" if only_model else "full")
+        self.context.journal.write("checkpoint", content="model" if only_model else "full")
 
     @property
     def are_trainers_too(self) -> bool:
@@ -126,7 +118,7 @@ class Checkpoints:
 
     def save_random_numbers(self, folder: str) -> None:
         """Write this rank's RNG states, and wait for all ranks' files; the last call before `trainer_state.json`."""
-        trainer, loader = self.trainer, self.loader
+        trainer, loader = self.context.trainer, self.loader
         tensors, values = random_state(trainer.args.device)
         order = None if loader is None else loader.order_state()
         if order is not None:
@@ -141,14 +133,16 @@ class Checkpoints:
         if loader is not None and not has_length(loader):
             values[POSITION] = loader.position
         values |= trainer_compat.unlogged_loss(trainer)
-        self._written |= checkpoint.write_part(folder, checkpoint.random_file(self.topology.rank), tensors, values)
-        answers = self.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
+        self._written |= checkpoint.write_part(
+            folder, checkpoint.random_file(self.context.topology.rank), tensors, values
+        )
+        answers = self.context.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
         for answer in answers:
             self._written |= answer["written"]
-        self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.topology.world_size
+        self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.context.topology.world_size
 
     def _state(self) -> dict[str, Any]:
-        state = self.trainer.state
+        state = self.context.trainer.state
         return {
             "step": state.global_step,
             "epoch": state.epoch,
@@ -157,8 +151,8 @@ class Checkpoints:
             "unlogged_loss": self._unlogged_loss,
             "layout": self.pipeline.layout.as_event(),
             "first_layout": self.first_layout.as_event(),
-            "num_starts": self.seeds.num_starts,
-            "num_transitions": self.seeds.num_transitions,
+            "num_starts": self.context.seeds.num_starts,
+            "num_transitions": self.context.seeds.num_transitions,
             "decisions": self.controller.state(),
             "slots": None if self.loader is None or self.loader.slots is None else self.loader.slots.state(),
             **self._schedules(),
@@ -190,7 +184,7 @@ class Checkpoints:
 
         False after a resume with batches of another size, or one that did not skip the samples that were done.
         """
-        place, loader, args = self._place(), self.loader, self.trainer.args
+        place, loader, args = self._place(), self.loader, self.context.args
         if place is None or loader is None:
             return True
         sizes = (
@@ -199,7 +193,7 @@ class Checkpoints:
             args.dataloader_drop_last,
             args.gradient_accumulation_steps,
         )
-        return find_remainder(place, self.trainer.state.global_step, *sizes, skips=True) is None
+        return find_remainder(place, self.context.trainer.state.global_step, *sizes, skips=True) is None
 
     def check_savable(self) -> None:
         """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
@@ -216,7 +210,7 @@ class Checkpoints:
             )
 
     def _schedules(self) -> dict[str, Any]:
-        schedule, scaler = self.trainer.lr_scheduler, self.trainer.accelerator.scaler
+        schedule, scaler = self.context.trainer.lr_scheduler, self.context.trainer.accelerator.scaler
         return {
             "scheduler": plain(schedule.state_dict(), f"The state of {type(schedule).__name__}"),
             "scaler": scaler and plain(scaler.state_dict(), "The state of the grad scaler"),
@@ -226,5 +220,5 @@ class Checkpoints:
         """Return the classes of optimizer and scheduler; no other class could load their state."""
         return {
             "optimizer_class": type(self.optimizer_state.optimizer).__name__,
-            "scheduler_class": type(self.trainer.lr_scheduler).__name__,
+            "scheduler_class": type(self.context.trainer.lr_scheduler).__name__,
         }

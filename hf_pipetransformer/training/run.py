@@ -27,7 +27,7 @@ from hf_pipetransformer.options.combinations import unused_freeze_options
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
-from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
 from hf_pipetransformer.runtime.gathering import check_whole, gather_full_state, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
@@ -105,6 +105,7 @@ class Run:
         self._has_users_optimizer = False
         self.starter = Starter(trainer, self.topology, splitter, self.journal.log.path)
         self.seeds = Seeds(self.topology, args.seed)
+        self.context = Context(trainer, self.topology, self.journal, self.timeouts, self.seeds)
         self.policy = policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
         if PREDICTED_SECONDS in self.policy.needs and args.full_determinism and args.layout_plan is None:
             raise ValueError(
@@ -306,8 +307,9 @@ class Run:
         check_unfreezing(args, self.policy, replay, longest)
         pipeline = self.start(found, layout, longest)
         give_whole_model(trainer, pipeline, longest)
-        own = (trainer, topology, self.journal, self.timeouts, self.seeds, self.policy, pipeline)
-        setup = TrainingSetup(*own, replay, names, description, resumption, self._has_users_optimizer)
+        setup = TrainingSetup(
+            self.context, self.policy, pipeline, replay, names, description, resumption, self._has_users_optimizer
+        )
         setup.announce()
         pipeline.shared_rng = share_rng_state(topology)
         self.seeds.begin(pipeline.stage)

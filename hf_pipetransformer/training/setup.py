@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
-from hf_pipetransformer.comm.topology import Topology, check_agreement
+from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
@@ -27,7 +27,7 @@ from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
-from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement
@@ -51,11 +51,7 @@ class TrainingSetup:
         keeps_optimizer: the optimizer is the user's, and is handed back whole.
     """
 
-    trainer: Trainer
-    topology: Topology
-    journal: Journal
-    timeouts: CollectiveTimeouts
-    seeds: Seeds
+    context: Context
     policy: FreezePolicy
     pipeline: Pipeline
     replay: Mapping[int, Layout] | None
@@ -69,14 +65,14 @@ class TrainingSetup:
         layout, saved = self.pipeline.layout, self.resumption
         policy = self.policy.describe() if self.replay is None else "replayed"
         freezes = self.policy.freezes or self.replay is not None
-        samples = self.trainer.args.train_samples_per_device
+        samples = self.context.args.train_samples_per_device
         fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
-        fields["nodes"] = list(map(len, self.topology.nodes))
+        fields["nodes"] = list(map(len, self.context.topology.nodes))
         step, epoch = 0, 0.0
         if saved is not None:
             step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder
-        self.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
-        if self.topology.rank == 0:
+        self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
+        if self.context.topology.rank == 0:
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
 
     def training(self, given: Any, max_steps: int) -> Training:
@@ -88,10 +84,10 @@ class TrainingSetup:
         loader = given if isinstance(given, PipelineLoader) else None
         if loader is None:
             length = len(given) if has_length(given) else None
-            check_agreement(self.topology, "training loaders", {"number of batches": length})
+            check_agreement(self.context.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
         cache = self._cache(given, steps_per_epoch)
-        pipeline, stage, args = self.pipeline, self.pipeline.stage, self.trainer.args
+        pipeline, stage, args = self.pipeline, self.pipeline.stage, self.context.args
         # A resumed run began under an earlier layout, which may have had more stages.
         began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
@@ -104,29 +100,31 @@ class TrainingSetup:
                     self._expect(cache, steps_per_epoch, max_steps)
 
             # `decide` makes an error of a user's policy end the run on every rank.
-            self.topology.decide(foresee)
+            self.context.topology.decide(foresee)
         meter = pipeline.settings.meter
-        samples, device = pipeline.start_up.samples, self.trainer.args.device
-        probe = LayerProbe(partial(_loss, self.trainer, pipeline.shell), samples, self.topology, device)
+        samples, device = pipeline.start_up.samples, self.context.args.device
+        probe = LayerProbe(
+            partial(_loss, self.context.trainer, pipeline.shell), samples, self.context.topology, device
+        )
         controller = LayoutController(
             decisions,
-            self.topology,
+            self.context.topology,
             stage,
-            self.journal.write,
+            self.context.journal.write,
             meter,
             probe,
             self.replay,
-            learning_rate=partial(trainer_compat.learning_rate, self.trainer),
+            learning_rate=partial(trainer_compat.learning_rate, self.context.trainer),
         )
         optimizer = self._optimizer(cache, began_under)
-        parts = (self.trainer, self.topology, self.journal, self.timeouts, self.seeds, pipeline)
-        noted = MetricAccumulator(self.trainer, self.topology)
-        windows = Windows(self.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
-        steps = Steps(self.trainer, self.topology, pipeline, loader, noted, windows)
+        parts = (self.context, pipeline)
+        noted = MetricAccumulator(self.context.trainer, self.context.topology)
+        windows = Windows(self.context.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
+        steps = Steps(self.context.trainer, self.context.topology, pipeline, loader, noted, windows)
         pipeline.steps = steps
         return Training(
             pipeline=pipeline,
-            timeouts=self.timeouts,
+            timeouts=self.context.timeouts,
             loader=loader,
             optimizer=optimizer,
             hooks=StepHooks(optimizer.optimizer, pipeline, windows),
@@ -135,10 +133,8 @@ class TrainingSetup:
             transitions=Transitions(*parts, controller, optimizer, cache, loader),
             cache=cache,
             checkpoints=Checkpoints(
-                self.trainer,
+                self.context,
                 pipeline,
-                self.journal,
-                self.seeds,
                 loader,
                 optimizer,
                 controller,
@@ -149,21 +145,21 @@ class TrainingSetup:
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
         """Announce the predicted training time on rank 0, next to the time with nothing frozen."""
-        args, policy, layout = self.trainer.args, self.policy, self.pipeline.layout
+        args, policy, layout = self.context.args, self.policy, self.pipeline.layout
         if policy.may_unfreeze:
             return
         spans = coming_spans(policy, args, layout, steps_per_epoch, max_steps)
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
-        measured = measure(self.trainer, self.pipeline, cache)
+        measured = measure(self.context.trainer, self.pipeline, cache)
         forecast = make_forecast(measured, args, self.pipeline, cache, steps_per_epoch)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
-        with self.journal.at(0, 0.0):
-            self.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
+        with self.context.journal.at(0, 0.0):
+            self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
         announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
-        plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.trainer.args
+        plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.context.args
         blocks_of_parameter = stage.view.structure.blocks_of_parameter
         return Decisions(
             policy=self.policy,
@@ -171,15 +167,15 @@ class TrainingSetup:
             args=args,
             inputs=plans.inputs(began_under, args.train_samples_per_device, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
-            world_size=self.topology.world_size,
+            world_size=self.context.topology.world_size,
             blocks_of_parameter={n: blocks for n, blocks in blocks_of_parameter.items() if stage.store.trainable[n]},
-            write=self.journal.write,
+            write=self.context.journal.write,
             cache=None if cache is None else cache.planner,
             num_frozen_by_user=plans.num_frozen_by_user,
         )
 
     def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
-        args, policy = self.trainer.args, self.policy
+        args, policy = self.context.args, self.policy
         num_layers = self.pipeline.layout.num_layers
         warnings = list(check_policy(policy, num_layers, max_steps, args.freeze_min_active_layers))
         steps_per_epoch = max_steps
@@ -190,18 +186,18 @@ class TrainingSetup:
                 "freeze_interval='epoch': the data set has no length, so no decision comes before the end. Set "
                 "freeze_interval to a number of steps or a share of the run."
             )
-        for text in warnings if self.topology.rank == 0 else ():
+        for text in warnings if self.context.topology.rank == 0 else ():
             logger.warning(text)
         return steps_per_epoch
 
     def _cache(self, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
-        if self.topology.is_first_here:
-            remove_old_stores(self.trainer.args)
+        if self.context.topology.is_first_here:
+            remove_old_stores(self.context.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
-            args = self.trainer.args
+            args = self.context.args
             options = ("activation_cache", "activation_cache_views")
             asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0)]
-            for name in asked if self.topology.rank == 0 else ():
+            for name in asked if self.context.topology.rank == 0 else ():
                 logger.warning(
                     f"{name}={getattr(args, name)!r} has no use: no layer is or will be frozen, so nothing is stored. "
                     f"Choose a freeze_policy, or leave {name} out."
@@ -210,7 +206,9 @@ class TrainingSetup:
         saved = self.resumption
         if saved is not None and isinstance(loader, PipelineLoader) and loader.slots is not None:
             loader.slots.load_state(saved.state.get("slots"), (saved.place or {"epoch": 0})["epoch"])
-        return begin_cache(self.trainer, self.pipeline, self.journal, self.topology, loader, steps_per_epoch)
+        return begin_cache(
+            self.context.trainer, self.pipeline, self.context.journal, self.context.topology, loader, steps_per_epoch
+        )
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """Return the best number of micro-batches M by stages K and chunks V, from checkpoint or events file."""
@@ -218,17 +216,17 @@ class TrainingSetup:
         if saved is not None:
             return saved
         plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
-        path = self.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
-        samples = self.trainer.args.train_samples_per_device
-        known = self.topology.decide(
+        path = self.context.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
+        samples = self.context.args.train_samples_per_device
+        known = self.context.topology.decide(
             lambda: [[*shape, m] for shape, m in read_known_microbatches(path, layout, samples).items()]
         )
         return {(k, v): m for k, v, m in known}
 
     def _optimizer(self, cache: TrainingCache | None, began_under: Layout) -> OptimizerState:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
-        layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.trainer.args.elastic
-        optimizer = trainer_compat.torch_optimizer(self.trainer)
+        layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.context.args.elastic
+        optimizer = trainer_compat.torch_optimizer(self.context.trainer)
         groups = divide(optimizer, self.pipeline, self.names)
         # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
         # its cache.
@@ -240,10 +238,10 @@ class TrainingSetup:
         if adapts:
             # Create the process groups of later layouts now: that takes longer than a transition should.
             most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
-            wanted = self.trainer.args.num_chunks
+            wanted = self.context.args.num_chunks
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, longest, most):
-                self.topology.groups(Placement(size, num_chunks, layout.placement))
-        state = OptimizerState(optimizer, stage.store.named(), self.topology, may_move, groups)
+                self.context.topology.groups(Placement(size, num_chunks, layout.placement))
+        state = OptimizerState(optimizer, stage.store.named(), self.context.topology, may_move, groups)
         if not stage.store.trains_all:
             state.hold(stage.trained_here(), {})  # Trainer made it for the parameters that may unfreeze, too.
         return state

@@ -18,7 +18,7 @@ from hf_pipetransformer.runtime.context import CollectiveTimeouts
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import saves_state
-from hf_pipetransformer.state.restore import FirstEpoch, take_up
+from hf_pipetransformer.state.restore import FirstEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.metrics import Summary
@@ -55,11 +55,11 @@ class Training:
             ValueError: on every rank, if one of them fails.
         """
         checkpoints = self.checkpoints
-        trainer, topology = checkpoints.trainer, checkpoints.topology
+        trainer, topology = checkpoints.context.trainer, checkpoints.context.topology
         if self.cache is not None:
             self.cache.follow()
         if resumption is not None:
-            numbers = take_up(resumption, checkpoints)
+            numbers = restore(resumption, checkpoints)
             self.first_epoch = FirstEpoch(trainer, topology, self.pipeline, self.loader, resumption, numbers)
         if saves_state(trainer.args):
             # Fail now instead of at the first checkpoint.
@@ -99,7 +99,7 @@ class Training:
             self.set_random_numbers()
         moved = self.transitions.before_step()
         if moved is not None and (scalars := self.take_scalars()):
-            self.transitions.trainer.log(scalars)
+            self.transitions.context.trainer.log(scalars)
         self.summary.begin_step(None if moved is None else moved.predicted)
         batches = self.steps.begin(epoch_iterator, num_batches)
         self.timeouts.enter_step()
@@ -161,7 +161,7 @@ class Training:
         """Collect each stage's weight prediction errors for log and events. Collective: call on every rank."""
         if not self.windows.is_on:
             return
-        topology, size = self.checkpoints.topology, self.pipeline.layout.pipeline_size
+        topology, size = self.checkpoints.context.topology, self.pipeline.layout.pipeline_size
         groups = self.pipeline.stage.groups
         own = self.windows.errors() if groups.replica == 0 else None
         by_stage = {
@@ -177,7 +177,7 @@ class Training:
             }
         if by_stage:
             stages = [{"stage": stage, **by_stage[stage]} for stage in range(size) if stage in by_stage]
-            self.transitions.journal.write("profile", what="prediction", stages=stages)
+            self.transitions.context.journal.write("profile", what="prediction", stages=stages)
 
     def end(self) -> None:
         """Remove the hooks and close the cache, also after an error."""
