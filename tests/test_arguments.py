@@ -5,13 +5,14 @@ from __future__ import annotations
 import fractions
 import math
 import pathlib
+import re
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import yaml
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
@@ -61,13 +62,12 @@ NASTY: list[Any] = [
     *(b"auto", [], ["auto"], {}, {2: 1}, (1,), object(), pathlib.PurePath("folder"), np.array([1, 2]), int),
 ]
 
-KINDS: dict[str, Any] = {"str": str, "float": float, "int": int, "bool": bool}
+HINTS = get_type_hints(PipeTransformerArguments)
 
 
 def kinds_of(name: str) -> tuple[type, ...]:
     """The types that the field's annotation names."""
-    annotation = PipeTransformerArguments.__dataclass_fields__[name].type
-    return tuple(KINDS.get(word, type(None)) for word in annotation.split(" | "))
+    return get_args(HINTS[name]) or (HINTS[name],)
 
 
 def read(name: str, value: Any) -> Any:
@@ -94,6 +94,23 @@ def test_any_value_becomes_one_of_the_options_type_or_is_refused_in_one_sentence
         assert not isinstance(found, float) or math.isfinite(found)
         # What is read once is read again as the same: arguments are copied and written to files.
         assert read(name, found) == found
+
+
+@pytest.mark.parametrize("name", OWN_FIELDS)
+def test_the_command_line_offers_what_the_reader_takes(name: str):
+    choices = PipeTransformerArguments.__dataclass_fields__[name].metadata.get("choices", ())
+    assert [read(name, choice) for choice in choices] == list(choices)
+    with pytest.raises(ValueError, match=re.escape(f"one of {choices}") if choices else "must be|is not"):
+        read(name, "zig\0zag")
+
+
+def test_the_command_line_reads_all_options_and_explains_them():
+    parser = HfArgumentParser(PipeTransformerArguments)
+    given = ["--pipeline_schedule", "zb_h1", "--pipeline_chunks", "1", "--no_elastic", "--freeze_alpha", "0.5"]
+    args = parser.parse_args_into_dataclasses(["--output_dir", "outputs", "--use_cpu", *given])[0]
+    assert (args.pipeline_schedule, args.pipeline_chunks, args.elastic, args.freeze_alpha) == ("zb_h1", 1, False, 0.5)
+    told = parser.format_help()
+    assert all(f"--{name}" in told for name in OWN_FIELDS)
 
 
 @pytest.mark.parametrize("name", OWN_FIELDS)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from options_table import BEGIN, END, PAGE, options_table
 
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -35,3 +36,9 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
 
 def test_readme_is_a_first_screen() -> None:
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS
+
+
+def test_the_table_of_options_is_that_of_the_fields() -> None:
+    """If it is not, run `python scripts/options_table.py`."""
+    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert written == options_table()

@@ -30,6 +30,11 @@ OUT_OF_MEMORY_REMEDY = (
     "A run that goes on in this output_dir plans no pipeline as short again."
 )
 
+LAUNCH_HINT = (
+    "accelerate launch --multi_gpu --num_processes N script.py ... "
+    "(on CPU add `--use_cpu true` after the script's name)"
+)
+
 _present_limit: float | None = None
 
 

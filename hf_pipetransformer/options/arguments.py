@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -42,37 +43,8 @@ CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 LONGEST_WAIT = 1e9
 """Longest timeout in seconds; a longer one would overflow in the transports."""
 
-_is_wait = number(f"a number of seconds from 0.001 to {LONGEST_WAIT:.0f}", lambda x: 1e-3 <= x <= LONGEST_WAIT)
+read_timeout = number(f"a number of seconds from 0.001 to {LONGEST_WAIT:.0f}", lambda x: 1e-3 <= x <= LONGEST_WAIT)
 
-READERS: dict[str, Reader] = {
-    "pipeline_parallel_size": count_or("auto"),
-    "pipeline_parallel_num_microbatches": count_or("auto", "measured"),
-    "pipeline_schedule": choice(SCHEDULE_NAMES),
-    "pipeline_token_slices": lengths_or("auto"),
-    "pipeline_chunks": optional(whole_number("a number of stages, 1 or more", least=1)),
-    "pipeline_weights": choice(WEIGHTS_NAMES),
-    "pipeline_clip": choice(CLIPS),
-    "pipeline_drain_interval": optional(whole_number("a number of optimizer steps, 1 or more", least=1)),
-    "pipeline_checkpoint": choice(RECOMPUTE_MODES, on="always", off="never"),
-    "pipeline_timeout": _is_wait,
-    "freeze_policy": choice(FREEZE_POLICIES, off="none", null="none"),
-    "freeze_alpha": number("between 0 and 1, both excluded", lambda alpha: 0 < alpha < 1),
-    "freeze_rule": choice(FREEZE_RULES),
-    "freeze_interval": interval,
-    "freeze_warmup": number("a share of the run in [0, 1)", lambda share: 0 <= share < 1),
-    "freeze_min_active_layers": whole_number("a number of layers, 0 or more", least=0),
-    "freeze_at": optional(freeze_table),
-    "elastic": truth,
-    "pipeline_compression": choice(COMPRESSIONS),
-    "layout_plan": optional(path),
-    "activation_cache": choice(CACHE_MODES, on="on", off="off"),
-    "activation_cache_dir": optional(path),
-    "activation_cache_max_gb": optional(number("a positive number of gigabytes", lambda size: size > 0)),
-    "activation_cache_dtype": choice(CACHE_DTYPES),
-    "activation_cache_keep": truth,
-    "activation_cache_views": whole_number("a number of views, 0 or more", least=0),
-}
-"""Parser and range check of each pipeline option, for values from scripts, YAML files and sweeps."""
 
 _at_least_one = whole_number("a positive whole number", least=1)
 _whole = whole_number("a whole number", least=-(10**18))
@@ -107,11 +79,19 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
 }
 """Ranges of Trainer's own numeric options. Outside them Trainer silently trains nothing, gets NaN, or fails late."""
 
-
 _NO_PIPELINE = (
     "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
     "activation_cache*. Use PipeTransformerTrainer."
 )
+
+
+def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """Declare an option: `text` is its help on the command line and its row in docs/options.md.
+
+    The reader stands in the annotation, because `HfArgumentParser` passes all metadata on to argparse. In `text`,
+    "See docs/PAGE.md, HEADING." becomes a link in the docs.
+    """
+    return field(default=default, metadata={"help": text} | ({"choices": choices} if choices else {}))
 
 
 @dataclass
@@ -123,206 +103,172 @@ class PipeTransformerArguments(TrainingArguments):
     `per_device_eval_batch_size * pipeline_parallel_size` samples. With `split_batches` in `accelerator_config` both
     batch sizes count all processes together, as in Trainer.
 
-    The `help` of each field describes the option, its values and units. Sections are those of the PipeTransformer
-    paper; `pipeline_weights`, `pipeline_clip` and `pipeline_drain_interval` apply to the schedule `"async_1f1b"` only.
-
-    Pipeline: `pipeline_parallel_size` (ranks of a pipeline K), `pipeline_parallel_num_microbatches` (micro-batches per
-        mini-batch M), `pipeline_schedule`, `pipeline_chunks` (stages on each rank V), `pipeline_token_slices` (slices
-        of a sequence S), `pipeline_weights` (PipeOptim, Table II), `pipeline_clip`, `pipeline_drain_interval`,
-        `pipeline_checkpoint`, `pipeline_timeout` (seconds)
-    Freezing (section 3.1): `freeze_policy`, `freeze_alpha` (alpha of Eq. 1), `freeze_rule` (reading of the argmin in
-        Eq. 1), `freeze_interval`, `freeze_warmup`, `freeze_min_active_layers`, `freeze_at`
-    Elastic pipeline (sections 3.2 and 3.3): `elastic`, `pipeline_compression`, `layout_plan`
-    Activation cache (section 3.4): `activation_cache`, `activation_cache_dir`, `activation_cache_max_gb`,
-        `activation_cache_dtype`, `activation_cache_keep`, `activation_cache_views`
+    Each field is the one declaration of an option: its annotation has the reader that parses and checks values from
+    scripts, YAML files and sweeps, its `help` the values and units. Sections are those of the PipeTransformer paper.
 
     Raises:
         ValueError: an option cannot be parsed or is out of range; names the value found and those expected.
     """
 
-    pipeline_parallel_size: str = field(
-        default="auto",
-        metadata={
-            "help": "Pipeline length K: a divisor of the number of devices of one node, or 'auto' for the smallest "
-            "K whose stages fit a device."
-        },
+    # Pipeline.
+    pipeline_parallel_size: Annotated[str, count_or("auto")] = option(
+        "auto",
+        "Ranks in one pipeline, K: a divisor of the number of processes on a node, or `auto` for the smallest K whose "
+        "stages fit in memory.",
     )
-    pipeline_parallel_num_microbatches: str = field(
-        default="auto",
-        metadata={
-            "help": "Micro-batches per mini-batch of one pipeline, M: a number, or 'measured': 6K, 4K, 3K, "
-            "2K and K are tried on the first training steps of each pipeline length (1 without a pipeline). 'auto' "
-            "measures too, but not where clocks would then change a seeded run: with dropout, whose masks depend on "
-            "M, and with full_determinism, M is 4K or what leaves a micro-batch four samples."
-        },
+    pipeline_parallel_num_microbatches: Annotated[str, count_or("auto", "measured")] = option(
+        "auto",
+        "Micro-batches per mini-batch of one pipeline, M: a number, `measured` or `auto`. `measured` tries 6K, 4K, "
+        "3K, 2K and K on the first training steps of each pipeline length (M is 1 without a pipeline). `auto` also "
+        "measures, unless measured times would then change the numbers of a seeded run: with dropout, whose masks "
+        "depend on M, and with `full_determinism`, M is 4K, or less so that a micro-batch has at least 4 samples.",
     )
-    pipeline_schedule: str = field(
-        default="1f1b", metadata={"help": "Schedule of the micro-batches.", "choices": SCHEDULE_NAMES}
+    pipeline_schedule: Annotated[str, choice(SCHEDULE_NAMES)] = option(
+        "1f1b",
+        "Order of the forwards and backwards on each rank. `1f1b` keeps fewer activations in memory than `gpipe`. The "
+        "others have smaller bubbles: `interleaved_1f1b` puts several stages on each rank, `zb_h1` and `zb_v` compute "
+        "weight gradients later than input gradients, and `token` (causal language models only) pipelines slices of "
+        "each sequence. All of these give the same results. `async_1f1b` has no bubble but gives other results, "
+        "because stages update their weights without waiting for each other. See docs/how_it_works.md, Asynchronous "
+        "1F1B.",
+        choices=SCHEDULE_NAMES,
     )
-    pipeline_token_slices: str = field(
-        default="auto",
-        metadata={
-            "help": "Slices of the tokens of each sequence, for the schedule 'token': their number, their lengths "
-            "('512,512,1024'; sequences of another length are cut in proportion), or 'auto' for what is planned from "
-            "measured times."
-        },
+    pipeline_token_slices: Annotated[str, lengths_or("auto")] = option(
+        "auto",
+        "With `pipeline_schedule=token`, how to slice each sequence: a number of slices, their lengths in tokens "
+        "(`512,512,1024`; a sequence of another length is cut in proportion), or `auto` to plan slices and M from "
+        "measured times. The first line of a run names the lengths, or why sequences stay whole.",
     )
-    pipeline_chunks: int | None = field(
-        default=None,
-        metadata={
-            "help": "Stages on each rank of a pipeline, V; by default what the schedule says. Schedules that "
-            "interleave stages take 2 or more, others one number only."
-        },
+    pipeline_chunks: Annotated[int | None, optional(whole_number("a number of stages, 1 or more", least=1))] = option(
+        None,
+        "Stages on each rank of a pipeline, V: 2 or more with `interleaved_1f1b` (2 if not set), 2 with `zb_v`, 1 "
+        "with the other schedules.",
     )
-    pipeline_weights: str = field(
-        default="pipeoptim",
-        metadata={
-            "help": "With pipeline_schedule='async_1f1b', the weights that a forward and a backward see: predicted "
-            "and current ('pipeoptim'), current and current ('vanilla'), the forward's in both ('stashing'), "
-            "those before the last update in both ('double_buffer'), or predicted in both "
-            "('spectrain', and 'xpipe', which predicts as Adam does).",
-            "choices": WEIGHTS_NAMES,
-        },
+    pipeline_weights: Annotated[str, choice(WEIGHTS_NAMES)] = option(
+        "pipeoptim",
+        "With `pipeline_schedule=async_1f1b`, the weights that forward and backward use: predicted and current "
+        "(`pipeoptim`), current and current (`vanilla`), the forward's in both (`stashing`, as in PipeDream), those "
+        "before the last update in both (`double_buffer`, as in PipeDream-2BW), or predicted in both (`spectrain`, "
+        "and `xpipe`, which predicts with Adam's update).",
+        choices=WEIGHTS_NAMES,
     )
-    pipeline_clip: str = field(
-        default="stage",
-        metadata={
-            "help": "With pipeline_schedule='async_1f1b', what max_grad_norm bounds: the gradient norm of each stage "
-            "('stage'), or of the model, by its norm in the last step that all stages have done ('last').",
-            "choices": CLIPS,
-        },
+    pipeline_clip: Annotated[str, choice(CLIPS)] = option(
+        "stage",
+        "With `pipeline_schedule=async_1f1b`, the gradient norm that `max_grad_norm` limits: that of each `stage`, or "
+        "that of the whole model in the `last` step that all stages have finished.",
+        choices=CLIPS,
     )
-    pipeline_drain_interval: int | None = field(
-        default=None,
-        metadata={
-            "help": "With pipeline_schedule='async_1f1b', optimizer steps after which all stages come to the same "
-            "weights; by default only where it is needed: to evaluate, to save, to change the layout, and at the end "
-            "of an epoch."
-        },
+    pipeline_drain_interval: Annotated[
+        int | None, optional(whole_number("a number of optimizer steps, 1 or more", least=1))
+    ] = option(
+        None,
+        "With `pipeline_schedule=async_1f1b`, optimizer steps between two drains, after which all stages have done "
+        "the same number of updates. If not set, stages drain only when necessary: to evaluate, save or change the "
+        "layout, and at the end of an epoch.",
     )
-    pipeline_checkpoint: str = field(
-        default="never",
-        metadata={
-            "help": "Activation recomputation: run the forward of a micro-batch again in its backward 'always', for "
-            "all but the last micro-batch ('except_last'), or 'never'. activation_checkpointing=True means 'always'.",
-            "choices": RECOMPUTE_MODES,
-        },
+    pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
+        "never",
+        "Activation recomputation: run the forward of a micro-batch again in its backward `always`, for all but the "
+        "last micro-batch (`except_last`), or `never`. `activation_checkpointing=True` means `always`.",
+        choices=RECOMPUTE_MODES,
     )
-    pipeline_timeout: float = field(
-        default=300.0,
-        metadata={
-            "help": "Seconds that any rank may wait for another in a training step before the run ends in an error. "
-            "Between steps (saving, evaluating, logging, preparing), and with torch_compile in steps too, it is "
-            "ddp_timeout if that is longer."
-        },
-    )
-    freeze_policy: str = field(
-        default="none",
-        metadata={
-            "help": "How layers are frozen, from the bottom, while training: not at all ('none'), by 'gradient_norm' "
-            "(PipeTransformer, Eq. 1), by 'schedule' (the upper bound of Eq. 1 alone), or 'fixed' by "
-            "freeze_at. Pass `policy=` for a policy of your own.",
-            "choices": FREEZE_POLICIES,
-        },
-    )
-    freeze_alpha: float = field(
-        default=1 / 3,
-        metadata={"help": "alpha of Eq. 1, in (0, 1): the share of the active layers that one decision may freeze."},
-    )
-    freeze_rule: str = field(
-        default="inclusive",
-        metadata={
-            "help": "Whether 'gradient_norm' freezes up to the layer with the smallest gradient norm, that layer too "
-            "('inclusive') or not ('exclusive').",
-            "choices": FREEZE_RULES,
-        },
-    )
-    freeze_interval: str = field(
-        default="epoch",
-        metadata={
-            "help": "Time between two freeze decisions: 'epoch', a number of optimizer steps, or a share of "
-            "the run such as 0.1."
-        },
-    )
-    freeze_warmup: float = field(
-        default=0.5, metadata={"help": "Share of the run, in [0, 1), before the first freeze decision."}
-    )
-    freeze_min_active_layers: int = field(
-        default=2, metadata={"help": "Layers, counted from the top, that are never frozen, but by freeze_at."}
-    )
-    freeze_at: str | None = field(
-        default=None,
-        metadata={
-            "help": "For freeze_policy='fixed': 'step:layers,...', before optimizer step number step (0 is the first) "
-            "the first layers layers are frozen; a smaller number later on unfreezes the others, 0 all of them."
-        },
-    )
-    elastic: bool = field(
-        default=True,
-        metadata={
-            "help": "Let the pipeline shrink and the number of replicas grow as layers freeze. False keeps the stages."
-        },
-    )
-    pipeline_compression: str = field(
-        default="throughput",
-        metadata={
-            "help": "New pipeline length when layers froze: halved while the largest stage is no larger than at the "
-            "start ('memory', Eq. 2), or the divisor with the best predicted step time that fits ('throughput').",
-            "choices": COMPRESSIONS,
-        },
-    )
-    layout_plan: str | None = field(
-        default=None,
-        metadata={
-            "help": "Events file (pipetransformer_events.jsonl) of an earlier run: its decisions are replayed, none "
-            "are taken."
-        },
+    pipeline_timeout: Annotated[float, read_timeout] = option(
+        300.0,
+        "Seconds that a rank waits for another one in a training step before the run ends with an error on every "
+        "rank. Between steps (preparing, logging, evaluating, saving), and everywhere with `torch_compile`, "
+        "`ddp_timeout` applies if it is longer.",
     )
 
-    activation_cache: str = field(
-        default="auto",
-        metadata={
-            "help": "Store the activations that frozen layers give and read them back instead of computing them: "
-            "'auto' where that is expected to be faster, 'on' wherever it is possible, or 'off'.",
-            "choices": CACHE_MODES,
-        },
+    # Freezing (section 3.1).
+    freeze_policy: Annotated[str, choice(FREEZE_POLICIES, off="none", null="none")] = option(
+        "none",
+        "How layers are frozen during training, from the bottom up: not at all (`none`), by gradient norms "
+        "(`gradient_norm`, Eq. 1 of the PipeTransformer paper), by the upper bound of Eq. 1 alone (`schedule`), or as "
+        "listed in `freeze_at` (`fixed`). Pass `policy=` to the trainer for a policy of your own. See "
+        "docs/how_it_works.md, Your own freeze policy.",
+        choices=FREEZE_POLICIES,
     )
-    activation_cache_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder on a local disk for the activation cache, in a folder _activation_cache of its own; the "
-            "temporary folder of the machine by default. A network file system is refused."
-        },
+    freeze_alpha: Annotated[float, number("between 0 and 1, both excluded", lambda alpha: 0 < alpha < 1)] = option(
+        1 / 3, "alpha of Eq. 1, in (0, 1): the largest share of the active layers that one decision freezes."
     )
-    activation_cache_max_gb: float | None = field(
-        default=None,
-        metadata={
-            "help": "Most gigabytes that the activation cache may take on a machine; half of the free space by "
-            "default. Samples that do not fit are computed."
-        },
+    freeze_rule: Annotated[str, choice(FREEZE_RULES)] = option(
+        "inclusive",
+        "With `freeze_policy=gradient_norm`, freeze up to the layer with the smallest gradient norm, including that "
+        "layer (`inclusive`) or not (`exclusive`).",
+        choices=FREEZE_RULES,
     )
-    activation_cache_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Precision of stored activations; 'auto' is the autocast precision if there is one, else the "
-            "activation's own.",
-            "choices": CACHE_DTYPES,
-        },
+    freeze_interval: Annotated[str, interval] = option(
+        "epoch",
+        "Time between two freeze decisions: `epoch`, a number of optimizer steps, or a share of the run such as 0.1.",
     )
-    activation_cache_keep: bool = field(
-        default=False,
-        metadata={
-            "help": "Leave the activation cache on the disk: a later run over the same data with the same frozen "
-            "weights reads it."
-        },
+    freeze_warmup: Annotated[float, number("a share of the run in [0, 1)", lambda share: 0 <= share < 1)] = option(
+        0.5, "Share of the run before the first freeze decision, in [0, 1)."
     )
-    activation_cache_views: int = field(
-        default=0,
-        metadata={
-            "help": "Samples that a transform or the collator draws at random (crops, flips, masked tokens): store so "
-            "many views of each, as they are drawn, and take them in turn; a part of them is drawn anew in each "
-            "epoch. 0 keeps the activation cache off where samples are random."
-        },
+    freeze_min_active_layers: Annotated[int, whole_number("a number of layers, 0 or more", least=0)] = option(
+        2, "Layers at the top that are never frozen, except by `freeze_at`."
+    )
+    freeze_at: Annotated[str | None, optional(freeze_table)] = option(
+        None,
+        "With `freeze_policy=fixed`, a table `step:layers,...`: before optimizer step `step` (0 is the first), the "
+        "first `layers` layers are frozen. A smaller number at a later step unfreezes the others, 0 all of them. See "
+        "docs/how_it_works.md, Unfreezing.",
+    )
+
+    # Elastic pipeline (sections 3.2 and 3.3).
+    elastic: Annotated[bool, truth] = option(
+        True,
+        "Shorten the pipeline and add replicas as layers freeze. `false` keeps the stages; those that are completely "
+        "frozen only run forward.",
+    )
+    pipeline_compression: Annotated[str, choice(COMPRESSIONS)] = option(
+        "throughput",
+        "Pipeline length after layers froze: the divisor with the shortest predicted step that fits in memory "
+        "(`throughput`), or halved as long as no stage becomes larger than at the start (`memory`, Eq. 2).",
+        choices=COMPRESSIONS,
+    )
+    layout_plan: Annotated[str | None, optional(path)] = option(
+        None,
+        "Events file (`pipetransformer_events.jsonl`) of an earlier run, whose decisions are replayed instead of "
+        "taking new ones.",
+    )
+
+    # Activation cache (section 3.4).
+    activation_cache: Annotated[str, choice(CACHE_MODES, on="on", off="off")] = option(
+        "auto",
+        "Cache the activations of frozen layers on disk and read them back instead of computing them: `auto` if "
+        "measured times say that this is faster, `on` wherever it is possible, or `off`. Without frozen layers "
+        "nothing is stored. See docs/how_it_works.md, The activation cache.",
+        choices=CACHE_MODES,
+    )
+    activation_cache_dir: Annotated[str | None, optional(path)] = option(
+        None,
+        "Folder on a local disk in which the activation cache makes its folder `_activation_cache`; the temporary "
+        "folder of the machine if not set. A network file system is refused.",
+    )
+    activation_cache_max_gb: Annotated[
+        float | None, optional(number("a positive number of gigabytes", lambda size: size > 0))
+    ] = option(
+        None,
+        "Gigabytes that the activation cache may use on each machine; half of the free space if not set. Samples that "
+        "do not fit are computed.",
+    )
+    activation_cache_dtype: Annotated[str, choice(CACHE_DTYPES)] = option(
+        "auto",
+        "Precision of cached activations; `auto` is the autocast precision if there is one, else that of the "
+        "activations themselves.",
+        choices=CACHE_DTYPES,
+    )
+    activation_cache_keep: Annotated[bool, truth] = option(
+        False,
+        "Keep the activation cache for a later run over the same data set with the same frozen weights. The first "
+        "epoch of that run still reads each sample once, to compare it. See docs/how_it_works.md, The activation "
+        "cache.",
+    )
+    activation_cache_views: Annotated[int, whole_number("a number of views, 0 or more", least=0)] = option(
+        0,
+        "If a transform or the collator is random (crops, flips, masked tokens), the number of random versions of "
+        "each sample to cache. Epochs use them in turn, and replace a part of them with new ones. 0 turns the "
+        "activation cache off for random samples. See docs/how_it_works.md, Augmentation slots.",
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
@@ -339,7 +285,7 @@ class PipeTransformerArguments(TrainingArguments):
             )
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
-        self.ddp_timeout = _is_wait("ddp_timeout", self.ddp_timeout)
+        self.ddp_timeout = read_timeout("ddp_timeout", self.ddp_timeout)
         self._read_trainers_numbers()
         check_combinations(self)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
@@ -436,6 +382,14 @@ class PipeTransformerArguments(TrainingArguments):
         """Requested number of micro-batches M; None for "auto" and "measured"."""
         count = self.pipeline_parallel_num_microbatches
         return int(count) if count.isdecimal() else None
+
+
+READERS: dict[str, Reader] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(PipeTransformerArguments, include_extras=True).items()
+    if name in PipeTransformerArguments.__annotations__
+}
+"""Reader of each option of the pipeline, from its annotation."""
 
 
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:

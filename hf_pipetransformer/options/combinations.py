@@ -1,8 +1,9 @@
-"""Checks for options that exclude or require each other, run before training starts."""
+"""Options that exclude or require each other, checked as soon as the arguments are created."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -12,15 +13,24 @@ from hf_pipetransformer.schedules import find_schedule
 Options = Any
 """`PipeTransformerArguments`, with every option already parsed."""
 
-_DECIDING = ("gradient_norm", "schedule")
+Refusal = tuple[bool, str]
+"""True if the options are refused, and the message: what was found, why it cannot work, and what to change."""
+
 POLICIES_READING = {
     "freeze_alpha": ("gradient_norm", "schedule"),
     "freeze_rule": ("gradient_norm",),
-    "freeze_interval": _DECIDING,
-    "freeze_warmup": _DECIDING,
-    "freeze_min_active_layers": _DECIDING,
+    "freeze_interval": ("gradient_norm", "schedule"),
+    "freeze_warmup": ("gradient_norm", "schedule"),
+    "freeze_min_active_layers": ("gradient_norm", "schedule"),
 }
 """Built-in policies that read each of these options; a custom policy reads all but the first two."""
+
+
+def raise_first(refusals: Iterable[Refusal]) -> None:
+    """Raise ValueError with the message of the first refusal that is true."""
+    for is_refused, text in refusals:
+        if is_refused:
+            raise ValueError(text)
 
 
 def check_combinations(args: Options) -> None:
@@ -29,102 +39,100 @@ def check_combinations(args: Options) -> None:
     Raises:
         ValueError: two options exclude each other, or one requires another.
     """
-    _check_freezing(args)
-    _check_chunks(args)
-    _check_token_slices(args)
-    _check_asynchronous(args)
-    _check_views(args)
+    raise_first(
+        [
+            *_refused_freezing(args),
+            *_refused_on_other_schedules(args),
+            *_refused_on_this_schedule(args),
+            (
+                args.activation_cache_views > 0 and args.activation_cache == "off",
+                f"activation_cache_views={args.activation_cache_views} with activation_cache='off': leave one of them "
+                "out.",
+            ),
+        ]
+    )
 
 
-def _check_chunks(args: Options) -> None:
-    schedule = find_schedule(args.pipeline_schedule)
+def _refused_freezing(args: Options) -> list[Refusal]:
+    is_fixed = args.freeze_policy == "fixed"
+    return [
+        (is_fixed and not args.freeze_at, "freeze_policy='fixed' needs freeze_at='step:layers,...', found none."),
+        (
+            bool(args.freeze_at) and not is_fixed,
+            f"freeze_at={args.freeze_at!r} needs freeze_policy='fixed', found {args.freeze_policy!r}.",
+        ),
+        (
+            args.layout_plan is not None and not os.path.isfile(args.layout_plan),
+            f"layout_plan={args.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run.",
+        ),
+    ]
+
+
+def _refused_on_other_schedules(args: Options) -> list[Refusal]:
+    """List the options that only one schedule reads."""
+    needed = {
+        "pipeline_token_slices": ("token", args.cuts_tokens),
+        "pipeline_weights": ("async_1f1b", args.is_asynchronous),
+        "pipeline_clip": ("async_1f1b", args.is_asynchronous),
+        "pipeline_drain_interval": ("async_1f1b", args.is_asynchronous),
+    }
+    defaults = _defaults(args)
+    return [
+        (
+            not is_chosen and getattr(args, name) != defaults[name],
+            f"{name}={getattr(args, name)!r} needs pipeline_schedule={schedule!r}, found {args.pipeline_schedule!r}.",
+        )
+        for name, (schedule, is_chosen) in needed.items()
+    ]
+
+
+def _refused_on_this_schedule(args: Options) -> list[Refusal]:
+    schedule, here = find_schedule(args.pipeline_schedule), f"with pipeline_schedule={args.pipeline_schedule!r}"
     fewest, most = schedule.min_chunks, schedule.max_chunks
-    if not fewest <= args.num_chunks <= most:
-        raise ValueError(
-            f"pipeline_chunks={args.pipeline_chunks} with pipeline_schedule={args.pipeline_schedule!r}: expected "
-            + (f"{fewest}" if fewest == most else f"{fewest} to {most}")
-            + " stages a rank. Choose another schedule, or leave pipeline_chunks out."
-        )
-
-
-def _check_token_slices(args: Options) -> None:
-    if args.pipeline_token_slices != "auto" and not args.cuts_tokens:
-        raise ValueError(
-            f"pipeline_token_slices={args.pipeline_token_slices!r} needs pipeline_schedule='token', found "
-            f"{args.pipeline_schedule!r}."
-        )
-    if args.cuts_tokens and args.torch_compile:
-        raise ValueError(
-            "torch_compile with pipeline_schedule='token' has not been verified: use another schedule, or leave "
-            "torch_compile out."
-        )
-    if args.cuts_tokens and args.activation_cache == "on":
-        raise ValueError(
-            "activation_cache='on' with pipeline_schedule='token': stored activations are those of whole "
-            "sequences. Leave activation_cache out, or use pipeline_schedule='1f1b'."
-        )
-
-
-def _check_asynchronous(args: Options) -> None:
-    if not args.is_asynchronous:
-        defaults = {"pipeline_weights": "pipeoptim", "pipeline_clip": "stage", "pipeline_drain_interval": None}
-        for name, default in defaults.items():
-            if getattr(args, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(args, name)!r} needs pipeline_schedule='async_1f1b', found "
-                    f"{args.pipeline_schedule!r}."
-                )
-        return
-    if args.pipeline_checkpoint == "except_last":
-        raise ValueError(
-            "pipeline_checkpoint='except_last' with pipeline_schedule='async_1f1b', which has no last "
-            "micro-batch: set it to 'always' or 'never'."
-        )
-    if args.torch_compile:
-        raise ValueError(
-            "torch_compile with pipeline_schedule='async_1f1b' has not been verified: use another schedule, or "
-            "leave torch_compile out."
-        )
-    if args.fp16:
-        raise ValueError(
-            "fp16=True with pipeline_schedule='async_1f1b': stages would have to agree in every step whether it "
-            "is skipped. Use bf16=True, or pipeline_schedule='1f1b'."
-        )
-    if args.activation_cache == "on":
-        raise ValueError(
-            "activation_cache='on' with pipeline_schedule='async_1f1b': nothing is stored there. Leave "
-            "activation_cache out, or use pipeline_schedule='1f1b'."
-        )
-
-
-def _check_views(args: Options) -> None:
-    asked = f"activation_cache_views={args.activation_cache_views}"
-    if args.activation_cache_views and args.activation_cache == "off":
-        raise ValueError(f"{asked} with activation_cache='off': leave one of them out.")
-    if args.activation_cache_views and (args.cuts_tokens or args.is_asynchronous):
-        raise ValueError(
-            f"{asked} with pipeline_schedule={args.pipeline_schedule!r}: nothing is stored there. Leave "
-            "activation_cache_views out, or use pipeline_schedule='1f1b'."
-        )
-
-
-def _check_freezing(args: Options) -> None:
-    if args.freeze_policy == "fixed" and not args.freeze_at:
-        raise ValueError("freeze_policy='fixed' needs freeze_at='step:layers,...', found none.")
-    if args.freeze_policy != "fixed" and args.freeze_at:
-        raise ValueError(f"freeze_at={args.freeze_at!r} needs freeze_policy='fixed', found {args.freeze_policy!r}.")
-    if args.layout_plan is not None and not os.path.isfile(args.layout_plan):
-        raise ValueError(
-            f"layout_plan={args.layout_plan!r} is not a file: expected the pipetransformer_events.jsonl of a run."
-        )
+    stores_nothing = is_uncompiled = args.cuts_tokens or args.is_asynchronous
+    return [
+        (
+            not fewest <= args.num_chunks <= most,
+            f"pipeline_chunks={args.pipeline_chunks} {here}: expected "
+            f"{fewest if fewest == most else f'{fewest} to {most}'} stages a rank. Choose another schedule, or leave "
+            "pipeline_chunks out.",
+        ),
+        (
+            args.torch_compile and is_uncompiled,
+            f"torch_compile {here} has not been verified: use another schedule, or leave torch_compile out.",
+        ),
+        (
+            args.activation_cache == "on" and stores_nothing,
+            f"activation_cache='on' {here}: nothing is stored there. Leave activation_cache out, or use "
+            "pipeline_schedule='1f1b'.",
+        ),
+        (
+            args.activation_cache_views > 0 and stores_nothing,
+            f"activation_cache_views={args.activation_cache_views} {here}: nothing is stored there. Leave "
+            "activation_cache_views out, or use pipeline_schedule='1f1b'.",
+        ),
+        (
+            args.pipeline_checkpoint == "except_last" and args.is_asynchronous,
+            f"pipeline_checkpoint='except_last' {here}, which has no last micro-batch: set it to 'always' or 'never'.",
+        ),
+        (
+            args.fp16 and args.is_asynchronous,
+            f"fp16=True {here}: stages would have to agree in every step whether it is skipped. Use bf16=True, or "
+            "pipeline_schedule='1f1b'.",
+        ),
+    ]
 
 
 def unused_freeze_options(args: Options, policy: str) -> list[str]:
     """Return warnings about options that have no effect with a policy, named as in `freeze_policy`."""
-    defaults = {field.name: field.default for field in fields(args)}
+    defaults = _defaults(args)
     return [
         f"{name}={getattr(args, name)!r} does nothing with freeze_policy={policy!r}: "
         + ("no layer freezes." if policy == "none" else f"expected one of {readers}.")
         for name, readers in POLICIES_READING.items()
         if policy not in readers and getattr(args, name) != defaults[name]
     ]
+
+
+def _defaults(args: Options) -> dict[str, Any]:
+    return {option.name: option.default for option in fields(args)}

@@ -11,25 +11,17 @@ import psutil
 import torch
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from hf_pipetransformer.comm.errors import ModelSettingError
+from hf_pipetransformer.comm.errors import LAUNCH_HINT, ModelSettingError
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.options.combinations import Refusal, raise_first
 from hf_pipetransformer.schedules import find_schedule
 
-
-LAUNCH_HINT = (
-    "accelerate launch --multi_gpu --num_processes N script.py ... "
-    "(on CPU add `--use_cpu true` after the script's name)"
-)
 
 FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
 """Environment variable that allows fp16, for the check on GPUs."""
 
 VERIFIED_ON_NCCL: frozenset[str] = frozenset()
 """Precisions in which `make gpu-check` passed on two or more GPUs; a test compares benchmarks/gpu_check.json."""
-
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-
-_LAYERWISE_OPTIMIZERS = ("lomo", "galore", "apollo")
 
 
 def check_arguments(args: PipeTransformerArguments) -> None:
@@ -38,12 +30,10 @@ def check_arguments(args: PipeTransformerArguments) -> None:
     Raises:
         ValueError: names the option, the reason and the remedy.
     """
-    for is_refused, text in _refused_options(args):
-        if is_refused:
-            raise ValueError(text)
+    raise_first([*_refused_always(args), *_refused_with_processes(args), *_refused_with_stages(args)])
 
 
-def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
+def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
     optimizer = OptimizerNames(args.optim).value
     return [
         (
@@ -67,7 +57,7 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             "Set per_device_train_batch_size yourself; pipeline_checkpoint='always' saves memory.",
         ),
         (
-            any(name in optimizer for name in _LAYERWISE_OPTIMIZERS),
+            any(name in optimizer for name in ("lomo", "galore", "apollo")),
             f"optim={optimizer!r}: LOMO, GaLore and APOLLO update or project whole layers of a whole model. Choose an "
             "optimizer with one state per parameter, such as 'adamw_torch'.",
         ),
@@ -77,12 +67,6 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
         ),
         (
-            args.n_gpu > 1,
-            f"One process sees {args.n_gpu} GPUs and Trainer would use nn.DataParallel. Start one process a GPU: "
-            f"{LAUNCH_HINT}.",
-        ),
-        *_refused_details(args),
-        (
             args.train_sampling_strategy == "batch_rebalance",
             "train_sampling_strategy='batch_rebalance' gives ranks different numbers of samples. Use 'random' or "
             "'group_by_length'.",
@@ -91,56 +75,9 @@ def _refused_options(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             args.use_liger_kernel,
             "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it.",
         ),
-    ]
-
-
-def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
-    """List further options: most would be wrong or have no effect with several stages or processes."""
-    accelerator, several = args.accelerator_config, args.world_size > 1
-    may_have_stages = several and args.pipeline_size != 1
-    return [
-        (
-            args.splits_batches and args.per_device_train_batch_size % args.world_size != 0,
-            f"accelerator_config: split_batches=True deals a batch of per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} samples to {args.world_size} processes, which takes a multiple of "
-            f"{args.world_size}. Change per_device_train_batch_size.",
-        ),
-        (
-            several and not accelerator.use_seedable_sampler,
-            "accelerator_config: use_seedable_sampler=False draws the order from each process's own generator. "
-            "Remove it.",
-        ),
         (
             args.eval_use_gather_object,
             "eval_use_gather_object=True: predictions are gathered over replicas as tensors. Remove it.",
-        ),
-        (
-            may_have_stages and (args.bf16_full_eval or args.fp16_full_eval),
-            "bf16_full_eval and fp16_full_eval cast a whole model, a stage holds a part of it. Use bf16=True, or "
-            "pipeline_parallel_size=1.",
-        ),
-        (
-            may_have_stages
-            and args.torch_compile
-            and (args.torch_compile_mode in _GRAPH_MODES or args.torch_compile_backend == "cudagraphs"),
-            f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
-            "CUDA graphs use the memory of a layer's output again, while micro-batches in flight need it. Use another "
-            "mode, or pipeline_parallel_size=1.",
-        ),
-        (
-            may_have_stages and args.torch_compile and find_schedule(args.pipeline_schedule).splits_backward,
-            f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
-            "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
-            "or do without torch_compile.",
-        ),
-        (
-            may_have_stages and args.save_on_each_node,
-            "save_on_each_node=True: the whole model is put together on rank 0 only. Save to a shared folder, or use "
-            "pipeline_parallel_size=1.",
-        ),
-        (
-            may_have_stages and bool(args.debug),
-            f"debug={args.debug}: it inspects the weights of the whole model. Use pipeline_parallel_size=1 for it.",
         ),
         (
             getattr(args, "predict_with_generate", False),
@@ -159,30 +96,92 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
     ]
 
 
+def _refused_with_processes(args: PipeTransformerArguments) -> list[Refusal]:
+    """List what would be wrong with several processes or devices."""
+    return [
+        (
+            args.n_gpu > 1,
+            f"One process sees {args.n_gpu} GPUs and Trainer would use nn.DataParallel. Start one process a GPU: "
+            f"{LAUNCH_HINT}.",
+        ),
+        (
+            args.splits_batches and args.per_device_train_batch_size % args.world_size != 0,
+            "accelerator_config: split_batches=True splits a batch of per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} samples over {args.world_size} processes, which takes a multiple of "
+            f"{args.world_size}. Change per_device_train_batch_size.",
+        ),
+        (
+            args.world_size > 1 and not args.accelerator_config.use_seedable_sampler,
+            "accelerator_config: use_seedable_sampler=False takes the order from each process's own generator. "
+            "Remove it.",
+        ),
+    ]
+
+
+def _refused_with_stages(args: PipeTransformerArguments) -> list[Refusal]:
+    """List what would be wrong, or have no effect, with several stages."""
+    compiles, mode, backend = args.torch_compile, args.torch_compile_mode, args.torch_compile_backend
+    refusals = [
+        (
+            args.bf16_full_eval or args.fp16_full_eval,
+            "bf16_full_eval and fp16_full_eval cast a whole model, a stage holds a part of it. Use bf16=True, or "
+            "pipeline_parallel_size=1.",
+        ),
+        (
+            compiles and (mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"),
+            f"torch_compile_backend={backend!r}, torch_compile_mode={mode!r}: CUDA graphs use the memory of a layer's "
+            "output again, while micro-batches in flight need it. Use another mode, or pipeline_parallel_size=1.",
+        ),
+        (
+            compiles and find_schedule(args.pipeline_schedule).splits_backward,
+            f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
+            "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
+            "or do without torch_compile.",
+        ),
+        (
+            args.save_on_each_node,
+            "save_on_each_node=True: the whole model is put together on rank 0 only. Save to a shared folder, or use "
+            "pipeline_parallel_size=1.",
+        ),
+        (
+            bool(args.debug),
+            f"debug={args.debug}: it inspects the weights of the whole model. Use pipeline_parallel_size=1 for it.",
+        ),
+    ]
+    return refusals if _may_have_stages(args) else []
+
+
+def _may_have_stages(args: PipeTransformerArguments) -> bool:
+    return args.world_size > 1 and args.pipeline_size != 1
+
+
 def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     """Return warnings about options that work differently than in Trainer."""
-    warnings = []
-    if not args.average_tokens_across_devices:
-        warnings.append(
-            "average_tokens_across_devices=False: losses are always averaged over the items of all replicas, as "
-            "in one process."
-        )
-    if not args.accelerator_config.even_batches:
-        warnings.append("accelerator_config.even_batches has no effect: no sample is ever repeated or dropped.")
-    if args.pipeline_size == 1 and args.pipeline_checkpoint != "never":
-        warnings.append(
-            f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a stage, with one stage that saves nothing: "
-            "use activation_checkpointing=True, which recomputes layer by layer."
-        )
-    may_have_stages = args.world_size > 1 and args.pipeline_size != 1
+    precision = precision_of(args)
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
-    if may_have_stages and uses_nccl and precision_of(args) not in VERIFIED_ON_NCCL:
-        warnings.append(
-            f"Pipelines of more than one stage have not been verified on NCCL in {precision_of(args)} yet, only on "
-            "gloo and under its rules. Run `make gpu-check` on two GPUs and compare a short run with Trainer, or set "
-            "pipeline_parallel_size=1."
-        )
-    return warnings
+    warnings = [
+        (
+            not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False: losses are always averaged over the items of all replicas, as in "
+            "one process.",
+        ),
+        (
+            not args.accelerator_config.even_batches,
+            "accelerator_config.even_batches has no effect: no sample is ever repeated or dropped.",
+        ),
+        (
+            args.pipeline_size == 1 and args.pipeline_checkpoint != "never",
+            f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a whole stage, which saves no memory with "
+            "only one stage: use activation_checkpointing=True, which recomputes layer by layer.",
+        ),
+        (
+            _may_have_stages(args) and uses_nccl and precision not in VERIFIED_ON_NCCL,
+            f"Pipelines of more than one stage have not been verified on NCCL in {precision} yet, only on gloo and "
+            "under its rules. Run `make gpu-check` on two GPUs and compare a short run with Trainer, or set "
+            "pipeline_parallel_size=1.",
+        ),
+    ]
+    return [text for is_due, text in warnings if is_due]
 
 
 def precision_of(args: TrainingArguments) -> str:
@@ -245,33 +244,35 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if getattr(model, "is_quantized", False):
         raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
-    batch_norms = [name for name, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    if batch_norms and not is_undivided:
-        raise ModelSettingError(
-            f"The model has batch normalisation ({batch_norms[0]}), whose statistics run over a whole batch; "
-            "micro-batches and replicas would each have their own. Use one process with "
-            "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
-        )
-    # I-BERT tracks the ranges of its activations, in training and also without quantizing them.
-    ranges = [name for name, module in model.named_modules() if type(module).__name__ == "QuantAct"]
-    if ranges and not is_undivided:
-        raise ModelSettingError(
-            f"The model tracks the ranges of its activations ({ranges[0]}) batch by batch; micro-batches and replicas "
-            "would each have their own. Use one process with pipeline_parallel_num_microbatches=1, or "
-            "transformers.Trainer."
-        )
+    if not is_undivided:
+        _check_statistics(model)
     if optimizers[0] is not None and pipeline_size != 1:
         _check_divisible(optimizers[0])
     config = getattr(model, "config", None)
-    layerdrop: float = getattr(config, "layerdrop", 0.0)
-    if pipeline_size != 1 and layerdrop:
+    for option, reason, other in (
+        ("layerdrop", "layers that are skipped at random cannot be stages", 0),
+        ("output_hidden_states", "a stage knows its own layers only", False),
+        ("output_attentions", "a stage knows its own layers only", False),
+    ):
+        value = getattr(config, option, other)
+        if pipeline_size != 1 and value:
+            raise ModelSettingError(f"config.{option}={value}: {reason}. Set it to {other}.")
+
+
+def _check_statistics(model: Any) -> None:
+    """Raise if a layer keeps statistics of whole batches, which micro-batches and replicas would not have."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            found = f"The model has batch normalisation ({name}), whose statistics run over a whole batch"
+        elif type(module).__name__ == "QuantAct":
+            # I-BERT tracks the ranges of its activations, in training and also without quantizing them.
+            found = f"The model tracks the ranges of its activations ({name}) batch by batch"
+        else:
+            continue
         raise ModelSettingError(
-            f"config.layerdrop={layerdrop}: layers that are skipped at random cannot be stages. Set it to 0."
+            f"{found}; micro-batches and replicas would each have their own. Use one process with "
+            "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
         )
-    for option in ("output_hidden_states", "output_attentions"):
-        is_on: bool = getattr(config, option, False)
-        if pipeline_size != 1 and is_on:
-            raise ModelSettingError(f"config.{option}=True: a stage knows its own layers only. Set it to False.")
 
 
 def _check_divisible(optimizer: Any) -> None:
