@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hf_pipetransformer.comm import faults
-from hf_pipetransformer.comm.faults import FaultBoard
+from hf_pipetransformer.comm import errors
+from hf_pipetransformer.comm.errors import FaultBoard
 
 
 def board_over(store: dist.Store) -> FaultBoard:
@@ -15,7 +15,7 @@ def board_over(store: dist.Store) -> FaultBoard:
 
 
 def test_a_fault_that_was_caught_is_no_cause_of_the_next(monkeypatch):
-    monkeypatch.setattr(faults, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
     board = board_over(dist.HashStore())
     for cause in ("no sound checkpoint", "another thing"):
         board.begin(together=True)
@@ -24,7 +24,7 @@ def test_a_fault_that_was_caught_is_no_cause_of_the_next(monkeypatch):
 
 
 def test_the_first_cause_is_everybodys(monkeypatch):
-    monkeypatch.setattr(faults, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
     board = board_over(dist.HashStore())
     board.begin(together=True)
     assert board.report("the first", is_first_hand=True) == board.report("a second", is_first_hand=True)
@@ -33,7 +33,7 @@ def test_the_first_cause_is_everybodys(monkeypatch):
 
 def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
     """Rank 0 saves alone and fails; its script goes on, and both train again."""
-    monkeypatch.setattr(faults, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
     store = dist.HashStore()
     boards = [board_over(store), board_over(store)]
     for rank, board in enumerate(boards):
@@ -57,12 +57,12 @@ def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
 
 def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch, caplog):
     """A training failed and the error was caught; `save_model()` comes next."""
-    monkeypatch.setattr(faults, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
     board = board_over(dist.HashStore())
     board.begin(together=True)
     board.report("no memory", is_first_hand=True)
     board.end()
     board.begin(together=False)
-    assert not faults._wait(lambda: "The run ends" in caplog.text, 0.3)
+    assert not errors._wait(lambda: "The run ends" in caplog.text, 0.3)
     assert board.report("disk full", is_first_hand=True) == "rank 0: disk full"
     board.end()

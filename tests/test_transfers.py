@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pipetransformer.comm import transfers
+from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.schedules.placement import Placement
 from tests.schedule_checker import check_first_uses
@@ -158,8 +159,8 @@ def test_with_a_bound_device_all_ranks_split_the_world_alike(
     made: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Communicators of a world that was given `device_id` are split from its own, which takes every rank of it."""
-    monkeypatch.setattr(Topology, "_uses_nccl", lambda self: True)
-    monkeypatch.setattr(Topology, "_device", torch.device("cpu"))
+    monkeypatch.setattr(GroupMaker, "_uses_nccl", lambda self: True)
+    monkeypatch.setattr(GroupMaker, "device", torch.device("cpu"))
     monkeypatch.setattr(Topology, "barrier", lambda self: None)
     split: list[list[list[int]]] = []
 

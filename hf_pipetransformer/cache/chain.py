@@ -11,7 +11,7 @@ import transformers
 import xxhash
 
 from hf_pipetransformer.comm.staging import Arriving, CopyStream, is_apart
-from hf_pipetransformer.comm.topology import all_gather_trees
+from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.runtime.stage import Stage

@@ -1,15 +1,37 @@
-"""Errors between ranks, and the one way to wait for another rank."""
+"""Errors between ranks: the one way to wait for another rank, and the board that tells all ranks the first cause."""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 
 T = TypeVar("T")
+
+logger = logging.getLogger("hf_pipetransformer")
+
+_BEAT_SECONDS = 0.4
+"""Interval between two heartbeats of a rank."""
+
+_FIRST_HAND_SECONDS = 0.5
+"""Time that a rank which only lost contact leaves the failed rank to report first."""
+
+_SILENT_SECONDS = 3.5 * _BEAT_SECONDS
+"""Time without a heartbeat after which a rank counts as stopped or gone."""
+
+_TOLD_SECONDS = 1.5
+"""Time that a failed rank waits for the others to read the cause, because its process may host the store."""
+
+_STORE_SECONDS = 4.2
+"""Limit of all store calls of a report. With `_Watch.stop` added, a rank ends within five seconds of its error."""
 
 
 class PipelineError(RuntimeError):
@@ -79,3 +101,172 @@ def guarded(call: Callable[[], T], what: str) -> T:
 def _first_line(error: BaseException) -> str:
     # Drop gloo's advice ("This is typically caused by ..."), which is about another layer.
     return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0]
+
+
+class FaultBoard:
+    """Board where the first rank that fails posts its cause. Collective: construct on every rank."""
+
+    _num_made = 0
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._watch: _Watch | None = None
+        # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
+        FaultBoard._num_made += 1
+        self._number, self._num_begun = FaultBoard._num_made, 0
+        # Two connections, because calls on one are serialized; made now, because a hanging store accepts no new ones.
+        self._stores: list[Any] = []
+        if world_size > 1:
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._stores = [store.clone(), store.clone()]
+
+    @property
+    def _keys(self) -> str:
+        return f"pipetransformer/{self._number}/{self._num_begun}"
+
+    def begin(self, together: bool) -> None:
+        """Start heartbeats and the watch, but only if all ranks begin this `together`.
+
+        Otherwise a fault of this rank is not shared: ranks must agree on the keys where they look for a cause.
+        """
+        self._num_begun += together
+        if together and self._stores and self._watch is None:
+            self._watch = _Watch(self.rank, self._keys, self._stores[1])
+            self._watch.start()
+
+    def end(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def report(self, cause: str, is_first_hand: bool) -> str:
+        """Post `cause` unless another rank was first; return the first cause.
+
+        With `is_first_hand=False` (this rank only lost contact), first give the failed rank time to report, and look
+        for ranks without a heartbeat.
+        """
+        own, watch = f"rank {self.rank}: {cause}", self._watch
+        if watch is None:
+            return own
+        watch.is_author = True
+        answer = None
+        if not watch.is_stuck:
+            answer = _within(_STORE_SECONDS, lambda: self._post(self._stores[0], watch, own, is_first_hand))
+        answer = answer or watch.cause
+        if answer is not None:
+            return answer
+        # The store is gone or hangs together with its host.
+        return own if is_first_hand else f"{_host_of_store()} does not answer ({own})"
+
+    def _post(self, store: Any, watch: _Watch, own: str, is_first_hand: bool) -> str:
+        silent: list[int] = []
+        if not is_first_hand:
+            _wait(lambda: watch.cause is not None or store.check([watch.cause_key]), _FIRST_HAND_SECONDS)
+            if not store.check([watch.cause_key]):
+                silent = self._silent_ranks(store)
+        if silent:
+            names = ", ".join(f"rank {rank}" for rank in silent)
+            own = f"{names} {'does' if len(silent) == 1 else 'do'} not answer ({own})"
+        # With "" as the expected value, the store sets the key only if it is missing, and returns what it then has.
+        first = str(store.compare_set(watch.cause_key, "", own).decode())
+        store.set(f"{self._keys}/told/{self.rank}", "")
+        others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in silent]
+        _wait(lambda: bool(store.check(others)), _TOLD_SECONDS)
+        return first
+
+    def _silent_ranks(self, store: Any) -> list[int]:
+        """Return the ranks without a heartbeat during `_SILENT_SECONDS`; none if a cause is posted meanwhile."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        keys = {rank: f"{self._keys}/alive/{rank}" for rank in others}
+
+        def signs() -> dict[int, bytes]:
+            return {rank: store.get(key) if store.check([key]) else b"" for rank, key in keys.items()}
+
+        before = signs()
+        is_named = _wait(lambda: bool(store.check([f"{self._keys}/cause"])), _SILENT_SECONDS)
+        if is_named:
+            return []
+        after = signs()
+        return [rank for rank in others if before[rank] == after[rank]]
+
+
+class _Watch(threading.Thread):
+    """Thread that sends this rank's heartbeat and remembers the first cause, in case the store disappears."""
+
+    def __init__(self, rank: int, keys: str, store: Any) -> None:
+        super().__init__(name="pipetransformer-faults", daemon=True)
+        self.cause: str | None = None
+        self.cause_key = f"{keys}/cause"
+        self.is_author = False
+        self._rank = rank
+        self._keys = keys
+        self._store = store
+        self._ended = threading.Event()
+        self._last_answer = time.monotonic()
+
+    @property
+    def is_stuck(self) -> bool:
+        return time.monotonic() - self._last_answer > _SILENT_SECONDS
+
+    def run(self) -> None:
+        beat = 0
+        try:
+            while not self._ended.wait(_BEAT_SECONDS):
+                beat += 1
+                self._store.set(f"{self._keys}/alive/{self._rank}", str(beat))
+                is_posted = self._store.check([self.cause_key])
+                self._last_answer = time.monotonic()
+                if self.cause is None and is_posted:
+                    self.cause = str(self._store.get(self.cause_key).decode())
+                    if not self.is_author:
+                        # A launcher may end this process before its own error says so.
+                        logger.error(f"The run ends on rank {self._rank}. First cause: {self.cause}")
+                    self._store.set(f"{self._keys}/told/{self._rank}", "")
+        except RuntimeError:
+            pass  # The store is gone; `report` deals with that.
+
+    def stop(self) -> None:
+        """End the thread, or abandon it if it hangs in a store call."""
+        self._ended.set()
+        self.join(timeout=_BEAT_SECONDS)
+
+
+def is_second_hand(error: BaseException) -> bool:
+    """Return True if an error only says that another rank is gone."""
+    if isinstance(error, (PeerLostError, dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection closed"))
+
+
+def _host_of_store() -> str:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        return "The launcher, which hosts the ranks' store,"
+    return "rank 0, which hosts the ranks' store,"
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return the result of a call; None if it fails or takes longer (its thread is abandoned)."""
+    answers: list[T] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except RuntimeError:
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def _wait(is_done: Callable[[], bool], seconds: float) -> bool:
+    """Poll for at most `seconds`; return True if `is_done` became True."""
+    end = time.monotonic() + seconds
+    while not is_done():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
+    return True

@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.comm.errors import PipelineError, guarded, set_present_limit
-from hf_pipetransformer.comm.transfers import complete, pack, receiving, sending, unpack
+from hf_pipetransformer.comm.errors import LAUNCH_HINT, PipelineError, guarded, set_present_limit
+from hf_pipetransformer.comm.groups import GroupMaker, synchronize
+from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, sending
 from hf_pipetransformer.schedules.placement import Placement
 
 
@@ -74,9 +75,8 @@ class PipelineGroups:
 class Topology:
     """Ranks of a run and their process groups, which are made once, in the same order on every rank, and kept.
 
-    Each rank makes only the groups it belongs to: with groups that all ranks make together, start-up takes minutes in
-    large worlds. Pipeline `r` of length K is made of ranks `r * K` to `r * K + K - 1`. These are neighbors, so a K
-    that divides the number of devices of a node never spans nodes.
+    Pipeline `r` of length K is made of ranks `r * K` to `r * K + K - 1`. These are neighbors, so a K that divides the
+    number of devices of a node never spans nodes.
 
     Args:
         timeout: seconds that any rank may wait for another.
@@ -85,14 +85,13 @@ class Topology:
 
     def __init__(self, timeout: float, local_world_size: int | None) -> None:
         self.timeout = timeout
-        self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.is_distributed else 0
+        self._maker = GroupMaker(timeout)
+        self.is_distributed, self.rank, self.control = (
+            self._maker.is_distributed,
+            self._maker.rank,
+            self._maker.control,
+        )
         self.world_size = dist.get_world_size() if self.is_distributed else 1
-        self.control: Any = None
-        if self.is_distributed:
-            self.control = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
-            # Transfers in the world group need its communicator, which only all ranks together can make.
-            self._warm_up(None, "all ranks")
         self._places: dict[int, PipelineGroups] = {}
         self._groups: dict[Placement, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
@@ -121,17 +120,8 @@ class Topology:
         On GPUs the groups' watchdog enforces it for operations posted from now on; on CPU tensors the waits do.
         """
         set_present_limit(seconds)
-        for group in self._all_groups():
+        for group in self._maker.made:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-    def _all_groups(self) -> list[Any]:
-        found = [dist.group.WORLD, self.control] if self.is_distributed else []
-        for groups in self._groups.values():
-            found += [*groups.links.values(), groups.replica_group, groups.pipeline_group]
-            found += [groups.pipeline_control, groups.replica_control]
-        for pair in self._shared_groups.values():
-            found += pair
-        return list({id(group): group for group in found if group is not None}.values())
 
     def check_pipeline_size(self, pipeline_size: int) -> None:
         """Reject a pipeline length that leaves ranks idle or spans nodes.
@@ -141,18 +131,15 @@ class Topology:
         """
         if pipeline_size < 1 or self.local_world_size % pipeline_size or self.world_size % pipeline_size:
             valid = [k for k in range(1, self.local_world_size + 1) if self.local_world_size % k == 0]
-            scattered = ""
-            if self._are_scattered:
-                scattered = (
-                    "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun "
-                    "--map-by slot, srun --distribution=block). "
-                )
+            scattered = (
+                "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun "
+                "--map-by slot, srun --distribution=block). "
+            )
             raise ValueError(
                 f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of "
                 f"this node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "
-                f"{scattered}Choose one of {valid}, or start another number of processes: "
-                "`accelerate launch --multi_gpu --num_processes N script.py` "
-                "(on CPU add `--use_cpu true` after the script's name)."
+                f"{scattered if self._are_scattered else ''}Choose one of {valid}, or start another number of "
+                f"processes: {LAUNCH_HINT}."
             )
 
     def groups(self, placement: Placement) -> PipelineGroups:
@@ -176,12 +163,8 @@ class Topology:
         if key not in self._shared_groups:
             pipelines = range(0, self.world_size, pipeline_size)
             members = [[first + position for position in positions] for first in pipelines]
-            over_replicas = self._own_group([sorted(rank for part in members for rank in part)])
-            own = self._own_group(members)
-            for group in (over_replicas, own):
-                if group is not None:
-                    self._warm_up(group, "the ranks that share a parameter")
-            self._shared_groups[key] = (over_replicas, own)
+            over_replicas = self._maker.make([sorted(rank for part in members for rank in part)])
+            self._shared_groups[key] = (over_replicas, self._maker.make(members))
         return self._shared_groups[key]
 
     def gather(self, value: Any) -> list[Any]:
@@ -258,7 +241,7 @@ class Topology:
         """
         if self.world_size == 1:
             return 0.0, 0.0
-        device = self._device
+        device = self._maker.device
         message = torch.zeros(max(1, message_bytes // 4), device=device)
         reduced = torch.zeros(_MEASURED_BYTES // 4, device=device)
         ring = 2 * (self.world_size - 1) / self.world_size
@@ -284,13 +267,7 @@ class Topology:
         replica, position = divmod(self.rank, pipeline_size)
         pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
         holders = [range(first, self.world_size, pipeline_size) for first in range(pipeline_size)]
-        pipeline_group = pipeline_control = replica_group = replica_control = None
-        if pipeline_size > 1:
-            pipeline_group, pipeline_control = self._own_group(pipelines), self._own_group(pipelines, "gloo")
-            self._warm_up(pipeline_group, f"the ranks of pipeline {replica}")
-        if len(pipelines) > 1:
-            replica_group, replica_control = self._own_group(holders), self._own_group(holders, "gloo")
-            self._warm_up(replica_group, f"the replicas of position {position}")
+        make = self._maker.make
         return PipelineGroups(
             pipeline_size=pipeline_size,
             num_replicas=len(pipelines),
@@ -298,10 +275,10 @@ class Topology:
             replica=replica,
             pipeline_ranks=tuple(pipelines[replica]),
             replica_ranks=tuple(holders[position]),
-            replica_group=replica_group,
-            pipeline_group=pipeline_group,
-            pipeline_control=pipeline_control,
-            replica_control=replica_control,
+            pipeline_group=make(pipelines) if pipeline_size > 1 else None,
+            pipeline_control=make(pipelines, "gloo") if pipeline_size > 1 else None,
+            replica_group=make(holders) if len(pipelines) > 1 else None,
+            replica_control=make(holders, "gloo") if len(pipelines) > 1 else None,
         )
 
     def _make_links(self, placement: Placement) -> dict[tuple[int, str], Any]:
@@ -316,65 +293,13 @@ class Topology:
             ]
             own = next((pair for pair in pairs if self.rank in pair[1:]), None)
             for direction in ("forward", "backward"):
-                group = self._own_group([sorted(pair[1:]) for pair in pairs])
+                group = self._maker.make([sorted(pair[1:]) for pair in pairs])
                 if own is not None:
                     lower, below, above = own
                     links[lower, direction] = group
                     source, destination = (below, above) if direction == "forward" else (above, below)
-                    self._rehearse(group, source, destination)
+                    self._maker.rehearse(group, source, destination)
         return links
-
-    def _rehearse(self, group: Any, source: int, destination: int) -> None:
-        """Transfer one token over a link, because the first transfer may block both hosts."""
-        what = f"rehearsing the link from rank {source} to rank {destination}"
-        self._warm_up(group, f"ranks {source} and {destination}")
-        token = torch.zeros(1, device=self._device)
-        transfer = sending(token, destination, group) if self.rank == source else receiving(token, source, group)
-        complete([transfer], self.timeout, what)
-        _synchronize(self._device)
-
-    def _warm_up(self, group: Any, members: str) -> None:
-        """Create the group's communicator with a tiny all-reduce, which may block the host."""
-        token = torch.zeros(1, device=self._device)
-        guarded(lambda: dist.all_reduce(token, group=group), f"connecting {members}")
-        _synchronize(self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
-
-    def _uses_nccl(self) -> bool:
-        return self.is_distributed and "nccl" in dist.get_backend()
-
-    def _own_group(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Any:
-        """Make one group per set of ranks and return this rank's, or None. Collective: call on every rank."""
-        if not parts or not self.is_distributed:
-            return None
-        timeout = timedelta(seconds=self.timeout)
-        own = next((list(part) for part in parts if self.rank in part), None)
-        self._level()
-        world: Any = dist.group.WORLD
-        if backend is None and self._uses_nccl() and world.bound_device_id is not None:
-            # With a bound `device_id`, torch splits the communicator off the world's: non-members must take part too.
-            return dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
-        if own is None:
-            return None
-        return guarded(
-            lambda: dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True),
-            f"making the group of ranks {own}",
-        )
-
-    def _level(self) -> None:
-        """Bring every rank to the same number of process groups.
-
-        With `use_local_synchronization`, torch derives a group's name from its members and the number of groups the
-        caller already has. Ranks with different counts would wait for each other under different names.
-        """
-        num_groups = len(dist.distributed_c10d._world.pg_names)
-        most = torch.tensor(num_groups)
-        self.largest(most)
-        for _ in range(int(most) - num_groups):
-            dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
 
 def host_name() -> str:
@@ -426,46 +351,11 @@ def let_group_threads_finish() -> None:
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     call()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
-    """Return the `value` of global rank `source` on every rank of a gloo `group`; the source keeps its own object."""
-    if group is None:
-        return value
-    what = f"receiving a message from rank {source}"
-    message = pack(value) if rank == source else None
-    size = torch.tensor([0 if message is None else message.numel()])
-    guarded(lambda: dist.broadcast(size, src=source, group=group), what)
-    if message is None:
-        message = torch.empty(int(size), dtype=torch.uint8)
-    guarded(lambda: dist.broadcast(message, src=source, group=group), what)
-    return value if rank == source else unpack(message)
-
-
-def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
-    """Return every rank's `value`, by rank in a gloo `group`."""
-    if group is None:
-        return [value]
-    message = pack(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group_size)]
-    what = "gathering messages of all ranks"
-    guarded(lambda: dist.all_gather(sizes, torch.tensor([message.numel()]), group=group), what)
-    largest = max(int(size) for size in sizes)
-    padded = torch.zeros(largest, dtype=torch.uint8)
-    padded[: message.numel()] = message
-    messages = [torch.empty(largest, dtype=torch.uint8) for _ in range(group_size)]
-    guarded(lambda: dist.all_gather(messages, padded, group=group), what)
-    return [unpack(m[: int(size)]) for m, size in zip(messages, sizes, strict=True)]
 
 
 def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> None:

@@ -75,8 +75,23 @@ def unpack(message: torch.Tensor) -> Any:
     """Rebuild the tree that `pack` serialized. Its tensors are views into `message`."""
     header_size = int(message[:_HEADER_BYTES].view(torch.int64)[0])
     header = bytes(message[_HEADER_BYTES : _HEADER_BYTES + header_size].numpy())
-    reader = _Reader(message, _aligned(_HEADER_BYTES + header_size))
-    return reader.build(json.loads(header))
+    position = _aligned(_HEADER_BYTES + header_size)
+
+    def build(node: dict[str, Any]) -> Any:
+        nonlocal position
+        if "t" in node:
+            dtype, shape, is_placeholder = getattr(torch, node["t"]), torch.Size(node["s"]), node["p"]
+            size = (1 if is_placeholder else shape.numel()) * dtype.itemsize
+            tensor = message[position : position + size].view(dtype)
+            position += _aligned(size)
+            return tensor.expand(shape) if is_placeholder else tensor.view(shape)
+        if "d" in node:
+            return {key: build(value) for key, value in node["d"]}
+        if "l" in node:
+            return [build(value) for value in node["l"]]
+        return tuple(build(value) for value in node["u"]) if "u" in node else node["v"]
+
+    return build(json.loads(header))
 
 
 def _aligned(size: int) -> int:
@@ -102,31 +117,6 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
         f"A batch or model output holds a {type(tree).__name__}, which cannot be sent to the other pipeline stages: "
         "expected tensors, numbers, strings, None, or dicts, lists and tuples of these. Remove it in the collator."
     )
-
-
-class _Reader:
-    def __init__(self, message: torch.Tensor, start: int) -> None:
-        self.message = message
-        self.position = start
-
-    def build(self, node: dict[str, Any]) -> Any:
-        if "t" in node:
-            return self._tensor(getattr(torch, node["t"]), node["s"], node["p"])
-        if "d" in node:
-            return {key: self.build(value) for key, value in node["d"]}
-        if "l" in node:
-            return [self.build(value) for value in node["l"]]
-        if "u" in node:
-            return tuple(self.build(value) for value in node["u"])
-        return node["v"]
-
-    def _tensor(self, dtype: torch.dtype, shape: list[int], is_placeholder: bool) -> torch.Tensor:
-        count = 1 if is_placeholder else torch.Size(shape).numel()
-        size = count * dtype.itemsize
-        raw = self.message[self.position : self.position + size]
-        self.position += _aligned(size)
-        tensor = raw.view(dtype)
-        return tensor.expand(shape) if is_placeholder else tensor.view(shape)
 
 
 Transfer = dist.P2POp
@@ -185,7 +175,7 @@ class _Staged:
         return is_done
 
 
-def complete(transfers: Sequence[Transfer], timeout: float, what: str) -> None:
+def complete(transfers: Sequence[Transfer], timeout: float | None, what: str) -> None:
     """Post transfers and wait for them, with a timeout in seconds for each on CPU tensors.
 
     On a GPU, the wait only orders the current stream after the transfers and does not block the host.
@@ -223,15 +213,40 @@ class ObjectSender:
 def recv_object(source: int, group: Any, what: str) -> Any:
     """Receive the next tree that rank `source` sends to this one; `what` names it in errors."""
     size = torch.zeros(1, dtype=torch.int64)
-    _receive(size, source, group, what)
+    complete([receiving(size, source, group)], present_limit(), what)
     message = torch.empty(int(size), dtype=torch.uint8)
-    _receive(message, source, group, what)
+    complete([receiving(message, source, group)], present_limit(), what)
     return unpack(message)
 
 
-def _receive(tensor: torch.Tensor, source: int, group: Any, what: str) -> None:
-    for work in guarded(lambda: post([receiving(tensor, source, group)]), what):
-        wait_for(work, present_limit(), what)
+def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
+    """Return the `value` of global rank `source` on every rank of a gloo `group`; the source keeps its own object."""
+    if group is None:
+        return value
+    what = f"receiving a message from rank {source}"
+    message = pack(value) if rank == source else None
+    size = torch.tensor([0 if message is None else message.numel()])
+    guarded(lambda: dist.broadcast(size, src=source, group=group), what)
+    if message is None:
+        message = torch.empty(int(size), dtype=torch.uint8)
+    guarded(lambda: dist.broadcast(message, src=source, group=group), what)
+    return value if rank == source else unpack(message)
+
+
+def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
+    """Return every rank's `value`, by rank in a gloo `group`."""
+    if group is None:
+        return [value]
+    message = pack(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group_size)]
+    what = "gathering messages of all ranks"
+    guarded(lambda: dist.all_gather(sizes, torch.tensor([message.numel()]), group=group), what)
+    largest = max(int(size) for size in sizes)
+    padded = torch.zeros(largest, dtype=torch.uint8)
+    padded[: message.numel()] = message
+    messages = [torch.empty(largest, dtype=torch.uint8) for _ in range(group_size)]
+    guarded(lambda: dist.all_gather(messages, padded, group=group), what)
+    return [unpack(m[: int(size)]) for m, size in zip(messages, sizes, strict=True)]
 
 
 ROUND_BYTES = 2**28

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, PipelineError
-from hf_pipetransformer.comm.faults import FaultBoard, is_second_hand
+from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, PipelineError, is_second_hand
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report.events import EventLog

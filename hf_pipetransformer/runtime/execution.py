@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
-from hf_pipetransformer.comm.topology import broadcast_tree
+from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import (
     CacheTags,
     batch_size,

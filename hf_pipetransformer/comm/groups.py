@@ -1,0 +1,95 @@
+"""Process groups of one rank: how they are made, connected and rehearsed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.transfers import complete, receiving, sending
+
+
+class GroupMaker:
+    """Process groups of this rank. Each rank makes only the groups it belongs to, and keeps them.
+
+    With groups that all ranks make together, start-up takes minutes in large worlds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timedelta(seconds=timeout)
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.control: Any = None
+        self.made: list[Any] = []
+        if self.is_distributed:
+            self.control = dist.new_group(timeout=self.timeout, backend="gloo")
+            self.made = [dist.group.WORLD, self.control]
+            # Transfers in the world group need its communicator, which only all ranks together can make.
+            self._connect(None, "all ranks")
+
+    def make(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+        """Make and connect one group per set of ranks; return this rank's, or None. Collective: call on every rank."""
+        if not parts or not self.is_distributed:
+            return None
+        own = next((list(part) for part in parts if self.rank in part), None)
+        self._level()
+        world: Any = dist.group.WORLD
+        group = None
+        if backend is None and self._uses_nccl() and world.bound_device_id is not None:
+            # With a bound `device_id`, torch splits the communicator off the world's: non-members must take part too.
+            group = dist.split_group(split_ranks=[list(part) for part in parts], timeout=self.timeout)
+        elif own is not None:
+            group = guarded(
+                lambda: dist.new_group(own, timeout=self.timeout, backend=backend, use_local_synchronization=True),
+                f"making the group of ranks {own}",
+            )
+        if group is not None:
+            self.made.append(group)
+            if backend is None:
+                self._connect(group, f"ranks {own}")
+        return group
+
+    def rehearse(self, group: Any, source: int, destination: int) -> None:
+        """Transfer one token over a link, because the first transfer may block both hosts."""
+        what = f"rehearsing the link from rank {source} to rank {destination}"
+        token = torch.zeros(1, device=self.device)
+        transfer = sending(token, destination, group) if self.rank == source else receiving(token, source, group)
+        complete([transfer], self.timeout.total_seconds(), what)
+        synchronize(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that the training backend transfers."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl() else torch.device("cpu")
+
+    def _uses_nccl(self) -> bool:
+        return self.is_distributed and "nccl" in dist.get_backend()
+
+    def _connect(self, group: Any, members: str) -> None:
+        """Create the group's communicator with a tiny all-reduce, which may block the host."""
+        token = torch.zeros(1, device=self.device)
+        guarded(lambda: dist.all_reduce(token, group=group), f"connecting {members}")
+        synchronize(self.device)
+
+    def _level(self) -> None:
+        """Bring every rank to the same number of process groups.
+
+        With `use_local_synchronization`, torch derives a group's name from its members and the number of groups the
+        caller already has. Ranks with different counts would wait for each other under different names.
+        """
+        num_groups = len(dist.distributed_c10d._world.pg_names)
+        most = torch.tensor(num_groups)
+        guarded(
+            lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control), "counting the groups of all ranks"
+        )
+        for _ in range(int(most) - num_groups):
+            dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
