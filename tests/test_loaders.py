@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.data.loader import Request
+from hf_pipetransformer.startup.first_samples import first_batches, probe_samples
 from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.steps import Steps
 from tests.models import build_model, collate, make_dataset
@@ -205,6 +207,15 @@ def test_who_reads_a_batch_changes_no_number(config: str, data: Any, tmp_path: P
         trainer.train()
     assert not ours.pipeline_run.is_left_to_trainer
     assert close(logs_of(ours), logs_of(plain))
+
+
+def test_an_evaluation_batch_of_fewer_samples_than_processes_is_not_empty() -> None:
+    """With `split_batches` a batch of one sample is that of both processes."""
+    args = SimpleNamespace(world_size=2, global_batch_size=lambda batch_size: batch_size)
+    trainer: Any = SimpleNamespace(args=args, data_collator=collate)
+    trainer._get_collator_with_removed_columns = lambda collator, description: collator
+    batches = first_batches(trainer, Request(Stream(22), "Evaluation", batch_size=1))
+    assert probe_samples(batches, "input_ids", lambda batch: 1)["input_ids"].shape[0] == 1
 
 
 # ---- what is read before the first step ----

@@ -236,7 +236,8 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     if not isinstance(given, Request):
         return UsersBatch(_first_of(given))
     dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
-    size = trainer.args.global_batch_size(given.batch_size) // trainer.args.world_size
+    # With `split_batches` an evaluation batch may have fewer samples than there are processes.
+    size = max(1, trainer.args.global_batch_size(given.batch_size) // trainer.args.world_size)
     if is_stream(dataset):
         return OwnBatches(dataset, collate, size)
     sampler = given.sampler(dataset)
