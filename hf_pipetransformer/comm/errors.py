@@ -49,7 +49,7 @@ class PeerLostError(PipelineError):
 OUT_OF_MEMORY_REMEDY = (
     "This layout does not fit: set a larger pipeline_parallel_size, pipeline_compression='memory' (no stage becomes "
     "larger than at the start), a smaller per_device_train_batch_size or pipeline_checkpoint='always'. "
-    "A run that goes on in this output_dir plans no pipeline as short again."
+    "Another run in this output_dir plans only longer pipelines."
 )
 
 LAUNCH_HINT = (
@@ -156,8 +156,11 @@ class FaultBoard:
         answer = answer or watch.cause
         if answer is not None:
             return answer
+        if is_first_hand:
+            return own
         # The store is gone or hangs together with its host.
-        return own if is_first_hand else f"{_host_of_store()} does not answer ({own})"
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        return f"{'The launcher' if is_agents else 'rank 0'}, which hosts the ranks' store, does not answer ({own})"
 
     def _post(self, store: Any, watch: _Watch, own: str, is_first_hand: bool) -> str:
         silent: list[int] = []
@@ -238,12 +241,6 @@ def is_second_hand(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection closed"))
-
-
-def _host_of_store() -> str:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-        return "The launcher, which hosts the ranks' store,"
-    return "rank 0, which hosts the ranks' store,"
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:

@@ -18,7 +18,6 @@ from hf_pipetransformer.options.reading import (
     count_or,
     freeze_table,
     interval,
-    lengths_or,
     number,
     optional,
     path,
@@ -133,7 +132,9 @@ class PipeTransformerArguments(TrainingArguments):
         "1F1B.",
         choices=SCHEDULE_NAMES,
     )
-    pipeline_token_slices: Annotated[str, lengths_or("auto")] = option(
+    pipeline_token_slices: Annotated[
+        str, count_or("auto", lengths="a number of slices or their lengths, as in '512,512,1024'")
+    ] = option(
         "auto",
         "With `pipeline_schedule=token`, how to slice each sequence: a number of slices, their lengths in tokens "
         "(`512,512,1024`; a sequence of another length is cut in proportion), or `auto` to plan slices and M from "

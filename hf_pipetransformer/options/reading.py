@@ -75,31 +75,18 @@ def whole_number(expected: str, least: int, most: int = 10**18) -> Reader:
     return read
 
 
-def count_or(*words: str) -> Reader:
-    """Return a parser for a positive integer, kept as text, or one of `words`."""
-    allowed = " or ".join([*map(repr, words), "a positive whole number"])
+def count_or(*words: str, lengths: str | None = None) -> Reader:
+    """Return a parser for one of `words` or a positive integer, kept as text.
+
+    With `lengths`, which describes them in errors, several integers separated by commas are accepted too.
+    """
+    allowed = " or ".join([*map(repr, words), lengths or "a positive whole number"])
 
     def read(name: str, value: Any) -> str:
         word = value.strip().lower() if isinstance(value, str) else None
         if word in words:
             return word
-        found = _whole(value)
-        if found is None or found < 1:
-            raise _refusal(name, allowed, value)
-        return str(found)
-
-    return read
-
-
-def lengths_or(*words: str) -> Reader:
-    """Return a parser for one of `words`, or one or more positive integers separated by commas, kept as text."""
-    allowed = " or ".join([*map(repr, words), "a number of slices", "their lengths, as in '512,512,1024'"])
-
-    def read(name: str, value: Any) -> str:
-        word = value.strip().lower() if isinstance(value, str) else None
-        if word in words:
-            return word
-        found = [_whole(part) for part in value.split(",")] if isinstance(value, str) else [_whole(value)]
+        found = [_whole(part) for part in (value.split(",") if lengths and isinstance(value, str) else [value])]
         if any(part is None or part < 1 for part in found):
             raise _refusal(name, allowed, value)
         return ",".join(map(str, found))

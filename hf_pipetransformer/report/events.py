@@ -91,7 +91,7 @@ def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
                 "the pipetransformer_events.jsonl of an earlier run, or remove that line."
             )
         elif line:
-            logger.warning(f"{path}: the last line was cut off ({line[:60]!r}) and is left out.")
+            logger.warning(f"{path}: the last line was cut off ({line[:60]!r}) and is ignored.")
     return events
 
 
@@ -154,7 +154,7 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
                 if found == (layout.num_layers, world_size // size, batch, layout.schedule):
                     known[size, num_chunks] = whole_number(event["num_microbatches"], "num_microbatches", 1, batch)
     except (KeyError, TypeError, ValueError) as error:
-        logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): M is measured anew.")
+        logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): M is measured again.")
         return {}
     if known:
         taken = ", ".join(
@@ -176,10 +176,10 @@ def read_unfit(path: str | None, conditions: dict[str, Any]) -> int:
             if event["event"] == "fault" and event.get("out_of_memory") and event.get("conditions") == conditions:
                 unfit = max(unfit, Layout.from_event(event["layout"]).pipeline_size)
     except (KeyError, TypeError, ValueError) as error:
-        logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): what did not fit is not known.")
+        logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): what ran out of memory is unknown.")
     if unfit:
         announce(
-            f"K={unfit} ran out of memory in an earlier run in this folder ({path}): no pipeline as short is planned. "
-            "Remove that file, or set pipeline_parallel_size, to choose otherwise."
+            f"K={unfit} ran out of memory in an earlier run in this folder ({path}): only longer pipelines are "
+            "planned. Remove that file, or set pipeline_parallel_size, to choose otherwise."
         )
     return unfit
