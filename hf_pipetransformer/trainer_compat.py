@@ -26,14 +26,12 @@ def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tu
 
 def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
     """Return Trainer's function that makes an evaluation's sampler."""
-    make: Callable[[Any], Any] = trainer._get_eval_sampler
-    return make
+    return trainer._get_eval_sampler
 
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return Trainer's function that moves a batch to the device."""
-    prepare: Callable[[dict[str, Any]], dict[str, Any]] = trainer._prepare_inputs
-    return prepare
+    return trainer._prepare_inputs
 
 
 def shifts_labels(trainer: Trainer) -> bool:
@@ -153,8 +151,7 @@ def place_model(trainer: Trainer) -> None:
 
 def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     """Return the optimizer without accelerate's wrapper."""
-    optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return optimizer
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def learning_rate(trainer: Trainer) -> float:
@@ -190,8 +187,7 @@ def notes(trainer: Trainer) -> Notes | None:
 
 def num_tokens_read(trainer: Trainer) -> int | None:
     """Return the training tokens that this rank has counted, as TRL's trainers do; None for others."""
-    count: int | None = getattr(trainer, "_total_train_tokens", None)
-    return count
+    return getattr(trainer, "_total_train_tokens", None)
 
 
 def count_tokens_read(trainer: Trainer, num: int) -> None:
