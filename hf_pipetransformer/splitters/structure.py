@@ -138,30 +138,7 @@ def trace_structure(
     trace = _Trace()
     with torch.no_grad(), _hooks(model, layers, trace), _Reads(model, trace):
         run_forward()
-    name = type(model).__name__
-    passes = len(trace.layer_calls) // len(layers)
-    if passes > 1 and trace.layer_calls == list(range(len(layers))) * passes:
-        raise UnsupportedModelError(
-            f"One loss runs {name} {passes} times, expected once: leave out what has it run again, as "
-            "label_smoothing_factor and compute_loss_func do with SFTTrainer."
-        )
-    if not trace.layer_calls:
-        raise UnsupportedModelError(
-            f"{name} calls none of its {len(layers)} layers as a module: it calls their `forward` itself, as "
-            "SqueezeBERT does, or does not run them for this batch. Expected `layer(hidden, ...)` once each, in order."
-        )
-    if trace.layer_calls != list(range(len(layers))):
-        raise UnsupportedModelError(
-            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
-        )
-    if trace.changes_between:
-        index, key = trace.changes_between[0]
-        weight = next(weight for weight, parameter in model.named_parameters() if id(parameter) == key)
-        raise UnsupportedModelError(
-            f"{name} reads {weight} between layers {index - 1} and {index}, and changes the activation that goes from "
-            "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
-            "use transformers.Trainer."
-        )
+    _check_order(model, layers, trace)
     # A module that runs several times counts where it runs last.
     ran = [module for module, parent in trace.before if parent in trace.spanning]
     outer = list({id(module): module for module in reversed(ran)}.values())[::-1]
@@ -199,6 +176,34 @@ def trace_structure(
     )
 
 
+def _check_order(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> None:
+    """Check that the layers ran once each in order, with nothing that changes the activation between two of them."""
+    name, num_layers = type(model).__name__, len(layers)
+    passes = len(trace.layer_calls) // num_layers
+    if passes > 1 and trace.layer_calls == list(range(num_layers)) * passes:
+        raise UnsupportedModelError(
+            f"One loss runs {name} {passes} times, expected once: leave out what has it run again, as "
+            "label_smoothing_factor and compute_loss_func do with SFTTrainer."
+        )
+    if not trace.layer_calls:
+        raise UnsupportedModelError(
+            f"{name} calls none of its {num_layers} layers as a module: it calls their `forward` itself, as "
+            "SqueezeBERT does, or does not run them for this batch. Expected `layer(hidden, ...)` once each, in order."
+        )
+    if trace.layer_calls != list(range(num_layers)):
+        raise UnsupportedModelError(
+            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {num_layers} once, in order."
+        )
+    if trace.changes_between:
+        index, key = trace.changes_between[0]
+        weight = next(weight for weight, parameter in model.named_parameters() if id(parameter) == key)
+        raise UnsupportedModelError(
+            f"{name} reads {weight} between layers {index - 1} and {index}, and changes the activation that goes from "
+            "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
+            "use transformers.Trainer."
+        )
+
+
 def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]], hidden_shape: torch.Size) -> bool:
     """True if the module has weights or an output shaped like the hidden states: only the first stage can run it.
 
@@ -218,20 +223,18 @@ def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_
     their form, then computes something else.
     """
     if isinstance(output, torch.Tensor):
-        shape, dtype = output.shape, output.dtype
+        shape, dtype, fill = output.shape, output.dtype, int(is_other)
         if shape == hidden_shape:
             return lambda received: received.detach().clone()
-        fill = 1 if is_other else 0
-        if shape and shape == hidden_shape[-len(shape) :]:
-            # Such as position embeddings, which have no batch dimension: the length follows all the same.
-            return lambda received: torch.full(
-                received.shape[-len(shape) :], fill, dtype=dtype, device=received.device
-            )
-        follows = [
-            axis < 2 and axis < len(hidden_shape) and shape[axis] == hidden_shape[axis] for axis in range(len(shape))
+        # The axis of the activation that each axis follows, or None. Position embeddings, for example, have no batch
+        # dimension: their length follows all the same.
+        offset = len(hidden_shape) - len(shape) if shape == hidden_shape[-len(shape) :] else 0
+        axes = [
+            axis + offset if offset or (axis < 2 and hidden_shape[axis : axis + 1] == (size,)) else None
+            for axis, size in enumerate(shape)
         ]
         return lambda received: torch.full(
-            [received.shape[axis] if follows[axis] else size for axis, size in enumerate(shape)],
+            [size if axis is None else received.shape[axis] for axis, size in zip(axes, shape, strict=True)],
             fill,
             dtype=dtype,
             device=received.device,
