@@ -116,11 +116,7 @@ class OwnBatches:
     def _samples(self) -> Iterator[Any]:
         if not is_stream(self.dataset):
             return (self.dataset[index] for index in self.order())
-        if iter(self.dataset) is iter(self.dataset):
-            raise ValueError(
-                f"The {type(self.dataset).__name__} can be iterated once only, and a run looks at its first samples "
-                "before it starts. Let `__iter__` begin anew each time."
-            )
+        _check_restarts(self.dataset, "samples")
         return iter(self.dataset)
 
 
@@ -240,14 +236,18 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
 
 def _first_of(loader: Any) -> dict[str, Any]:
     """Return the first batch of a user's loader. Every rank reads its own, since reading may be a collective."""
-    if iter(loader) is iter(loader):
-        raise ValueError(
-            f"The {type(loader).__name__} can be iterated once only, and a run looks at its first batch before it "
-            "starts. Let `__iter__` begin anew each time."
-        )
+    _check_restarts(loader, "batch")
     with generators_kept(loader):
         batch = next(iter(loader), None)
     if batch is None:
         raise ValueError(f"The {type(loader).__name__} is empty: expected at least one batch.")
     getattr(loader, "end", lambda: None)()  # A loader prepared by accelerate would stay marked as active.
     return dict(batch)
+
+
+def _check_restarts(source: Any, looked_at: str) -> None:
+    if iter(source) is iter(source):
+        raise ValueError(
+            f"The {type(source).__name__} can be iterated once only, and a run looks at its first {looked_at} before "
+            "it starts. Let `__iter__` begin anew each time."
+        )
