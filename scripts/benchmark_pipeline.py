@@ -49,7 +49,7 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.batches import split_batch
+from hf_pipetransformer.data.batches import batch_size, split_batch
 from hf_pipetransformer.elastic.transition import apply_layout
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
@@ -61,6 +61,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageExit
 from hf_pipetransformer.startup.check import probe_model
+from hf_pipetransformer.startup.model import ProbeTarget
 
 
 def bert_like(
@@ -190,8 +191,9 @@ class StageModule(nn.Module):
 def probe(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Probe:
     """The start-up self-check on three samples."""
     tiny = {key: value[:3] for key, value in inputs.items()}
-    main_input = getattr(model, "main_input_name", "input_ids")
-    return probe_model(model, find_splitter(model), lambda batch: model(**batch).loss, tiny, main_input)
+    return probe_model(
+        ProbeTarget(model, find_splitter(model), tiny, lambda batch, _: model(**batch).loss, batch_size)
+    )
 
 
 def our_step(

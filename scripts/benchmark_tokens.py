@@ -42,8 +42,8 @@ from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.startup.model import Inspection, Subject
-from hf_pipetransformer.startup.start import measure_slices, measured_times
+from hf_pipetransformer.startup.costs import measure_slices, slice_times
+from hf_pipetransformer.startup.model import ProbeTarget
 
 
 VOCABULARY, HIDDEN = 5000, 384
@@ -125,14 +125,12 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
     world = topology.world_size
     model, inputs = gpt2(samples, length)
     found = probe(model, {key: value[:, :32] for key, value in inputs.items()})
-    subject = Subject(
+    target = ProbeTarget(
         model, find_splitter(model), inputs, lambda given, _: model(**given).loss,
         lambda given: count_items(given, shifts_labels=True),
     )  # fmt: skip
-    costs = measure_slices(
-        subject, found.structure, LossRule.MEAN, Inspection(topology, type(model).__name__), None, samples
-    )
-    times = measured_times(subject, found.structure, LossRule.MEAN, inputs) if topology.rank == 0 else []
+    costs = TokenCosts(**topology.decide(lambda: measure_slices(target, found.structure, LossRule.MEAN).as_event()))
+    times = slice_times(target, found.structure, LossRule.MEAN) if topology.rank == 0 else []
     stage = stage_of(model, found, topology)
     start = time.perf_counter()
     plan = topology.decide(lambda: list(_planned(costs, length, samples, world)))

@@ -51,6 +51,12 @@ from transformers import (
     XLMRobertaForTokenClassification,
 )
 
+from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.startup.check import probe_model
+from hf_pipetransformer.startup.model import ProbeTarget
+
 
 __all__ = [
     "MODELS",
@@ -445,3 +451,10 @@ _ROW_MAKERS: dict[str, Callable[[int, torch.Generator], Row]] = {
     "image": _image_row,
     "audio": _audio_row,
 }
+
+
+def probed_with(
+    model: nn.Module, splitter: Splitter, loss: Callable[[dict[str, Any]], torch.Tensor], inputs: dict[str, Any]
+) -> Probe:
+    """The start-up check of a split model, with a loss that divides by nothing."""
+    return probe_model(ProbeTarget(model, splitter, inputs, lambda given, _: loss(given), batch_size))

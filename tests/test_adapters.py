@@ -24,12 +24,11 @@ from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_o
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.costs import middle_layer
 from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.starting import Need, need_of
 from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
-from tests.models import build_model, collate, make_dataset
+from tests.models import build_model, collate, make_dataset, probed_with
 from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
 
 
@@ -62,7 +61,7 @@ def batch_of(family: str) -> dict[str, torch.Tensor]:
 
 def probed(model: Any, family: str) -> Probe:
     batch = batch_of(family)
-    return probe_model(model.eval(), find_splitter(model), lambda inputs: model(**inputs).loss, batch, "input_ids")
+    return probed_with(model.eval(), find_splitter(model), lambda inputs: model(**inputs).loss, batch)
 
 
 def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -195,7 +194,7 @@ def test_what_the_user_froze_costs_neither_gradients_nor_moments() -> None:
 
 def test_the_layer_that_is_measured_trains_its_adapters_alone() -> None:
     model = adapted("llama", "upper")
-    assert middle_layer(model, probed(model, "llama").structure) == 3
+    assert middle_layer(probed(model, "llama").structure) == 3
 
 
 def test_what_stored_activations_hang_on_names_the_adapters(tmp_path: Path) -> None:

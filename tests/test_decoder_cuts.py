@@ -11,14 +11,14 @@ import torch
 from hf_pipetransformer.splitters.base import GenericSplitter, UnsupportedModelError
 from hf_pipetransformer.splitters.families import GPT2Splitter, LlamaSplitter, find_splitter
 from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.startup.check import probe_model
 from tests.decoders import CUT_INSIDE, DECODERS, collate_tokens, make_decoder, make_rows
+from tests.models import probed_with
 from tests.test_families import broken, inputs_of
 
 
 def probed(model: Any, splitter: Any) -> Probe:
     """Compares the model with the chain of its smallest stages."""
-    return probe_model(model, splitter, lambda inputs: model(**inputs).loss, collate_tokens(make_rows(4)), "input_ids")
+    return probed_with(model, splitter, lambda inputs: model(**inputs).loss, collate_tokens(make_rows(4)))
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -82,6 +82,6 @@ def test_gpt2_may_read_what_an_encoder_said() -> None:
     batch = collate_tokens(make_rows(4))
     batch["encoder_hidden_states"] = torch.randn(4, 3, model.config.n_embd)
     batch["encoder_attention_mask"] = torch.tensor([[1, 1, 0]] * 4)
-    found = probe_model(model, find_splitter(model), lambda inputs: model(**inputs).loss, batch, "input_ids").structure
+    found = probed_with(model, find_splitter(model), lambda inputs: model(**inputs).loss, batch).structure
     assert found.cuts_inside_layers
     assert found.blocks_of_parameter["transformer.h.1.crossattention.c_attn.weight"] == (3,)

@@ -38,11 +38,11 @@ from hf_pipetransformer.splitters.families import (
     find_splitter,
 )
 from hf_pipetransformer.splitters.structure import trace_structure
-from hf_pipetransformer.startup.check import probe_model, undisturbed
 from hf_pipetransformer.startup.first_samples import check_not_packed
+from hf_pipetransformer.startup.model import undisturbed
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
 from tests.families_table import families_table, written_table
-from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows
+from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows, probed_with
 
 
 SPLITTERS = {
@@ -79,7 +79,7 @@ NUM_BLOCKS = 2 * NUM_LAYERS + 2
 
 def probe(model, splitter, batch):
     with undisturbed(model):
-        return probe_model(model, splitter, lambda inputs: model(**inputs).loss, batch, model.main_input_name)
+        return probed_with(model, splitter, lambda inputs: model(**inputs).loss, batch)
 
 
 def structure_of(name):

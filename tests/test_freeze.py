@@ -18,7 +18,7 @@ from hf_pipetransformer.freeze.policies import (
     GradientNorm,
     NoFreezing,
     Schedule,
-    in_words,
+    describe_outlook,
     make_policy,
     outlook,
 )
@@ -467,16 +467,16 @@ def test_a_policy_that_counts_what_it_is_asked_is_the_same_after_the_outlook() -
 
 def test_the_outlook_in_words_says_when_nothing_can_freeze() -> None:
     found, clock = coming(Schedule(1 / 3), max_steps=10)
-    assert "no decision falls into its 10 steps" in in_words(found, 6, 0, clock.max_steps, 10)
+    assert "no decision falls into its 10 steps" in describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 10)
     found, clock = coming(Schedule(1 / 3), most=6)
-    assert "all others must stay active" in in_words(found, 6, 0, clock.max_steps, 10)
+    assert "all others must stay active" in describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 10)
 
 
 def test_the_outlook_in_words_says_when_no_epoch_reads_the_cache() -> None:
     found, clock = coming(Schedule(1 / 3))
-    text = in_words(found, 6, 0, clock.max_steps, 10)
+    text = describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 10)
     assert text == "Of 6 layers at most 2 from step 20 on, 4 from step 30 on are frozen, in a run of 40 steps."
-    assert "the activation cache gains nothing" in in_words(found, 6, 0, clock.max_steps, 20)
+    assert "the activation cache gains nothing" in describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 20)
 
 
 def test_a_decision_held_back_by_the_minimum_knows_it() -> None:

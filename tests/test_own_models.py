@@ -18,7 +18,7 @@ from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
-from hf_pipetransformer.startup.check import probe_model
+from tests.models import probed_with
 from tests.one_process import ModelPipeline
 
 
@@ -195,7 +195,7 @@ class ChangesBefore(ChangesAround):
 @pytest.mark.parametrize("kind", [AddsInLayers, ChangesAround])
 def test_a_model_that_changes_activations_in_place_is_cut_everywhere(kind: type[nn.Module]) -> None:
     model, inputs = kind(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
-    probe = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+    probe = probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs)
     assert probe.structure.changes_in_place
 
 
@@ -228,12 +228,12 @@ class WantsEmbeddings(Narrows):
 def test_code_that_does_not_run_without_the_embeddings_is_refused_in_words() -> None:
     model, inputs = WantsEmbeddings(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
     with pytest.raises(UnsupportedModelError, match="Let a module do what comes between"):
-        probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+        probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs)
 
 
 def test_what_comes_between_embeddings_and_layers_may_be_code() -> None:
     model, inputs = ChangesBefore(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
-    assert probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure.enters_layers
+    assert probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs).structure.enters_layers
 
 
 # ---- activations of another shape than (batch, seq, hidden) ----
@@ -298,7 +298,7 @@ class TiedByHand(Stack):
 
 def test_a_weight_belongs_to_where_it_is_read() -> None:
     model, inputs = TiedByHand(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
-    structure = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure
+    structure = probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs).structure
     assert structure.blocks_of_parameter["entry.weight"] == (0, structure.num_blocks - 1)
     assert structure.blocks_of_parameter["entry.bias"] == (0,)
 
@@ -367,7 +367,7 @@ class GivesTuples(Stack):
 @pytest.mark.parametrize("kind", [ReturnsLists, GivesTuples])
 def test_what_modules_return_is_any_form(kind: type[nn.Module]) -> None:
     model, inputs = kind(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
-    structure = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x").structure
+    structure = probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs).structure
     assert structure.returns_list == (kind is ReturnsLists)
     assert not structure.enters_layers
 
@@ -406,10 +406,10 @@ def test_what_later_stages_do_not_have_is_not_taken_for_what_a_batch_happened_to
     """Without padding the mask is zeros, as is what stands in for it; another batch would train with wrong numbers."""
     model, inputs = ReadsBesideTheActivation(reads), {"ids": torch.randint(1, 9, (4, 5)), "labels": torch.randn(4)}
     if reads == "nothing":
-        assert probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "ids").activation
+        assert probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs).activation
         return
     with pytest.raises(UnsupportedModelError, match="reads what they give beside the activation"):
-        probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "ids")
+        probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs)
 
 
 MODELS = {
@@ -454,7 +454,7 @@ def test_activations_without_a_row_a_sample_are_refused_in_words(kind: str, monk
     monkeypatch.setattr(Numbers, "kind", kind)
     model, inputs = Numbers(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
     with pytest.raises(UnsupportedModelError, match="one row a sample"):
-        probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+        probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs)
 
 
 class Between(Stack):
@@ -495,7 +495,7 @@ def structure_of(kind: str) -> Any:
     torch.manual_seed(0)
     model = Between(kind)
     batch = {"x": torch.randn(4, LENGTH, 2), "labels": torch.randn(4)}
-    return probe_model(model, OwnSplitter(), lambda inputs: model(**inputs)[0], batch, "x").structure
+    return probed_with(model, OwnSplitter(), lambda inputs: model(**inputs)[0], batch).structure
 
 
 @pytest.mark.parametrize(("kind", "name"), [("modules", "gates.2.weight"), ("reads", "entry.weight")])
@@ -542,7 +542,7 @@ class RecomputesFromInputs(Recomputes):
 @pytest.mark.parametrize("kind", [Recomputes, RecomputesFromInputs])
 def test_a_model_that_recomputes_its_layers_is_cut_everywhere(kind: type[nn.Module]) -> None:
     model, inputs = kind().train(), {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "labels")}
-    probe = probe_model(model, OwnSplitter(), lambda given: model(**given)[0], inputs, "x")
+    probe = probed_with(model, OwnSplitter(), lambda given: model(**given)[0], inputs)
     assert probe.structure.enters_layers == (kind is RecomputesFromInputs)
 
 

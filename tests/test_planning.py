@@ -33,8 +33,7 @@ from hf_pipetransformer.planning.planner import (
 )
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.startup.costs import MeasuredCosts
-from hf_pipetransformer.startup.planner import RunPlanner, memory_conditions
+from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, memory_conditions
 
 
 # One layer; blocks are embeddings, attention, MLP, head.

@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
-from hf_pipetransformer.startup.check import in_float32, in_full_precision, probe_model, undisturbed
-from tests.models import build_model, collate, make_rows
+from hf_pipetransformer.startup.model import in_float32, in_full_precision, undisturbed
+from tests.models import build_model, collate, make_rows, probed_with
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -78,14 +78,14 @@ def test_attention_that_takes_half_precision_only_is_replaced(monkeypatch: pytes
     model, batch = build_model("bert_sequence").bfloat16(), collate(make_rows("bert_sequence", 4))
     model.set_attn_implementation("picky_flash")
     with undisturbed(model):
-        probe_model(model, find_splitter(model), lambda inputs: model(**inputs).loss, batch, "input_ids")
+        probed_with(model, find_splitter(model), lambda inputs: model(**inputs).loss, batch)
     assert model.config._attn_implementation == "picky_flash"
 
 
 def probed(loss: Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor], weights: torch.dtype) -> Any:
     model, batch = build_model("vit").to(weights), collate(make_rows("vit", 6))
     with undisturbed(model):
-        return probe_model(model, find_splitter(model), lambda inputs: loss(model, inputs), batch, "pixel_values")
+        return probed_with(model, find_splitter(model), lambda inputs: loss(model, inputs), batch)
 
 
 def of_the_head_alone(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
@@ -123,4 +123,4 @@ def test_a_small_difference_of_the_split_model_is_seen_under_bf16() -> None:
     right = splitter.run_mlp
     splitter.run_mlp = lambda layer, hidden: right(layer, hidden) * 1.001
     with undisturbed(model), pytest.raises(UnsupportedModelError, match="when it is split"):
-        probe_model(model, splitter, lambda inputs: model(**inputs).loss, batch, "pixel_values")
+        probed_with(model, splitter, lambda inputs: model(**inputs).loss, batch)

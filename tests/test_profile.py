@@ -14,10 +14,10 @@ from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup import costs as profile
 from hf_pipetransformer.startup import start
-from hf_pipetransformer.startup.costs import BlockProfile, affordable_samples, samples_per_microbatch
+from hf_pipetransformer.startup.costs import BlockProfile, affordable_samples
 from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, OwnBatches, most_samples, probe_samples
 from hf_pipetransformer.startup.model import ProbeTarget
-from hf_pipetransformer.startup.planner import StartUp
+from hf_pipetransformer.startup.planner import StartUp, samples_per_microbatch
 from hf_pipetransformer.startup.start import inspect_model
 from tests.models import build_model, collate, make_rows
 
@@ -42,8 +42,8 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
     batches = OwnBatches(rows, collate, args.per_device_train_batch_size, lambda: range(len(rows)))
     read = batches.read if with_batches else None
     samples = probe_samples(batches, model.main_input_name, count_items, most_samples(args))
-    subject = ProbeTarget(model, find_splitter(model), samples, compute, count_items)
-    return inspect_model(subject, args, Topology(60, 1), torch.device("cpu"), True, read), sizes
+    target = ProbeTarget(model, find_splitter(model), samples, compute, count_items)
+    return inspect_model(target, args, Topology(60, 1), True, read), sizes
 
 
 @pytest.mark.parametrize("model", ["bert_masked", "vit"])

@@ -31,8 +31,7 @@ from hf_pipetransformer.planning.token_plans import WORTH, choose_slices, cut_la
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
-from hf_pipetransformer.startup.costs import MeasuredCosts
-from hf_pipetransformer.startup.planner import RunPlanner
+from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 from tests.decoders import collate_tokens, make_decoder, make_rows
 from tests.sft import make_tokenizer
 from tests.test_planning import costs_of, layout_of

@@ -13,8 +13,8 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.startup.check import in_full_precision, probe_model, undisturbed
-from tests.models import collate
+from hf_pipetransformer.startup.model import in_full_precision, undisturbed
+from tests.models import collate, probed_with
 from tests.uncommon import REFUSED, UNCOMMON, build, rows
 
 
@@ -32,9 +32,7 @@ def trained(base: type, name: str, folder: Path, **options: Any) -> list[float]:
 def probe(name: str) -> Probe:
     model, inputs = build(name), collate(rows(name, 4))
     with undisturbed(model, True):
-        return probe_model(
-            model, find_splitter(model), lambda given: model(**given).loss, inputs, model.main_input_name
-        )
+        return probed_with(model, find_splitter(model), lambda given: model(**given).loss, inputs)
 
 
 @pytest.mark.parametrize("name", UNCOMMON)

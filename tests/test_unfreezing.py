@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from examples.policies.plasticity import Plasticity
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.elastic.transitions import check_unfreezing
-from hf_pipetransformer.freeze.policies import Fixed, in_words, make_policy, outlook
+from hf_pipetransformer.freeze.policies import Fixed, describe_outlook, make_policy, outlook
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
@@ -75,20 +75,22 @@ def test_layers_stay_frozen_until_fewer_are_than_now() -> None:
 
 def test_the_outlook_counts_on_rows_of_layers_that_a_later_unfreeze_leaves_frozen() -> None:
     coming = [(0, 1), (10, 3), (15, 1)]
-    assert "gains nothing" not in in_words(coming, L, 0, 40, 20)
-    assert "gains nothing" in in_words([*coming, (18, 0)], L, 0, 40, 20)
+    policy = Fixed(dict(coming))
+    assert "gains nothing" not in describe_outlook(policy, coming, L, 0, 40, 20)
+    assert "gains nothing" in describe_outlook(policy, [*coming, (18, 0)], L, 0, 40, 20)
 
 
 def test_the_outlook_says_what_unfreezes_and_whether_rows_are_read_until_then() -> None:
     clock = DecisionClock(10, 0, 40)
-    coming = outlook(Fixed({0: 3, 20: 0}), clock, L, 0, 0)
+    policy = Fixed({0: 3, 20: 0})
+    coming = outlook(policy, clock, L, 0, 0)
     assert coming == [(0, 3), (20, 0)]
-    text = in_words(coming, L, 0, 40, 10)
+    text = describe_outlook(policy, coming, L, 0, 40, 10)
     assert "at most 3 from step 0 on, 0 from step 20 on (unfrozen) are frozen" in text
     assert "gains nothing" not in text
-    assert "gains nothing" in in_words(coming, L, 0, 40, 20)
-    assert outlook(Fixed({0: 3, 20: 0}), clock, L, 1, 0, num_frozen_by_user=1) == [(0, 3), (20, 1)]
-    assert "may be unfrozen again" in in_words([(10, 2)], L, 0, 40, 10, may_unfreeze=True)
+    assert "gains nothing" in describe_outlook(policy, coming, L, 0, 40, 20)
+    assert outlook(policy, clock, L, 1, 0, num_frozen_by_user=1) == [(0, 3), (20, 1)]
+    assert "may be unfrozen again" in describe_outlook(policy, [(10, 2)], L, 0, 40, 10)
 
 
 def answers(policy: Plasticity, rates: list[float], num_frozen_by_user: int = 0) -> list[int]:

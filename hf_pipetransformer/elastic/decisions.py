@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from hf_pipetransformer.cache.planner import CachePlanner
-from hf_pipetransformer.freeze.policies import in_words, outlook
+from hf_pipetransformer.freeze.policies import describe_outlook, outlook
 from hf_pipetransformer.freeze.policy import (
     PREDICTED_SECONDS,
     Decision,
@@ -74,9 +74,7 @@ class Decisions:
         policy, kept = self.policy, self.args.freeze_min_active_layers
         coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
         writing = steps_per_epoch if self.cache is None else self.cache.writing_steps
-        return in_words(
-            coming, num_layers, num_frozen, clock.max_steps, writing, policy.num_watched, policy.may_unfreeze
-        )
+        return describe_outlook(policy, coming, num_layers, num_frozen, clock.max_steps, writing)
 
     def next_step(self, step: int) -> int:
         """Return the first optimizer step from `step` on before which the policy is asked; `NEVER` if none."""

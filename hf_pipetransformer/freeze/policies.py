@@ -111,12 +111,10 @@ class Fixed(FreezePolicy):
         most = max(self.table.values())
         if most > num_layers:
             raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")
-        late = [step for step in self.table if step >= max_steps]
-        if not late:
+        late = next((step for step in self.table if step >= max_steps), None)
+        if late is None:
             return []
-        return [
-            f"freeze_at: the run ends after {max_steps} steps, before step {late[0]} freezes or unfreezes anything."
-        ]
+        return [f"freeze_at: the run ends after {max_steps} steps, before step {late} freezes or unfreezes anything."]
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         return step in self.table
@@ -144,12 +142,7 @@ class NoFreezing(FreezePolicy):
         return False
 
 
-def make_policy(
-    name: str,
-    alpha: float,
-    rule: str,
-    freeze_at: str | None,
-) -> FreezePolicy:
+def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> FreezePolicy:
     """Return the policy that the options select.
 
     Raises:
@@ -195,26 +188,21 @@ def outlook(
     return found
 
 
-def in_words(
+def describe_outlook(
+    policy: FreezePolicy,
     coming: list[tuple[int, int]],
     num_layers: int,
     num_frozen: int,
     max_steps: int,
     steps_per_epoch: int,
-    num_watched: int = 0,
-    may_unfreeze: bool = False,
 ) -> str:
-    """Describe a forecast in a sentence, and add one if stored activations can never be read.
-
-    Args:
-        coming: from `outlook`.
-        num_watched: decisions at which the policy only observes.
-        may_unfreeze: True if the policy may unfreeze layers, at steps that are not known.
-    """
+    """Describe `coming`, from `outlook`, in a sentence; add one if stored activations can never be read."""
     if all(frozen <= num_frozen for _, frozen in coming):
-        why = f"no decision falls into its {max_steps} steps" if not coming else "all others must stay active"
-        if 0 < len(coming) <= num_watched:
-            why = f"the policy needs {num_watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
+        why, watched = "all others must stay active", policy.num_watched
+        if not coming:
+            why = f"no decision falls into its {max_steps} steps"
+        elif len(coming) <= watched:
+            why = f"the policy needs {watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
         return f"No layer freezes in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
     before = [num_frozen, *(frozen for _, frozen in coming)]
     unfreezing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
@@ -224,7 +212,7 @@ def in_words(
     )
     rest = f", {coming[-1][1]} in the end" if len(coming) > NUM_SHOWN else ""
     text = f"Of {num_layers} layers at most {shown}{rest} are frozen, in a run of {max_steps} steps."
-    if may_unfreeze and not unfreezing:
+    if policy.may_unfreeze and not unfreezing:
         text += " They may be unfrozen again."
     # Activations stored at a decision are read until some of the layers that computed them are unfrozen.
     spans = [

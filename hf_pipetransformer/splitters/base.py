@@ -92,10 +92,9 @@ class GenericSplitter(Splitter):
     cuts_inside_layers = False
 
     def layers(self, model: Any) -> list[nn.Module]:
-        name = type(model).__name__
-        expected = _numbers_of_layers(model)
+        name, expected = type(model).__name__, _numbers_of_layers(model)
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
-        uniform = [stack for stack in stacks if len(stack) in expected.values() and _is_uniform(stack)]
+        uniform = [stack for stack in stacks if len(stack) in expected.values() and not _unlike(stack)]
         if len(uniform) > 1:
             # Embeddings may be in a ModuleList too (MarkupLM); unlike layers, they have no submodules.
             uniform = [stack for stack in uniform if any(True for _ in stack[0].children())]
@@ -104,13 +103,12 @@ class GenericSplitter(Splitter):
         num_groups = config_value(model, "num_hidden_groups")
         if num_groups is not None:
             raise UnsupportedModelError(
-                f"{name} runs the same layer weights several times (num_hidden_groups="
-                f"{num_groups}); shared layers cannot be put on different stages. "
-                "Use transformers.Trainer for it."
+                f"{name} runs the same layer weights several times (num_hidden_groups={num_groups}); shared layers "
+                "cannot be put on different stages. Use transformers.Trainer for it."
             )
-        found = [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
+        wanted = " or ".join(f"{key}={number}" for key, number in expected.items()) or "config.num_hidden_layers=None"
         raise UnsupportedModelError(
-            f"{name} has no single stack of {_in_words(expected)} uniform layers, found {found}. "
+            f"{name} has no single stack of {wanted} uniform layers, found {_listed(stacks)}. "
             "Only uniform stacks can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
         )
 
@@ -134,12 +132,8 @@ def _numbers_of_layers(model: nn.Module) -> dict[str, int]:
     return {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
 
 
-def _in_words(expected: dict[str, int]) -> str:
-    return " or ".join(f"{name}={number}" for name, number in expected.items()) or "config.num_hidden_layers=None"
-
-
-def _is_uniform(stack: nn.ModuleList | nn.Sequential) -> bool:
-    return not _unlike(stack)
+def _listed(stacks: Iterable[nn.ModuleList | nn.Sequential]) -> list[str]:
+    return [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
 
 
 def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
@@ -162,14 +156,13 @@ class StackSplitter(GenericSplitter):
 
     def layers(self, model: Any) -> list[nn.Module]:
         stacks = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
-        uniform = [stack for stack in stacks if _is_uniform(stack)]
+        uniform = [stack for stack in stacks if not _unlike(stack)]
         inside = {id(part) for stack in uniform for layer in stack for part in layer.modules()}
         outermost = [stack for stack in uniform if id(stack) not in inside]
         if len(outermost) == 1:
             return list(outermost[0])
-        found = [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
         raise UnsupportedModelError(
             f"{type(model).__name__} has no config.model_type: expected a Hugging Face `PreTrainedModel`, or a model "
-            f"with one stack of uniform layers (nn.ModuleList or nn.Sequential), found {found}. Pass `splitter=` to "
-            "say how another model falls into layers."
+            f"with one stack of uniform layers (nn.ModuleList or nn.Sequential), found {_listed(stacks)}. Pass "
+            "`splitter=` to say how another model falls into layers."
         )

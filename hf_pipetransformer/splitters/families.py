@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -92,44 +93,59 @@ class DistilBertSplitter(Splitter):
         return cast(torch.Tensor, layer.output_layer_norm(layer.ffn(hidden) + hidden))
 
 
-class ModernBertSplitter(Splitter):
+class PreNormSplitter(GenericSplitter):
+    """Splitter of layers that run `x + attention(norm(x))`, then `x + mlp(norm(x))`. Subclasses name the modules."""
+
+    cuts_inside_layers = True
+    stack: str | None = None
+    """Path of the layers from `model.base_model`; None searches them as `GenericSplitter` does."""
+    attention_norm: str
+    attention: str
+    mlp_norm: str
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        return super().layers(model) if self.stack is None else list(attrgetter(self.stack)(model.base_model))
+
+    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
+        return (getattr(layer, self.mlp_norm), layer.mlp)
+
+    def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        normed = getattr(layer, self.attention_norm)(hidden)
+        attention, _ = getattr(layer, self.attention)(normed, *args, **kwargs)
+        return hidden + self.scaled_attention(layer, attention)
+
+    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.scaled_mlp(layer, layer.mlp(getattr(layer, self.mlp_norm)(hidden)))
+
+    def scaled_attention(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        """Apply what comes between attention and residual connection, such as dropout."""
+        return output
+
+    def scaled_mlp(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        """Apply what comes between MLP and residual connection."""
+        return output
+
+
+class ModernBertSplitter(PreNormSplitter):
     """Splitter of ModernBERT. Its layers with global and with local attention have the same shapes."""
 
     model_types = ("modernbert",)
-    cuts_inside_layers = True
-
-    def layers(self, model: Any) -> list[nn.Module]:
-        return list(model.base_model.layers)
-
-    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        return (layer.mlp_norm, layer.mlp)
-
-    def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention, _ = layer.attn(layer.attn_norm(hidden), *args, **kwargs)
-        return hidden + attention
-
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + layer.mlp(layer.mlp_norm(hidden))
+    stack = "layers"
+    attention_norm, attention, mlp_norm = "attn_norm", "attn", "mlp_norm"
 
 
-class ViTSplitter(Splitter):
+class ViTSplitter(PreNormSplitter):
     """Splitter of ViT-like encoders of images or audio spectrograms."""
 
     model_types: tuple[str, ...] = ("vit", "deit", "audio-spectrogram-transformer")
-    cuts_inside_layers = True
+    stack = "layers"
+    attention_norm, attention, mlp_norm = "layernorm_before", "attention", "layernorm_after"
 
-    def layers(self, model: Any) -> list[nn.Module]:
-        return list(model.base_model.layers)
+    def scaled_attention(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.dropout(output))
 
-    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        return (layer.layernorm_after, layer.mlp)
-
-    def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention, _ = layer.attention(layer.layernorm_before(hidden), *args, **kwargs)
-        return hidden + layer.dropout(attention)
-
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + layer.dropout(layer.mlp(layer.layernorm_after(hidden)))
+    def scaled_mlp(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.dropout(output))
 
 
 class BeitSplitter(ViTSplitter):
@@ -150,39 +166,37 @@ class BeitSplitter(ViTSplitter):
             window = (height // layer.patch_size, width // layer.patch_size)
             bias = layer.relative_position_bias(window, interpolates, dim_size=hidden.shape[1])
             mask = bias if mask is None else bias + mask
-        attention, _ = layer.attention(layer.layernorm_before(hidden), attention_mask=mask, **kwargs)
-        return hidden + layer.drop_path(layer.lambda_1 * layer.dropout(attention))
+        return super().run_attention(layer, hidden, attention_mask=mask, **kwargs)
 
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        mlp = layer.mlp(layer.layernorm_after(hidden))
-        return hidden + layer.drop_path(layer.lambda_2 * layer.dropout(mlp))
+    def scaled_attention(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.drop_path(layer.lambda_1 * layer.dropout(output)))
+
+    def scaled_mlp(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.drop_path(layer.lambda_2 * layer.dropout(output)))
 
 
-class Dinov2Splitter(Splitter):
+class Dinov2Splitter(PreNormSplitter):
     """Splitter of DINOv2."""
 
     model_types = ("dinov2", "dinov2_with_registers")
-    cuts_inside_layers = True
-
-    def layers(self, model: Any) -> list[nn.Module]:
-        return list(model.base_model.encoder.layer)
+    stack = "encoder.layer"
+    attention_norm, attention, mlp_norm = "norm1", "attention", "norm2"
 
     def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        return (layer.norm2, layer.mlp, layer.layer_scale2)
+        return (*super().mlp_parts(layer), layer.layer_scale2)
 
-    def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention, _ = layer.attention(layer.norm1(hidden), *args, **kwargs)
-        return hidden + layer.drop_path(layer.layer_scale1(attention))
+    def scaled_attention(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.drop_path(layer.layer_scale1(output)))
 
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + layer.drop_path(layer.layer_scale2(layer.mlp(layer.norm2(hidden))))
+    def scaled_mlp(self, layer: Any, output: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.drop_path(layer.layer_scale2(output)))
 
 
-class SiglipSplitter(Splitter):
+class SiglipSplitter(PreNormSplitter):
     """Splitter of SigLIP's image classifier."""
 
     model_types = ("siglip",)
-    cuts_inside_layers = True
+    attention_norm, attention, mlp_norm = "layer_norm1", "self_attn", "layer_norm2"
 
     def layers(self, model: Any) -> list[nn.Module]:
         towers = [name for name, _ in model.named_children() if name.endswith("_model")]
@@ -193,42 +207,19 @@ class SiglipSplitter(Splitter):
             )
         return list(model.vision_model.encoder.layers)
 
-    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        return (layer.layer_norm2, layer.mlp)
 
-    def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention, _ = layer.self_attn(layer.layer_norm1(hidden), *args, **kwargs)
-        return hidden + attention
-
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + layer.mlp(layer.layer_norm2(hidden))
-
-
-class LlamaSplitter(GenericSplitter):
+class LlamaSplitter(PreNormSplitter):
     """Splitter of Llama-like decoders, including those with a mixture of experts as the MLP."""
 
     model_types = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
-    cuts_inside_layers = True
-
-    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        return (layer.post_attention_layernorm, layer.mlp)
-
-    def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention, _ = layer.self_attn(layer.input_layernorm(hidden), *args, **kwargs)
-        return hidden + attention
-
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    attention_norm, attention, mlp_norm = "input_layernorm", "self_attn", "post_attention_layernorm"
 
 
-class GPT2Splitter(GenericSplitter):
+class GPT2Splitter(PreNormSplitter):
     """Splitter of GPT-2."""
 
     model_types = ("gpt2",)
-    cuts_inside_layers = True
-
-    def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
-        return (layer.ln_2, layer.mlp)
+    attention_norm, attention, mlp_norm = "ln_1", "attn", "ln_2"
 
     def run_attention(
         self,
@@ -240,8 +231,7 @@ class GPT2Splitter(GenericSplitter):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        attention, _ = layer.attn(layer.ln_1(hidden), past_key_values, attention_mask, **kwargs)
-        hidden = hidden + attention
+        hidden = super().run_attention(layer, hidden, past_key_values, attention_mask, **kwargs)
         if encoder_hidden_states is None:
             return hidden
         across, _ = layer.crossattention(
@@ -252,9 +242,6 @@ class GPT2Splitter(GenericSplitter):
             encoder_attention_mask=encoder_attention_mask,
         )
         return cast(torch.Tensor, hidden + across)
-
-    def run_mlp(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + layer.mlp(layer.ln_2(hidden))
 
 
 _FAMILIES = (

@@ -73,9 +73,15 @@ class Structure:
         return [0, *range(1, self.num_blocks - 1, step), self.num_blocks - 1, self.num_blocks]
 
 
-class _Trace:
-    def __init__(self) -> None:
-        self.stack: list[nn.Module] = []
+class _Trace(TorchFunctionMode):
+    """Record of one forward: the modules around the layers, and after how many layers each parameter was read."""
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self._index_of = {id(layer): index for index, layer in enumerate(layers)}
+        self._inside = {id(module) for layer in layers for module in layer.modules()}
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._stack: list[nn.Module] = []
         self.spanning: list[nn.Module] = []
         self.before: list[tuple[nn.Module, nn.Module | None]] = []
         self.after: list[tuple[nn.Module, int]] = []
@@ -83,43 +89,66 @@ class _Trace:
         self.versions: list[tuple[Any, int | None]] = []
         self.layer_calls: list[int] = []
         self.layer_outputs: list[Any] = []
-        self.entered_input: Any = None
         self.reads: dict[int, int] = {}
         self.reads_between: set[int] = set()
-        self.reads_since_layer: list[int] = []
+        self._reads_since_layer: list[int] = []
         self.changes_between: list[tuple[int, int]] = []
 
-    @property
-    def is_between_layers(self) -> bool:
-        return 0 < len(self.layer_outputs) == len(self.layer_calls)
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        handles: list[Any] = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def enter_layer(self, hidden: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if id(module) in self._index_of:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            self._enter_layer(hidden)
+            self.versions.append((hidden, _version(hidden)))
+            self.layer_calls.append(self._index_of[id(module)])
+        elif id(module) not in self._inside:
+            self._stack.append(module)
+
+    def _enter_layer(self, hidden: Any) -> None:
         """Note that the next layer begins with `hidden`, and settle which parameters were read since the last one."""
+        if not self.layer_calls:
+            self.spanning = list(self._stack)
         last, version = self.versions[-1] if self.versions else (None, None)
-        if self.layer_outputs and self.reads_since_layer and not (hidden is last and _version(hidden) == version):
-            self.changes_between.append((len(self.layer_outputs), self.reads_since_layer[0]))
-        self.reads_between.update(self.reads_since_layer)
-        self.reads_since_layer = []
+        if self.layer_outputs and self._reads_since_layer and not (hidden is last and _version(hidden) == version):
+            self.changes_between.append((len(self.layer_outputs), self._reads_since_layer[0]))
+        self.reads_between.update(self._reads_since_layer)
+        self._reads_since_layer = []
 
-
-class _Reads(TorchFunctionMode):
-    """Torch function mode that notes after how many layers each parameter was last read, and reads between layers."""
-
-    def __init__(self, model: nn.Module, trace: _Trace) -> None:
-        super().__init__()
-        self._ids = {id(parameter) for parameter in model.parameters()}
-        self._trace = trace
+    def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if id(module) in self._index_of:
+            self.layer_outputs.append(output)
+            hidden = output[0] if isinstance(output, (tuple, list)) else output
+            self.versions.append((hidden, _version(hidden)))
+        elif id(module) not in self._inside:
+            self._stack.pop()
+            if not self.layer_calls:
+                self.before.append((module, self._stack[-1] if self._stack else None))
+                self.outputs[id(module)] = output, _version(output)
+            elif module not in self.spanning:
+                self.after.append((module, len(self.layer_calls)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
-        result, trace = func(*args, **(kwargs or {})), self._trace
+        result = func(*args, **(kwargs or {}))
+        is_between_layers = 0 < len(self.layer_outputs) == len(self.layer_calls)
         for value in chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in given):
-            if id(value) in self._ids:
-                trace.reads[id(value)] = len(trace.layer_outputs)
+            if id(value) in self._parameters:
+                self.reads[id(value)] = len(self.layer_outputs)
                 # Reading only a shape or dtype needs no values, so it works on every stage.
                 gives_values = isinstance(result, (torch.Tensor, list, tuple)) and not isinstance(result, torch.Size)
-                if trace.is_between_layers and gives_values:
-                    trace.reads_since_layer.append(id(value))
+                if is_between_layers and gives_values:
+                    self._reads_since_layer.append(id(value))
         return result
 
 
@@ -135,47 +164,24 @@ def trace_structure(
         UnsupportedModelError: the layers do not run once each in order, or a weight is applied between two of them.
     """
     layers = layers_of(splitter, bare_model(model))
-    trace = _Trace()
-    with torch.no_grad(), _hooks(model, layers, trace), _Reads(model, trace):
+    trace = _Trace(model, layers)
+    with torch.no_grad(), trace.hooked(model), trace:
         run_forward()
-    name = type(model).__name__
-    passes = len(trace.layer_calls) // len(layers)
-    if passes > 1 and trace.layer_calls == list(range(len(layers))) * passes:
-        raise UnsupportedModelError(
-            f"One loss runs {name} {passes} times, expected once: leave out what has it run again, as "
-            "label_smoothing_factor and compute_loss_func do with SFTTrainer."
-        )
-    if not trace.layer_calls:
-        raise UnsupportedModelError(
-            f"{name} calls none of its {len(layers)} layers as a module: it calls their `forward` itself, as "
-            "SqueezeBERT does, or does not run them for this batch. Expected `layer(hidden, ...)` once each, in order."
-        )
-    if trace.layer_calls != list(range(len(layers))):
-        raise UnsupportedModelError(
-            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {len(layers)} once, in order."
-        )
-    if trace.changes_between:
-        index, key = trace.changes_between[0]
-        weight = next(weight for weight, parameter in model.named_parameters() if id(parameter) == key)
-        raise UnsupportedModelError(
-            f"{name} reads {weight} between layers {index - 1} and {index}, and changes the activation that goes from "
-            "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
-            "use transformers.Trainer."
-        )
+    _check_order(model, layers, trace)
     # A module that runs several times counts where it runs last.
     ran = [module for module, parent in trace.before if parent in trace.spanning]
     outer = list({id(module): module for module in reversed(ran)}.values())[::-1]
-    found = {key: output for key, (output, version) in trace.outputs.items() if version == trace.versions[0][1]}
-    makers = [i for i, module in enumerate(outer) if found.get(id(module)) is trace.entered_input]
-    hidden_shape = getattr(trace.entered_input, "shape", torch.Size())
+    entered, entered_version = trace.versions[0]
+    hidden_shape = getattr(entered, "shape", torch.Size())
+    unchanged = {key: output for key, (output, version) in trace.outputs.items() if version == entered_version}
+    makers = [i for i, module in enumerate(outer) if unchanged.get(id(module)) is entered]
     if makers:
-        maker = outer[makers[-1]]
         below = [each for each in outer[: makers[-1]] if _is_activation(each, trace.outputs, hidden_shape)]
-        entries = [*below, maker]
+        entries = [*below, outer[makers[-1]]]
     else:
         entries = [module for module in outer if any(True for _ in module.parameters())]
     beside = [module for module in outer if module not in entries]
-    first_output = trace.layer_outputs[0]
+    outputs, first_output = [trace.outputs[id(entry)][0] for entry in entries], trace.layer_outputs[0]
     users = _users(splitter, layers, entries, beside, trace)
     # Modules that never ran (an unused pooler) go to the head: some stage must own them when the model is saved.
     head = (blocks.head_of(len(layers)),)
@@ -189,14 +195,38 @@ def trace_structure(
         blocks_of_buffer={name: users.get(id(b), head) for name, b in model.named_buffers()},
         changes_in_place=any(_version(value) != version for value, version in trace.versions),
         enters_layers=not makers,
-        stand_ins=[_stand_in(trace.outputs[id(entry)][0], hidden_shape) for entry in entries],
-        other_stand_ins=[
-            _stand_in(trace.outputs[id(entry)][0], hidden_shape, is_other=True, is_text=is_text) for entry in entries
-        ],
-        has_only_activations=all(
-            getattr(trace.outputs[id(entry)][0], "shape", None) == hidden_shape for entry in entries
-        ),
+        stand_ins=[_stand_in(output, hidden_shape) for output in outputs],
+        other_stand_ins=[_stand_in(output, hidden_shape, is_other=True, is_text=is_text) for output in outputs],
+        has_only_activations=all(getattr(output, "shape", None) == hidden_shape for output in outputs),
     )
+
+
+def _check_order(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> None:
+    """Check that the layers ran once each in order, with nothing that changes the activation between two of them."""
+    name, num_layers = type(model).__name__, len(layers)
+    passes = len(trace.layer_calls) // num_layers
+    if passes > 1 and trace.layer_calls == list(range(num_layers)) * passes:
+        raise UnsupportedModelError(
+            f"One loss runs {name} {passes} times, expected once: leave out what has it run again, as "
+            "label_smoothing_factor and compute_loss_func do with SFTTrainer."
+        )
+    if not trace.layer_calls:
+        raise UnsupportedModelError(
+            f"{name} calls none of its {num_layers} layers as a module: it calls their `forward` itself, as "
+            "SqueezeBERT does, or does not run them for this batch. Expected `layer(hidden, ...)` once each, in order."
+        )
+    if trace.layer_calls != list(range(num_layers)):
+        raise UnsupportedModelError(
+            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {num_layers} once, in order."
+        )
+    if trace.changes_between:
+        index, key = trace.changes_between[0]
+        weight = next(weight for weight, parameter in model.named_parameters() if id(parameter) == key)
+        raise UnsupportedModelError(
+            f"{name} reads {weight} between layers {index - 1} and {index}, and changes the activation that goes from "
+            "one to the other. Each stage runs such code for the layers of others too: let it run inside a layer, or "
+            "use transformers.Trainer."
+        )
 
 
 def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]], hidden_shape: torch.Size) -> bool:
@@ -218,20 +248,18 @@ def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_
     their form, then computes something else.
     """
     if isinstance(output, torch.Tensor):
-        shape, dtype = output.shape, output.dtype
+        shape, dtype, fill = output.shape, output.dtype, int(is_other)
         if shape == hidden_shape:
             return lambda received: received.detach().clone()
-        fill = 1 if is_other else 0
-        if shape and shape == hidden_shape[-len(shape) :]:
-            # Such as position embeddings, which have no batch dimension: the length follows all the same.
-            return lambda received: torch.full(
-                received.shape[-len(shape) :], fill, dtype=dtype, device=received.device
-            )
-        follows = [
-            axis < 2 and axis < len(hidden_shape) and shape[axis] == hidden_shape[axis] for axis in range(len(shape))
+        # The axis of the activation that each axis follows, or None. Position embeddings, for example, have no batch
+        # dimension: their length follows all the same.
+        offset = len(hidden_shape) - len(shape) if shape == hidden_shape[-len(shape) :] else 0
+        axes = [
+            axis + offset if offset or (axis < 2 and hidden_shape[axis : axis + 1] == (size,)) else None
+            for axis, size in enumerate(shape)
         ]
         return lambda received: torch.full(
-            [received.shape[axis] if follows[axis] else size for axis, size in enumerate(shape)],
+            [size if axis is None else received.shape[axis] for axis, size in zip(axes, shape, strict=True)],
             fill,
             dtype=dtype,
             device=received.device,
@@ -255,47 +283,6 @@ def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_
 
 def _version(value: Any) -> int | None:
     return value._version if isinstance(value, torch.Tensor) else None
-
-
-@contextmanager
-def _hooks(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> Iterator[None]:
-    index_of = {id(layer): index for index, layer in enumerate(layers)}
-    inside = {id(module) for layer in layers for module in layer.modules()}
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if id(module) in index_of:
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if not trace.layer_calls:
-                trace.spanning = list(trace.stack)
-                trace.entered_input = hidden
-            trace.enter_layer(hidden)
-            trace.versions.append((hidden, _version(hidden)))
-            trace.layer_calls.append(index_of[id(module)])
-        elif id(module) not in inside:
-            trace.stack.append(module)
-
-    def after(module: nn.Module, _args: Any, output: Any) -> None:
-        if id(module) in index_of:
-            trace.layer_outputs.append(output)
-            hidden = output[0] if isinstance(output, (tuple, list)) else output
-            trace.versions.append((hidden, _version(hidden)))
-        elif id(module) not in inside:
-            trace.stack.pop()
-            if not trace.layer_calls:
-                trace.before.append((module, trace.stack[-1] if trace.stack else None))
-                trace.outputs[id(module)] = output, _version(output)
-            elif module not in trace.spanning:
-                trace.after.append((module, len(trace.layer_calls)))
-
-    handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _users(

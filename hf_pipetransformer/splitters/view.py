@@ -138,28 +138,30 @@ class StageView:
 
     def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """Return the modules that need another forward on a stage with `blocks`, with that forward."""
-        found = [] if 0 in blocks else self._entry_forwards()
+        found: list[tuple[nn.Module, Callable[..., Any]]] = []
+        if 0 not in blocks:
+            structure = self.structure
+            # Of what a stand-in returns, only structure and shape matter.
+            makers: list[StandIn] = [*structure.stand_ins]
+            if not structure.enters_layers:
+                makers[-1] = self._entering
+            found += [
+                (entry, partial(self._replaced, make)) for entry, make in zip(structure.entries, makers, strict=True)
+            ]
         for index, layer in enumerate(self.structure.layers):
             forward = self._layer_forward(index, layer, blocks)
             if forward is not None:
                 found.append((layer, forward))
         return found
 
-    def _entry_forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        entries = self.structure.entries
-        forwards: list[Callable[..., Any]] = [partial(self._give_stand_in, make) for make in self.structure.stand_ins]
-        if not self.structure.enters_layers:
-            forwards[-1] = self._give_received
-        return list(zip(entries, forwards, strict=True))
-
-    def _give_stand_in(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
+    def _replaced(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
         assert self.received is not None, "the engine sets the received activation before it runs the model"
-        return make(self.received)  # Only its structure and shape matter.
+        return make(self.received)
 
-    def _give_received(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        assert self.received is not None, "the engine sets the received activation before it runs the model"
+    def _entering(self, received: torch.Tensor) -> torch.Tensor:
+        """Return the received activation as the layers may take it."""
         # Autograd forbids in-place changes of a leaf that requires grad, and the received tensor is read again later.
-        return self.received.clone() if self.structure.changes_in_place else self.received
+        return received.clone() if self.structure.changes_in_place else received
 
     def _layer_forward(self, index: int, layer: nn.Module, blocks: range) -> Callable[..., Any] | None:
         """Return the forward of `layer` on a stage with `blocks`; None if its own forward will do."""
@@ -186,7 +188,7 @@ class StageView:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)
             if takes_received and self.received is not None:
-                hidden = self.received.clone() if self.structure.changes_in_place else self.received
+                hidden = self._entering(self.received)
             if exits_before:
                 raise StageExit(hidden)
             output = run(hidden, *args, **kwargs)

@@ -1,182 +1,127 @@
-"""Start-up check, in deterministic float32, that the split model has the loss and gradients of the whole one."""
+"""Checks that the split model, its loss and its token slices compute what the whole model does.
+
+Functions of a `ProbeTarget` without communication. All compare in deterministic float32.
+"""
 
 from __future__ import annotations
 
-import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value
+from hf_pipetransformer.data.batches import batch_size, cut_tokens, pad_batch, take_rows
+from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
+from hf_pipetransformer.engine.token_program import TokenSliceProgram
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
-from hf_pipetransformer.splitters.view import StageExit, StageView
+from hf_pipetransformer.startup.first_samples import with_two_labels
+from hf_pipetransformer.startup.model import (
+    ProbeTarget,
+    gradient_norms,
+    gradients_discarded,
+    in_float32,
+    in_full_precision,
+    run_stage,
+)
 
 
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-@contextmanager
-def in_full_precision(model: nn.Module) -> Iterator[None]:
-    """Run the model in float32 inside the context, with bitwise reproducible results.
-
-    Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
-    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(_float32_weights(model))
-        stack.enter_context(_without_autocast())
-        stack.enter_context(_float32_products())
-        stack.enter_context(_float32_attention(model))
-        if any(parameter.is_cuda for parameter in model.parameters()):
-            stack.enter_context(_deterministic())
-        yield
-
-
-def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with its half-precision tensors cast to float32."""
-    return {
-        key: value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
-        for key, value in inputs.items()
-    }
-
-
-@contextmanager
-def _float32_weights(model: nn.Module) -> Iterator[None]:
-    own = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in _HALVES}
-    gradients = {tensor: tensor.grad for tensor in own}
-    try:
-        for tensor, data in own.items():
-            tensor.grad = None
-            tensor.data = data.float()
-        yield
-    finally:
-        for tensor, data in own.items():
-            tensor.grad = None
-            tensor.data = data
-            tensor.grad = gradients[tensor]
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    switch = torch.set_autocast_enabled
-    with ExitStack() as stack:
-        for device_type in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
-        torch.set_autocast_enabled = lambda *_: None
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled = switch
-
-
-@contextmanager
-def _float32_products() -> Iterator[None]:
-    backends: Any = torch.backends
-    kernels = [
-        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
-        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
-    ]
-    own = [kernel.fp32_precision for kernel in kernels]
-    try:
-        # A CTC loss reads cuDNN's legacy switch (`torch.backends.cudnn.flags`), and torch raises if it disagrees with
-        # the newer `fp32_precision`.
-        allowed_tf32 = backends.cudnn.allow_tf32
-    except RuntimeError:
-        allowed_tf32 = None  # The user set the two switches to different values.
-    try:
-        if allowed_tf32 is not None:
-            backends.cudnn.allow_tf32 = False
-        for kernel in kernels:
-            kernel.fp32_precision = "ieee"
-        yield
-    finally:
-        if allowed_tf32 is not None:
-            backends.cudnn.allow_tf32 = allowed_tf32
-        for kernel, precision in zip(kernels, own, strict=True):
-            kernel.fp32_precision = precision
-
-
-@contextmanager
-def _float32_attention(model: Any) -> Iterator[None]:
-    """Replace flash attention, which accepts half precision only."""
-    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if own is None or "flash" not in own:
-        yield
-        return
-    try:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    was_on, only_warned = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
-
-
-LOSS_TOLERANCE = 1e-5
-"""Largest relative difference between the split and the whole model's loss that counts as rounding."""
+SPLIT_LOSS_TOLERANCE = 1e-5
+"""Largest relative difference between the loss in parts (stages, token slices) and the whole that is rounding."""
+PADDING_LOSS_TOLERANCE = 1e-6
+"""Largest relative difference between the losses of a batch with and without more padding that is rounding."""
 GRADIENT_TOLERANCE = 1e-4
-"""Largest relative difference of the gradient norms that counts as rounding."""
+"""Largest relative difference of the gradient norms that is rounding."""
+SMALLEST_SCALE = 1e-3
+"""Floor of the denominator of a relative difference."""
 
-Compute = Callable[[dict[str, Any]], torch.Tensor]
+
+@dataclass(frozen=True)
+class _Result:
+    """Loss and gradient norms of one run."""
+
+    loss: float
+    norms: torch.Tensor
+
+    @property
+    def total_norm(self) -> float:
+        return float(self.norms.norm())
+
+    def agrees_with(self, expected: _Result, loss_tolerance: float) -> bool:
+        """Return True if both are close where finite, and not finite in the same places."""
+        # inf - inf is nan.
+        same_loss = self.loss == expected.loss or (math.isnan(self.loss) and math.isnan(expected.loss))
+        near_loss = abs(self.loss - expected.loss) <= loss_tolerance * max(abs(expected.loss), SMALLEST_SCALE)
+        same_norms = (self.norms == expected.norms) | (self.norms.isnan() & expected.norms.isnan())
+        distance = torch.where(same_norms, 0.0, self.norms - expected.norms).norm()
+        scale = max(float(expected.norms[expected.norms.isfinite()].norm()), SMALLEST_SCALE)
+        return (same_loss or near_loss) and float(distance) <= GRADIENT_TOLERANCE * scale
 
 
-def probe_model(
-    model: nn.Module, splitter: Splitter, compute: Compute, inputs: dict[str, Any], main_input: str
-) -> Probe:
+def _run_whole(target: ProbeTarget) -> _Result:
+    with gradients_discarded(target.model):
+        loss = target.loss(dict(target.inputs))
+        if loss.requires_grad:
+            loss.backward()
+        return _Result(float(loss.detach()), gradient_norms(target.model))
+
+
+# ---- structure, and the split into stages ----
+
+
+def probe_model(target: ProbeTarget) -> Probe:
     """Trace the model and check in float32 that cutting it at every possible place keeps its loss and gradients.
-
-    Args:
-        compute: runs the whole model on inputs and returns a scalar to compare, the loss if there are labels.
-        inputs: a tiny batch on the model's device.
 
     Raises:
         UnsupportedModelError: the split model differs from the whole one, or its loss reads the routers of all layers.
     """
+    model, inputs, main_input = target.model, target.inputs, target.main_input
     value = inputs.get(main_input)
     if not isinstance(value, torch.Tensor) or not value.dim():
         raise UnsupportedModelError(
             f"The batch has no tensor {main_input!r}, the main input of {type(model).__name__}, with one row a "
             f"sample; it has {sorted(inputs)}."
         )
-    _refuse_loss_over_routers(model)
-    is_text = value.dim() == 2 and not value.is_floating_point()
-    structure = trace_structure(model, splitter, lambda: compute(inputs), is_text)
-    chain = _Chain(StageView(model, splitter, structure), structure, compute, inputs, inputs)
-    with torch.no_grad(), _said_of(model, structure):
-        chain.run()
-    multiple = _multiple(chain, value.shape[1]) if is_text else 1
-    activation = ActivationShape(main_input, tuple(value.shape[1:]), tuple(chain.hidden_shape[1:]), multiple)
-    _check_shape(model, chain.hidden_shape, activation.of(inputs))
+    if config_value(model, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "config.output_router_logits=True adds a loss over the routers of all layers and all tokens of a batch: a "
+            "stage knows the routers of its own layers, a micro-batch its own tokens, and frozen layers that are not "
+            "run again tell nothing of theirs. Set it to False (with TRL: router_aux_loss_coef=0.0), or use "
+            "transformers.Trainer."
+        )
+    structure = trace_structure(model, target.splitter, lambda: target.loss(inputs), target.is_text)
+    with torch.no_grad(), _entry_errors_explained(model, structure):
+        sent, flops = _run_stages(target, structure, inputs)
+    hidden_shape = tuple(sent[-2].shape)
+    multiple = _padding_multiple(target, structure, hidden_shape) if target.is_text else 1
+    activation = ActivationShape(main_input, tuple(value.shape[1:]), hidden_shape[1:], multiple)
+    expected_shape = activation.of(inputs)
+    if hidden_shape != expected_shape or len(hidden_shape) < 2:
+        rule = expected_shape if hidden_shape != expected_shape else "(batch, ..., hidden)"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives its layers activations of shape {hidden_shape}; expected {rule}, one row a "
+            "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
+        )
     with in_full_precision(model):
-        is_read = _check_split(model, splitter, structure, compute, in_float32(inputs), main_input)
+        is_read = _check_split(replace(target, inputs=in_float32(inputs)), structure)
+    stages = pairwise(structure.cut_positions())
+    dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
-    return Probe(structure, tuple(chain.flops), tuple(chain.dtypes), activation, placeholders)
+    return Probe(structure, tuple(flops), tuple(dtypes), activation, placeholders)
 
 
 @contextmanager
-def _said_of(model: nn.Module, structure: Structure) -> Iterator[None]:
+def _entry_errors_explained(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Explain errors of model code between embeddings and first layer that does not run without the embeddings."""
     try:
         yield
@@ -190,54 +135,30 @@ def _said_of(model: nn.Module, structure: Structure) -> Iterator[None]:
         ) from error
 
 
-def _refuse_loss_over_routers(model: nn.Module) -> None:
-    if config_value(model, "output_router_logits", False):
-        raise UnsupportedModelError(
-            "config.output_router_logits=True adds a loss over the routers of all layers and all tokens of a batch: a "
-            "stage knows the routers of its own layers, a micro-batch its own tokens, and frozen layers that are not "
-            "run again tell nothing of theirs. Set it to False (with TRL: router_aux_loss_coef=0.0), or use "
-            "transformers.Trainer."
-        )
-
-
-def _check_split(
-    model: nn.Module,
-    splitter: Splitter,
-    structure: Structure,
-    compute: Compute,
-    inputs: dict[str, Any],
-    main_input: str,
-) -> bool:
+def _check_split(target: ProbeTarget, structure: Structure) -> bool:
     """Compare the split model with the whole one; return True if later stages may read the main input."""
-    with gradients_discarded(model):
-        expected = compute(inputs)
-        if expected.requires_grad:
-            expected.backward()
-        expected_norms = gradient_norms(model)
-    found = _run_split(model, StageView(model, splitter, structure), structure, compute, inputs, inputs)
-    same_loss = _is_close(float(found.loss), float(expected.detach()), LOSS_TOLERANCE)
-    if not same_loss or not _norms_close(found.norms, expected_norms, GRADIENT_TOLERANCE):
+    inputs, name = target.inputs, type(target.model).__name__
+    expected, split = _run_whole(target), _run_split(target, structure, inputs)
+    found = split.result
+    if not found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
         raise UnsupportedModelError(
-            f"{type(model).__name__} gives {float(found.loss):.8g} when it is split into pipeline stages and "
-            f"{float(expected.detach()):.8g} when it is whole (gradient norms {_total(found.norms):.8g} and "
-            f"{_total(expected_norms):.8g}). This model cannot be pipelined as it is; pass `splitter=` with a "
-            "Splitter that knows it, or use transformers.Trainer."
+            f"{name} gives {found.loss:.8g} when it is split into pipeline stages and {expected.loss:.8g} when it is "
+            f"whole (gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g}). This model cannot be "
+            "pipelined as it is; pass `splitter=` with a Splitter that knows it, or use transformers.Trainer."
         )
     if not structure.has_only_activations:
-        forms = replace(structure, stand_ins=structure.other_stand_ins)
-        with_other_forms = _run_split(model, StageView(model, splitter, forms), forms, compute, inputs, inputs)
-        if not found.has_the_bits_of(with_other_forms):
+        with_other_forms = replace(structure, stand_ins=structure.other_stand_ins)
+        if not split.has_the_bits_of(_run_split(target, with_other_forms, inputs)):
             raise UnsupportedModelError(
-                f"Code of {type(model).__name__} behind its embeddings reads what they give beside the activation (a "
-                "mask or a length, say), which a later stage does not have. Compute it from the inputs of the model "
-                "instead, or use transformers.Trainer."
+                f"Code of {name} behind its embeddings reads what they give beside the activation (a mask or a "
+                "length, say), which a later stage does not have. Compute it from the inputs of the model instead, or "
+                "use transformers.Trainer."
             )
-    value = inputs[main_input]
+    value = inputs[target.main_input]
     if not value.is_floating_point():
         return True
-    others = {**inputs, main_input: _noise_like(value)}
-    with_others = _run_split(model, StageView(model, splitter, structure), structure, compute, inputs, others)
-    return not found.has_the_bits_of(with_others)
+    others = {**inputs, target.main_input: _noise_like(value)}
+    return not split.has_the_bits_of(_run_split(target, structure, others))
 
 
 def _noise_like(value: torch.Tensor) -> torch.Tensor:
@@ -248,10 +169,11 @@ def _noise_like(value: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _SplitRun:
-    loss: torch.Tensor
+    """Stage outputs (the loss last) and gradients of one run in stages."""
+
     sent: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
-    norms: torch.Tensor
+    result: _Result
 
     def has_the_bits_of(self, other: _SplitRun) -> bool:
         pairs = zip([*self.sent, *self.gradients], [*other.sent, *other.gradients], strict=True)
@@ -262,52 +184,12 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _multiple(chain: _Chain, length: int) -> int:
-    """Return the multiple that the model pads sequences to: 1 if it does not pad, 0 if lengths follow another rule."""
-
-    def follows(multiple: int, lengths: list[int]) -> bool:
-        return all(chain.length_for(length, each) == padded_length(each, multiple) for each in lengths)
-
-    found, other = chain.hidden_shape[1] if len(chain.hidden_shape) > 1 else 0, max(1, length - 1)
-    if found == length and chain.length_for(length, other) == other:
-        return 1
-    # The shortest length that is padded to the same one. No longer ones are tried: there may be no positions for them,
-    # which ends a process on a GPU.
-    shortest, too_short = length, 0
-    while shortest - too_short > 1:
-        middle = (shortest + too_short) // 2
-        shortest, too_short = (middle, too_short) if chain.length_for(length, middle) == found else (shortest, middle)
-    multiple = found - too_short
-    lengths = [length, shortest, max(1, too_short)]
-    return multiple if multiple > 1 and found % multiple == 0 and follows(multiple, lengths) else 0
-
-
-def _of_length(value: Any, length: int, found: int) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
-        return value
-    return torch.cat([value] * -(-found // length), dim=1)[:, :found]
-
-
-def _run_split(
-    model: nn.Module,
-    view: StageView,
-    structure: Structure,
-    compute: Compute,
-    inputs: dict[str, Any],
-    later_inputs: dict[str, Any],
-) -> _SplitRun:
+def _run_split(target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]) -> _SplitRun:
+    model = target.model
     with gradients_discarded(model):
-        sent = _Chain(view, structure, compute, inputs, later_inputs).run()
-        return _SplitRun(sent[-1], sent, [p.grad for p in _leaves(model)], gradient_norms(model))
-
-
-def _check_shape(model: nn.Module, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected or len(found) < 2:
-        rule = expected if found != expected else "(batch, ..., hidden)"
-        raise UnsupportedModelError(
-            f"{type(model).__name__} gives its layers activations of shape {found}; expected {rule}, one row a "
-            "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
-        )
+        sent, _ = _run_stages(target, structure, later_inputs)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        return _SplitRun(sent, gradients, _Result(float(sent[-1]), gradient_norms(model)))
 
 
 class _NoModules(nullcontext[None]):
@@ -319,150 +201,239 @@ class _NoModules(nullcontext[None]):
     parents: ClassVar = {"Global"}
 
 
-class _Chain:
-    def __init__(
-        self,
-        view: StageView,
-        structure: Structure,
-        compute: Compute,
-        inputs: dict[str, Any],
-        later_inputs: dict[str, Any],
-    ) -> None:
-        self.view = view
-        self.cuts = structure.cut_positions()
-        self.compute = compute
-        self.inputs = inputs
-        self.later_inputs = later_inputs
-        self.flops = [0.0] * structure.num_blocks
-        self.dtypes = [torch.float32] * (structure.num_blocks - 1)
-        self.hidden_shape: tuple[int, ...] = ()
+def _run_stages(
+    target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Run every stage, and the backward if gradients are enabled.
 
-    def length_for(self, present: int, length: int) -> int | None:
-        """Return the activation's length for sequences of `length` instead of `present` tokens; None if that fails."""
-        self.view.install(range(1))
+    Args:
+        later_inputs: batch of all stages but the first.
+
+    Returns:
+        Each stage's output, the loss last, and the forward FLOPs by block, each stage's at its first block.
+    """
+    view, flops = target.view(structure), [0.0] * structure.num_blocks
+    received, gradient = None, None
+    done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
+    try:
+        for start, end in pairwise(structure.cut_positions()):
+            given = dict(target.inputs if received is None else later_inputs)
+            counter = FlopCounterMode(display=False)
+            counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+            with counter:
+                output = run_stage(view, range(start, end), received, partial(target.loss, given))
+            flops[start] = float(counter.get_total_flops())
+            done.append((range(start, end), received, output))
+            received = output.detach().requires_grad_(torch.is_grad_enabled())
+        # Outputs can require grad under no_grad (embedding hooks).
+        for blocks, received, output in reversed(done) if torch.is_grad_enabled() else ():
+            if output.requires_grad:
+                with view.backward_of(blocks, received):
+                    torch.autograd.backward(output, gradient)
+            gradient = None if received is None else received.grad
+    finally:
+        view.remove()
+    return [output.detach() for _, _, output in done], flops
+
+
+def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: tuple[int, ...]) -> int:
+    """Return the multiple that the model pads sequences to: 1 if it does not pad, 0 if lengths follow another rule."""
+    length = target.inputs[target.main_input].shape[1]
+    view = target.view(structure)
+
+    def length_for(tokens: int) -> int | None:
+        """Return the activation's length for sequences of `tokens` tokens; None if the model does not take them."""
+        given = {key: _of_length(value, length, tokens) for key, value in target.inputs.items()}
         try:
             with torch.no_grad():
-                self.compute({key: _of_length(value, present, length) for key, value in self.inputs.items()})
-        except StageExit as stage_exit:
-            return stage_exit.hidden.shape[1] if stage_exit.hidden.dim() > 1 else None
+                hidden = run_stage(view, range(1), None, lambda: target.loss(given))
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception:
             return None  # For example, a model of one length that says so.
         finally:
-            self.view.remove()
+            view.remove()
+        return hidden.shape[1] if hidden.dim() > 1 else None
+
+    found, other = hidden_shape[1] if len(hidden_shape) > 1 else 0, max(1, length - 1)
+    if found == length and length_for(other) == other:
+        return 1
+    # The shortest length that is padded to the same one. No longer ones are tried: there may be no positions for them,
+    # which ends a process on a GPU.
+    shortest, too_short = length, 0
+    while shortest - too_short > 1:
+        middle = (shortest + too_short) // 2
+        shortest, too_short = (middle, too_short) if length_for(middle) == found else (shortest, middle)
+    multiple = found - too_short
+    if multiple <= 1 or found % multiple:
+        return 0
+    lengths = [length, shortest, max(1, too_short)]
+    return multiple if all(length_for(each) == padded_length(each, multiple) for each in lengths) else 0
+
+
+def _of_length(value: Any, length: int, wanted: int) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
+        return value
+    return torch.cat([value] * -(-wanted // length), dim=1)[:, :wanted]
+
+
+# ---- effect of padding; these and the checks below are called in full precision ----
+
+
+def depends_on_length(target: ProbeTarget) -> bool:
+    """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
+    if not target.is_text:
+        return False
+    padded = _with_more_padding(target)
+    if padded is None:
+        return True
+    with torch.no_grad():
+        expected = float(target.loss(target.inputs))
+        found = _loss_if_taken(target, padded)
+    return found is None or abs(found - expected) > PADDING_LOSS_TOLERANCE * abs(expected)
+
+
+def depends_on_padding(target: ProbeTarget, probe: Probe) -> bool:
+    """Return True if values at masked positions may change the loss, so that stored records must keep them.
+
+    Adds noise to the hidden states there: a softmax over positions (question answering) depends on it, a mean over
+    labeled tokens does not.
+    """
+    padded = _with_more_padding(target) if target.is_text and not probe.activation.changes_length else None
+    if padded is None or _loss_if_taken(target, padded) is None:
+        return True
+    view, later = target.view(probe.structure), range(1, probe.structure.num_blocks)
+
+    def result_of(entering: torch.Tensor) -> _Result:
+        with gradients_discarded(target.model):
+            loss = run_stage(view, later, entering, lambda: target.loss(dict(padded)))
+            if loss.requires_grad:
+                loss.backward()
+            return _Result(float(loss.detach()), gradient_norms(target.model))
+
+    try:
+        hidden = run_stage(view, range(1), None, lambda: target.loss(dict(padded))).detach()
+        noise = torch.randn_like(hidden) * (padded["attention_mask"] == 0)[..., None]
+        plain, noisy = result_of(hidden), result_of(hidden + noise)
+    finally:
+        view.remove()
+    is_finite = math.isfinite(plain.loss) and math.isfinite(plain.total_norm)
+    return not is_finite or not noisy.agrees_with(plain, PADDING_LOSS_TOLERANCE)
+
+
+def _with_more_padding(target: ProbeTarget) -> dict[str, Any] | None:
+    """Return the batch with one more position of padding; None without an attention mask or room for it."""
+    length = target.inputs[target.main_input].shape[1]
+    longest = config_value(target.model, "max_position_embeddings", length + 1)
+    if "attention_mask" not in target.inputs or length + 2 >= longest:
+        return None
+    return pad_batch(target.inputs, target.main_input, length + 1, target.pad_token_id)
+
+
+def _loss_if_taken(target: ProbeTarget, inputs: dict[str, Any]) -> float | None:
+    """Return the loss; None if the model does not accept this sequence length (Nystromformer accepts one only)."""
+    try:
+        with torch.no_grad():
+            return float(target.loss(inputs))
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError):
         return None
 
-    def run(self) -> list[torch.Tensor]:
-        """Return each stage's output, the loss last; run the backward too if gradients are enabled."""
-        received: torch.Tensor | None = None
-        done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
-        try:
-            for start, end in zip(self.cuts, self.cuts[1:], strict=False):
-                output = self._run_stage(range(start, end), received)
-                done.append((range(start, end), received, output))
-                received = output.detach().requires_grad_(torch.is_grad_enabled())
-            if torch.is_grad_enabled():  # Outputs can require grad under no_grad (embedding hooks).
-                self._backward(done)
-        finally:
-            self.view.remove()
-        return [output.detach() for _, _, output in done]
 
-    def _run_stage(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
-        self.view.install(blocks)
-        self.view.received = received
-        counter = FlopCounterMode(display=False)
-        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-        with counter:
-            try:
-                output = self.compute(dict(self.inputs if received is None else self.later_inputs))
-            except StageExit as stage_exit:
-                output = stage_exit.hidden
-                self.hidden_shape = tuple(output.shape)
-                self.dtypes[blocks[0] : blocks[-1] + 1] = [output.dtype] * len(blocks)
-        self.flops[blocks[0]] = float(counter.get_total_flops())
-        return output
-
-    def _backward(self, done: list[tuple[range, torch.Tensor | None, torch.Tensor]]) -> None:
-        gradient = None
-        for blocks, received, output in reversed(done):
-            if output.requires_grad:
-                with self.view.backward_of(blocks, received):
-                    torch.autograd.backward(output, gradient)
-            gradient = None if received is None else received.grad
+# ---- rule that combines the losses of parts ----
 
 
-def gradient_norms(model: nn.Module) -> torch.Tensor:
-    norms = [p.grad.float().norm() if p.grad is not None else torch.zeros((), device=p.device) for p in _leaves(model)]
-    return torch.stack(norms) if norms else torch.zeros(1)
+def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
+    """Return how the losses of parts of a batch combine; `is_split` is False if the run never splits a batch."""
+    model, inputs = target.model, target.inputs
+    is_alone = batch_size(inputs) == 1
+    if is_alone:
+        # Only losses are compared then, since two samples with gradients may not fit into memory.
+        inputs = take_rows(inputs, torch.tensor([0, 0]))
+
+    def measure(parts: Parts, num_items: int) -> torch.Tensor:
+        with gradients_discarded(model), torch.set_grad_enabled(not is_alone):
+            sum_of_losses = torch.zeros((), dtype=torch.float64)
+            for part, weight in parts:
+                if weight:
+                    loss = target.compute(dict(part), num_items) * weight
+                    sum_of_losses += loss.detach().double().cpu()
+                    if loss.requires_grad:
+                        loss.backward()
+            return torch.cat([sum_of_losses.reshape(1), gradient_norms(model).double().cpu()])
+
+    found = find_loss_rule(measure, with_two_labels(inputs), target.count, is_split)
+    if not found.is_finite and any(bool(p.isnan().any()) for p in model.parameters()):
+        # With nan weights no rule can be found, and none would matter.
+        logger.warning("Weights of the model are nan before the first step, so everything that follows is.")
+        return replace(found, refusal=None)
+    return found
 
 
-def _leaves(model: nn.Module) -> Iterator[nn.Parameter]:
-    return (p for p in model.parameters() if p.requires_grad)
+# ---- token slices ----
+
+_TOKEN_REMEDY = "Token slices are for models in which no token reads a later one. Set pipeline_schedule='1f1b'."
 
 
-def _total(norms: torch.Tensor) -> float:
-    return float(norms.norm())
-
-
-def _is_close(found: float, expected: float, tolerance: float) -> bool:
-    both_undefined = found != found and expected != expected
-    is_same = both_undefined or found == expected  # inf - inf is nan.
-    return is_same or abs(found - expected) <= tolerance * max(abs(expected), 1e-3)
-
-
-def _norms_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """True if the norms are close where finite, and not finite in the same places."""
-    are_same = (found == expected) | (found.isnan() & expected.isnan())
-    differences = torch.where(are_same, 0.0, found - expected)
-    return _total(differences) <= tolerance * max(_total(expected[expected.isfinite()]), 1e-3)
-
-
-@contextmanager
-def gradients_discarded(model: nn.Module) -> Iterator[None]:
-    kept = {parameter: parameter.grad for parameter in model.parameters()}
-    for parameter in kept:
-        parameter.grad = None
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
-
-
-_PARTS = ("_parameters", "_buffers", "_modules")
-
-
-@contextmanager
-def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
-    """Put the model into evaluation mode, and restore RNG states and module modes on exit.
-
-    On an error the modules' attributes are restored too: some models build parts of themselves, with random weights,
-    in their first forward, and must do it again when a plain Trainer goes on with them.
+def run_slices(
+    target: ProbeTarget, structure: Structure, rule: LossRule, bounds: Sequence[int], note: Callable[[int], None]
+) -> float:
+    """Run the whole model, as a pipeline of one stage, over token slices; accumulate gradients and return the loss.
 
     Args:
-        is_training: value of `model.training` on the outermost module, which a loss may read.
+        bounds: token positions where slices begin, and the sequence length at the end.
+        note: called with a slice's number after its forward and after its backward.
     """
-    modes = {module: module.training for module in model.modules()}
-    own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    model.eval()
-    model.training = is_training
-    try:
-        device = next(model.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    except BaseException:
-        for module, (attributes, parts) in own.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, part in zip(_PARTS, parts, strict=True):
-                attributes[name].clear()
-                attributes[name].update(part)
-        raise
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for module, training in modes.items():
-            module.training = training
+    total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
+    (actions,) = find_schedule("token").table(1, 1, num_token_slices=len(slices))
+    whole = ModelProgram(target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False)
+    program = TokenSliceProgram(whole, structure.num_layers)
+
+    def forward(given: dict[str, Any]) -> Any:
+        return target.compute(given, total)
+
+    parts = [
+        MicroBatch(
+            number, own, rule.weight(target.count(own), total), (), forward,
+            place=Place(0, start, stop, bounds[-1]),
+        )
+        for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
+    ]  # fmt: skip
+    program.begin(actions)
+    losses = []
+    for part in parts:
+        losses.append(float(program.forward(part, None)))
+        note(part.index)
+    for part in reversed(parts):
+        program.backward(part, None)
+        note(part.index)
+    return sum(losses)
+
+
+def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -> str | None:
+    """Return why token slices do not reproduce the loss and gradients of whole sequences; None if they do."""
+    model, value, name = target.model, target.inputs[target.main_input], type(target.model).__name__
+    if value.dim() < 2:
+        return f"{name} reads {target.main_input!r} of shape {tuple(value.shape)}, not (batch, seq). {_TOKEN_REMEDY}"
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
+        return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='always'."
+    length = value.shape[1]
+    half = -(-length // 2)
+    bounds = sorted({0, half, min(length, half + max(1, length // 4)), length})
+    expected = _run_whole(target)
+    with gradients_discarded(model):
+        try:
+            loss = run_slices(target, structure, rule, bounds, lambda _: None)
+        # A model that cannot take cached keys and values may raise anything.
+        except Exception as error:
+            return f"{name} does not run on slices of a sequence ({type(error).__name__}: {error}). {_TOKEN_REMEDY}"
+        found = _Result(loss, gradient_norms(model))
+    if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
+        return None
+    return (
+        f"{name} gives the loss {found.loss:.8g} for slices of {[b - a for a, b in pairwise(bounds)]} tokens and "
+        f"{expected.loss:.8g} for whole sequences (gradient norms {found.total_norm:.8g} and "
+        f"{expected.total_norm:.8g}). {_TOKEN_REMEDY}"
+    )

@@ -1,4 +1,7 @@
-"""Measurement of a model's blocks (seconds, bytes), of transfers between ranks, and of device memory."""
+"""Measurement of a model's blocks and token slices (seconds, bytes), and of device memory.
+
+Functions of a `ProbeTarget` run on one rank, without communication.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -15,16 +18,14 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.batches import batch_size
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.planner import choose_num_microbatches
+from hf_pipetransformer.data.batches import batch_size, take_samples
+from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.planning.costs import BlockCosts
+from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
-from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.splitters.view import StageExit, StageView
-from hf_pipetransformer.startup.check import gradients_discarded
-from hf_pipetransformer.startup.model import Inspection, ProbeTarget
+from hf_pipetransformer.startup.check import run_slices
+from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
 
 NUM_REPEATS = 5
@@ -33,7 +34,8 @@ PROFILE_SECONDS = 10.0
 MEMORY_SHARE = 0.5
 """Share of the free memory that a measurement may use."""
 
-Compute = Callable[[dict[str, Any]], torch.Tensor]
+ReadBatch = Callable[[int], dict[str, Any]]
+"""Function from a number of samples to a batch of the first samples of the run."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class BlockProfile:
         edge_backward: seconds of the backward if the block's input needs no gradient.
         activation_bytes: bytes saved for the backward, weights not counted.
         boundary_bytes: bytes of the activation between two blocks.
+        num_samples: number of samples in the batch that was measured.
     """
 
     forward: list[float]
@@ -51,12 +54,30 @@ class BlockProfile:
     edge_backward: list[float]
     activation_bytes: list[float]
     boundary_bytes: float = 0.0
+    num_samples: int = 1
 
 
-@dataclass
-class _Times:
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
+# ---- blocks ----
+
+
+def measure_blocks(
+    target: ProbeTarget, structure: Structure, wanted: int, num_ranks_here: int, read: ReadBatch | None
+) -> BlockProfile:
+    """Measure with `wanted` samples, or fewer if that takes too much time or memory.
+
+    Args:
+        read: reads the batch to measure with; None measures the target's.
+    """
+    with trained_as_given(target.model, structure):
+        if read is None:
+            return profile_blocks(target, structure)
+        size = batch_size(target.inputs)
+        if wanted > size:
+            pilot = profile_blocks(target, structure, num_repeats=1)
+            num_blocks_run = len(blocks_run_alone(structure, middle_layer(structure)))
+            free = _free_bytes(target.device, num_ranks_here)
+            wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
+        return profile_blocks(with_batch(target, read(wanted)), structure)
 
 
 def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, free_bytes: float) -> int:
@@ -79,53 +100,38 @@ def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, fr
     return max(1, min(wanted, int(min(limits))))
 
 
-def profile_blocks(
-    model: nn.Module,
-    splitter: Splitter,
-    structure: Structure,
-    compute: Compute,
-    inputs: dict[str, Any],
-    size: int,
-    num_repeats: int = NUM_REPEATS,
-) -> BlockProfile:
-    """Time the embeddings, one middle layer and the head; the middle layer stands for all layers.
-
-    Args:
-        compute: runs the whole model on inputs and returns a scalar to differentiate.
-        size: number of samples in `inputs`, which is on the model's device.
-        num_repeats: timed runs of each, after one warm-up run.
-    """
-    num_blocks = structure.num_blocks
-    zeros = [0.0] * num_blocks
-    profile = BlockProfile(list(zeros), list(zeros), list(zeros), list(zeros))
-    cuts = structure.cut_positions()
-    view = StageView(model, splitter, structure)
-    runner = _Runner(view, compute, inputs, next(model.parameters()).device, num_repeats)
-    alone = blocks_run_alone(structure, middle_layer(model, structure))
+def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int = NUM_REPEATS) -> BlockProfile:
+    """Time the embeddings, one middle layer and the head; the middle layer stands for all layers."""
+    size, num_blocks, cuts = batch_size(target.inputs), structure.num_blocks, structure.cut_positions()
+    forward, backward, edge_backward, saved = ([0.0] * num_blocks for _ in range(4))
+    profile = BlockProfile(forward, backward, edge_backward, saved, num_samples=size)
+    runner = _Runner(target, structure, num_repeats)
+    alone = blocks_run_alone(structure, middle_layer(structure))
     try:
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             if start not in alone:
                 continue
-            hidden = runner.hidden_before(start)
-            whole, edge = runner.time(range(start, end), hidden, True), runner.time(range(start, end), hidden, False)
-            same = [block for block in cuts[:-1] if 0 < start < num_blocks - 1 and 0 < block < num_blocks - 1]
-            same = [block for block in same if (block - start) % 2 == 0] or [start]
-            saved = runner.saved_bytes(range(start, end), hidden)
-            for block in same:
-                profile.forward[block] = statistics.median(whole.forward) / size
-                profile.backward[block] = statistics.median(whole.backward) / size
-                profile.edge_backward[block] = statistics.median(edge.backward) / size
-                profile.activation_bytes[block] = saved / size
+            blocks, hidden = range(start, end), runner.hidden_before(start)
+            seconds = runner.time(blocks, hidden, needs_input_gradient=True)
+            _, edge_seconds = runner.time(blocks, hidden, needs_input_gradient=False)
+            saved_bytes = runner.saved_bytes(blocks, hidden)
+            is_layer = 0 < start < num_blocks - 1
+            # Both sublayers of a layer are measured: each stands for those of its kind.
+            same = [each for each in cuts if 0 < each < num_blocks - 1 and (each - start) % 2 == 0]
+            for block in same if is_layer else [start]:
+                forward[block], backward[block] = (each / size for each in seconds)
+                edge_backward[block] = edge_seconds / size
+                saved[block] = saved_bytes / size
             if hidden is not None:
                 profile.boundary_bytes = hidden.numel() * hidden.element_size() / size
     finally:
-        view.remove()
+        runner.view.remove()
     return profile
 
 
-def middle_layer(model: nn.Module, structure: Structure) -> int:
+def middle_layer(structure: Structure) -> int:
     """Return the layer to measure: the middle one of the trained layers, or of all layers if none is trained."""
-    trained = _trained_layers(model, structure) or list(range(structure.num_layers))
+    trained = _trained_layers(structure) or list(range(structure.num_layers))
     return trained[len(trained) // 2]
 
 
@@ -136,13 +142,11 @@ def blocks_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
 
 
 class _Runner:
-    def __init__(
-        self, view: StageView, compute: Compute, inputs: dict[str, Any], device: torch.device, num_repeats: int
-    ) -> None:
-        self.view = view
-        self.compute = compute
-        self.inputs = inputs
-        self.device = device
+    """Runs of some blocks alone, timed."""
+
+    def __init__(self, target: ProbeTarget, structure: Structure, num_repeats: int) -> None:
+        self.target = target
+        self.view = target.view(structure)
         self.num_repeats = num_repeats
 
     def hidden_before(self, block: int) -> torch.Tensor | None:
@@ -151,28 +155,23 @@ class _Runner:
         with torch.no_grad():
             return self._run(range(block), None).detach()
 
-    def time(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> _Times:
-        """Time the forward and backward of `blocks` repeatedly, without the first (warm-up) run."""
-        times = _Times()
-        for repeat in range(self.num_repeats + 1):
-            forward, backward = self.once(blocks, hidden, needs_input_gradient)
-            if repeat:
-                times.forward.append(forward)
-                times.backward.append(backward)
-        return times
-
-    def once(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
-        received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
-        start = self._now()
-        output = self._run(blocks, received)
-        middle = self._now()
-        if output.requires_grad:
-            torch.autograd.backward(output, torch.ones_like(output))
-        return middle - start, self._now() - middle
+    def time(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
+        """Return the median seconds of the forward and of the backward of `blocks`, after one warm-up run."""
+        device, times = self.target.device, []
+        for _ in range(self.num_repeats + 1):
+            received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
+            start = _now(device)
+            output = self._run(blocks, received)
+            middle = _now(device)
+            if output.requires_grad:
+                torch.autograd.backward(output, torch.ones_like(output))
+            times.append((middle - start, _now(device) - middle))
+        forward, backward = zip(*times[1:], strict=True)
+        return statistics.median(forward), statistics.median(backward)
 
     def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
-        weights = {p.untyped_storage().data_ptr() for p in self.view.model.parameters()}
+        weights = {p.untyped_storage().data_ptr() for p in self.target.model.parameters()}
         storages: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,21 +188,16 @@ class _Runner:
         return float(sum(storages.values()))
 
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
-        self.view.install(blocks)
-        self.view.received = received
-        try:
-            return self.compute(dict(self.inputs))
-        except StageExit as stage_exit:
-            stage_exit.__traceback__ = None
-            return stage_exit.hidden
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
 
 
-def _trained_layers(model: nn.Module, structure: Structure) -> list[int]:
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _trained_layers(structure: Structure) -> list[int]:
     return [index for index, layer in enumerate(structure.layers) if any(p.requires_grad for p in layer.parameters())]
 
 
@@ -211,7 +205,7 @@ def _trained_layers(model: nn.Module, structure: Structure) -> list[int]:
 def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Train what the user trains inside the context, or everything if no layer is trained; discard its gradients."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    if not _trained_layers(model, structure):
+    if not _trained_layers(structure):
         for parameter in flags:
             parameter.requires_grad_(parameter.is_floating_point())
     try:
@@ -222,52 +216,11 @@ def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-ReadBatch = Callable[[int], dict[str, Any]]
-"""Function from a number of samples to a batch of the first samples of the run."""
-
-
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """Measured costs that plans start from; blocks were measured with a micro-batch of `num_samples`."""
-
-    blocks: BlockCosts
-    overheads: Overheads
-    num_samples: int
-
-
-def measure_costs(
-    subject: ProbeTarget,
-    structure: Structure,
-    args: PipeTransformerArguments,
-    topology: Topology,
-    inspection: Inspection,
-    read: ReadBatch | None,
-) -> MeasuredCosts:
-    """Measure block costs on rank 0 and transfers between ranks. Collective: call on every rank.
-
-    Args:
-        read: reads the batch to measure with; None uses the subject's.
-    """
-
-    def measure() -> dict[str, Any]:
-        with trained_as_given(subject.model, structure):
-            found, num_samples = _measure_blocks(subject, structure, samples_per_microbatch(args), topology, read)
-        return {
-            "forward": found.forward,
-            "backward": found.backward,
-            "edge_backward": found.edge_backward,
-            "activation_bytes": found.activation_bytes,
-            "boundary_bytes": found.boundary_bytes,
-            "num_samples": num_samples,
-        }
-
-    costs = inspection.on_first_rank(measure)
-    num_samples = int(costs["num_samples"])
-    message_bytes = int(costs["boundary_bytes"] * num_samples)
-    hop, reduction = topology.measure(message_bytes)
+def block_costs(model: nn.Module, structure: Structure, profile: BlockProfile) -> BlockCosts:
+    """Add the model's parameter counts to measured seconds and bytes."""
     parameters, kept, trained_bytes, kept_bytes = ([0] * structure.num_blocks for _ in range(4))
     shared: dict[bool, list[tuple[tuple[int, ...], int]]] = {True: [], False: []}
-    for name, parameter in subject.model.named_parameters():
+    for name, parameter in model.named_parameters():
         blocks = structure.blocks_of_parameter[name]
         # The first block that uses a tied weight owns its optimizer state and steps it.
         parameters[blocks[0]] += parameter.numel()
@@ -276,68 +229,86 @@ def measure_costs(
         sizes[blocks[0]] += parameter.numel() * parameter.element_size()
         if len(blocks) > 1:
             shared[parameter.requires_grad].append((blocks, parameter.numel()))
-    return MeasuredCosts(
-        BlockCosts(
-            parameters=tuple(parameters),
-            shared=tuple(shared[True]),
-            kept=tuple(kept),
-            kept_shared=tuple(shared[False]),
-            trained_bytes=tuple(trained_bytes),
-            kept_bytes=tuple(kept_bytes),
-            forward=tuple(costs["forward"]),
-            backward=tuple(costs["backward"]),
-            edge_backward=tuple(costs["edge_backward"]),
-            activation_bytes=tuple(costs["activation_bytes"]),
-        ),
-        Overheads(hop=hop, reduction_per_byte=reduction),
-        num_samples,
+    return BlockCosts(
+        parameters=tuple(parameters),
+        shared=tuple(shared[True]),
+        kept=tuple(kept),
+        kept_shared=tuple(shared[False]),
+        trained_bytes=tuple(trained_bytes),
+        kept_bytes=tuple(kept_bytes),
+        forward=tuple(profile.forward),
+        backward=tuple(profile.backward),
+        edge_backward=tuple(profile.edge_backward),
+        activation_bytes=tuple(profile.activation_bytes),
     )
 
 
-def _measure_blocks(
-    subject: ProbeTarget,
-    structure: Structure,
-    wanted: int,
-    topology: Topology,
-    read: ReadBatch | None,
-) -> tuple[BlockProfile, int]:
-    """Return block costs and the samples measured with: the largest micro-batch, or fewer if too slow or too large."""
-    inputs, size = subject.inputs, batch_size(subject.inputs)
-    measure = partial(profile_blocks, subject.model, subject.splitter, structure, subject.loss)
-    if read is None:
-        return measure(inputs, size), size
-    device = next(subject.model.parameters()).device
-    if wanted > size:
-        pilot = measure(inputs, size, num_repeats=1)
-        free = _free_bytes(device, topology.num_ranks_here)
-        num_blocks_run = len(blocks_run_alone(structure, middle_layer(subject.model, structure)))
-        wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
-    batch = {key: moved(value, device) for key, value in read(wanted).items()}
-    size = batch_size(batch)
-    return measure(batch, size), size
+# ---- token slices ----
+
+NUM_SLICE_REPEATS = 3
+SLICE_COUNTS = (1, 2, 4, 8)
+"""Numbers of equal slices that sequences are cut into for measuring."""
+MOST_SEQUENCES = 4
 
 
-def affordable_sequences(blocks: BlockCosts, device: torch.device, topology: Topology) -> int:
+def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule) -> TokenCosts:
+    """Fit the costs of token slices to measurements with one sequence and with all of the target's."""
+    with trained_as_given(target.model, structure):
+        return fit_token_costs(slice_times(target, structure, rule))
+
+
+def slice_times(target: ProbeTarget, structure: Structure, rule: LossRule) -> list[SliceTime]:
+    """Time slices of one sequence and of the whole batch, cut in a few ways."""
+    deadline = time.perf_counter() + PROFILE_SECONDS
+    one = replace(target, inputs=take_samples(target.inputs, slice(0, 1)))
+    settings = [(one, count) for count in SLICE_COUNTS]
+    settings += [(target, count) for count in SLICE_COUNTS[::2] if batch_size(target.inputs) > 1]
+    return [each for part, count in settings for each in _times_of(part, structure, rule, count, deadline)]
+
+
+def _times_of(
+    target: ProbeTarget, structure: Structure, rule: LossRule, count: int, deadline: float
+) -> list[SliceTime]:
+    """Return the seconds of forward plus backward of each of `count` equal slices: the minimum over a few runs."""
+    length = target.inputs[target.main_input].shape[1]
+    bounds = sorted({length * number // count for number in range(count + 1)})
+    least = [float("inf")] * (len(bounds) - 1)
+    for repeat in range(NUM_SLICE_REPEATS + 1):
+        seconds = [0.0] * len(least)
+        clock = _now(target.device)
+
+        def note(number: int) -> None:
+            nonlocal clock
+            before, clock = clock, _now(target.device)
+            seconds[number] += clock - before  # noqa: B023
+
+        with gradients_discarded(target.model):
+            run_slices(target, structure, rule, bounds, note)
+        is_late = time.perf_counter() > deadline
+        if repeat or is_late:
+            least = [min(pair) for pair in zip(least, seconds, strict=True)]
+        if is_late:
+            break
+    size = batch_size(target.inputs)
+    return [
+        SliceTime(size, start, end - start, each) for (start, end), each in zip(pairwise(bounds), least, strict=True)
+    ]
+
+
+def affordable_sequences(blocks: BlockCosts, device: torch.device, num_ranks_here: int) -> int:
     """Return the number of samples, at least 1, that fit through the whole model in this device's free memory."""
     kept = sum(blocks.activation_bytes)
-    return max(1, int(MEMORY_SHARE * _free_bytes(device, topology.num_ranks_here) / kept)) if kept else 1
+    return max(1, int(MEMORY_SHARE * _free_bytes(device, num_ranks_here) / kept)) if kept else 1
 
 
-def samples_per_microbatch(args: PipeTransformerArguments) -> int:
-    """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
-    size = args.pipeline_size or 1
-    samples = args.train_samples_per_device * size
-    return -(-samples // num_microbatches_at_start(args, size, samples))
+# ---- batches and memory ----
 
 
-def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
-    """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
-    rule = (args.pipeline_schedule, args.gradient_accumulation_steps, args.pipeline_weights)
-    return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def with_batch(target: ProbeTarget, batch: dict[str, Any]) -> ProbeTarget:
+    """Return the target with another batch, moved to the model's device."""
+    device = target.device
+    inputs = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
+    return replace(target, inputs=inputs)
 
 
 def smallest_device_bytes(device: torch.device, topology: Topology) -> float:

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -55,8 +55,7 @@ def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: st
                 f"Several samples stand in row {row} of a batch: its position_ids begin again, "
                 f"{positions[row].tolist()[:32]}. {_REMEDY}"
             )
-    names = [main_input] if main_input is not None else _MAIN_INPUTS
-    for name in names:
+    for name in _MAIN_INPUTS if main_input is None else [main_input]:
         value = inputs.get(name)
         if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) != num_samples:
             raise ValueError(
@@ -86,16 +85,6 @@ NUM_SEARCHED_SAMPLES = 48
 """Number of samples that are searched for labeled ones with different labels."""
 
 
-class FirstBatches(Protocol):
-    """First batches of a run."""
-
-    def collated(self) -> Generator[tuple[dict[str, Any], int]]:
-        """Yield collated batches, each with its number of samples."""
-
-    def read(self, num_samples: int) -> dict[str, Any]:
-        """Return at most `num_samples` first samples as one batch."""
-
-
 @dataclass(frozen=True)
 class OwnBatches:
     """First batches from the run's sampler and collator. RNG states are restored, so the run repeats the same draws.
@@ -113,23 +102,21 @@ class OwnBatches:
     sampler: Any = None
 
     def collated(self) -> Generator[tuple[dict[str, Any], int]]:
+        """Yield collated batches, each with its number of samples."""
         with generators_kept(self.dataset, self.collate, self.sampler):
             samples = self._samples()
             while rows := list(islice(samples, min(self.size, NUM_SEARCHED_SAMPLES))):
                 yield dict(self.collate(rows)), len(rows)
 
     def read(self, num_samples: int) -> dict[str, Any]:
+        """Return at most `num_samples` first samples as one batch."""
         with generators_kept(self.dataset, self.collate, self.sampler):
             return dict(self.collate(list(islice(self._samples(), num_samples))))
 
     def _samples(self) -> Iterator[Any]:
         if not is_stream(self.dataset):
             return (self.dataset[index] for index in self.order())
-        if iter(self.dataset) is iter(self.dataset):
-            raise ValueError(
-                f"The {type(self.dataset).__name__} can be iterated once only, and a run looks at its first samples "
-                "before it starts. Let `__iter__` begin anew each time."
-            )
+        _check_restarts(self.dataset, "samples")
         return iter(self.dataset)
 
 
@@ -144,6 +131,9 @@ class UsersBatch:
 
     def read(self, num_samples: int) -> dict[str, Any]:
         return take_samples(self.batch, slice(0, num_samples))
+
+
+FirstBatches = OwnBatches | UsersBatch
 
 
 def probe_samples(
@@ -247,14 +237,18 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
 
 def _first_of(loader: Any) -> dict[str, Any]:
     """Return the first batch of a user's loader. Every rank reads its own, since reading may be a collective."""
-    if iter(loader) is iter(loader):
-        raise ValueError(
-            f"The {type(loader).__name__} can be iterated once only, and a run looks at its first batch before it "
-            "starts. Let `__iter__` begin anew each time."
-        )
+    _check_restarts(loader, "batch")
     with generators_kept(loader):
         batch = next(iter(loader), None)
     if batch is None:
         raise ValueError(f"The {type(loader).__name__} is empty: expected at least one batch.")
     getattr(loader, "end", lambda: None)()  # A loader prepared by accelerate would stay marked as active.
     return dict(batch)
+
+
+def _check_restarts(source: Any, looked_at: str) -> None:
+    if iter(source) is iter(source):
+        raise ValueError(
+            f"The {type(source).__name__} can be iterated once only, and a run looks at its first {looked_at} before "
+            "it starts. Let `__iter__` begin anew each time."
+        )

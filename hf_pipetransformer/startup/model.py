@@ -1,107 +1,36 @@
-"""Inspection of the model that a run starts with: errors agreed on by all ranks, frozen layers, effect of padding."""
+"""Model that the start-up checks run on (`ProbeTarget`), and the reproducible conditions that they run it under."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.batches import pad_batch
 from hf_pipetransformer.schedules.placement import block_of
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, config_value, main_input_of
-from hf_pipetransformer.splitters.structure import Probe, Structure
+from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
+from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
-from hf_pipetransformer.startup.check import Compute, gradient_norms, gradients_discarded
 
 
-T = TypeVar("T")
-
-_NOT_OF_THE_MODEL = (PipelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors that do not speak against the model (another rank failed, out of memory, lost device): raised unchanged."""
-_OUT_OF_HOST_MEMORY = "DefaultCPUAllocator"
-
-
-class Inspection:
-    """Wrapper for calls that run the model: turns errors into `UnsupportedModelError`, the same on every rank."""
-
-    def __init__(self, topology: Topology, name: str) -> None:
-        self._topology = topology
-        self._name = name
-        self._of_data: Exception | None = None
-
-    def reading(self, read: Callable[[int], T]) -> Callable[[int], T]:
-        """Wrap `read` so that its errors are attributed to the data set and raised unchanged."""
-
-        def noting_errors(num_samples: int) -> T:
-            try:
-                return read(num_samples)
-            except Exception as error:
-                self._of_data = error
-                raise
-
-        return noting_errors
-
-    def on_every_rank(self, call: Callable[[], T]) -> T:
-        """Call `call` on every rank and raise on all if it raises on one. Collective: call on every rank.
-
-        Raises:
-            UnsupportedModelError: the call raised on some rank; on that rank with the original error as the cause.
-        """
-        value, refusal = self._attempt(call)
-        for text in self._topology.gather(None if refusal is None else str(refusal)):
-            if text is not None:
-                raise refusal or UnsupportedModelError(text)
-        return cast(T, value)
-
-    def on_first_rank(self, call: Callable[[], Any]) -> Any:
-        """Call `call` on rank 0 and return its result on every rank. Collective: call on every rank.
-
-        Raises:
-            UnsupportedModelError: on every rank, if the call raised; on rank 0 with the original error as the cause.
-        """
-        refusals = []
-
-        def attempt() -> list[Any]:
-            value, refusal = self._attempt(call)
-            refusals.append(refusal)
-            return [value, None if refusal is None else str(refusal)]
-
-        value, text = self._topology.decide(attempt)
-        if text is not None:
-            raise (refusals[0] if refusals else None) or UnsupportedModelError(text)
-        return value
-
-    def _attempt(self, call: Callable[[], T]) -> tuple[T | None, UnsupportedModelError | None]:
-        try:
-            return call(), None
-        except UnsupportedModelError as error:
-            return None, error
-        except _NOT_OF_THE_MODEL:
-            raise
-        except Exception as error:
-            if error is self._of_data or _OUT_OF_HOST_MEMORY in str(error):
-                raise
-            refusal = UnsupportedModelError(
-                f"{self._name} raises {type(error).__name__} while it is tried on stages: {error}. This model cannot "
-                "be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use transformers.Trainer."
-            )
-            refusal.__cause__ = error
-            return None, refusal
-
-
-ProbeCompute = Callable[[dict[str, Any], int], torch.Tensor]
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """Whole model, a tiny batch, and the computation of its loss.
+    """Model, its splitter, a small batch, and the computation of its loss.
+
+    The functions of `check` and `costs` know the model through this alone.
 
     Args:
+        inputs: batch on the model's device.
         compute: returns the whole model's loss for some inputs and the number of items to divide by.
         count: returns the number of items of a batch that the loss averages over.
     """
@@ -109,7 +38,7 @@ class ProbeTarget:
     model: nn.Module
     splitter: Splitter
     inputs: dict[str, Any]
-    compute: ProbeCompute
+    compute: Callable[[dict[str, Any], int], torch.Tensor]
     count: Callable[[Any], int]
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -122,8 +51,36 @@ class ProbeTarget:
         return main_input_of(self.model)
 
     @property
+    def is_text(self) -> bool:
+        tokens = self.inputs[self.main_input]
+        return tokens.dim() == 2 and not tokens.is_floating_point()
+
+    @property
     def pad_token_id(self) -> int:
         return config_value(self.model, "pad_token_id") or 0
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def view(self, structure: Structure) -> StageView:
+        return StageView(self.model, self.splitter, structure)
+
+
+def run_stage(
+    view: StageView, blocks: range, received: torch.Tensor | None, forward: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Run `forward` on `blocks` alone; return their output, or the loss if they include the head.
+
+    `received` stays set for a backward in which the model's own checkpointing reruns layers.
+    """
+    view.narrow(blocks)
+    view.received = received
+    try:
+        return forward()
+    except StageExit as stage_exit:
+        stage_exit.__traceback__ = None
+        return stage_exit.hidden
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -135,106 +92,173 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
-def trained_blocks(model: nn.Module, structure: Structure) -> set[int]:
-    return {
-        block
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        for block in structure.blocks_of_parameter[name]
-    }
-
-
 def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
     """Return the number of leading layers that the script froze; 0 if the embeddings are trained."""
-    first = min(trained_blocks(model, structure), default=structure.num_blocks - 1)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = min((structure.blocks_of_parameter[name][0] for name in trained), default=structure.num_blocks - 1)
     return max(0, block_of(first) - 1)
 
 
-LOSS_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-4
+def gradient_norms(model: nn.Module) -> torch.Tensor:
+    """Return the norm of each trained parameter's gradient, 0 where there is none."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norms = [torch.zeros((), device=p.device) if p.grad is None else p.grad.float().norm() for p in trained]
+    return torch.stack(norms) if norms else torch.zeros(1)
 
 
-def sees_padding(
-    model: nn.Module, splitter: Splitter, structure: Structure, compute: Compute, inputs: dict[str, Any]
-) -> bool:
-    """Return True if noise on the hidden states at masked positions changes the loss or any gradient norm.
-
-    A softmax over positions (question answering) depends on padding, a mean over labeled tokens does not. `inputs`
-    must have an `attention_mask`, `(batch, seq)`, that masks some positions.
-    """
-    view = StageView(model, splitter, structure)
-    masked = inputs["attention_mask"] == 0
+@contextmanager
+def gradients_discarded(model: nn.Module) -> Iterator[None]:
+    """Enable gradients inside the context; on exit, put back those that the parameters had."""
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in kept:
+        parameter.grad = None
     try:
-        view.install(range(1))
-        try:
-            compute(dict(inputs))
-            raise AssertionError("a view without the head leaves the model early")
-        except StageExit as stage_exit:
-            hidden = stage_exit.hidden.detach()
-        view.install(range(1, structure.num_blocks))
-        noise = torch.randn_like(hidden) * masked[..., None]
-        (loss, norms), (noisy_loss, noisy_norms) = (
-            _loss_and_norms(model, view, compute, inputs, entering) for entering in (hidden, hidden + noise)
-        )
+        with torch.enable_grad():
+            yield
     finally:
-        view.remove()
-    same_loss = abs(loss - noisy_loss) <= LOSS_TOLERANCE * max(abs(loss), 1e-3)
-    same_norms = float((norms - noisy_norms).norm()) <= GRADIENT_TOLERANCE * max(float(norms.norm()), 1e-3)
-    return not (same_loss and same_norms)
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
 
 
-def _loss_and_norms(
-    model: nn.Module, view: StageView, compute: Compute, inputs: dict[str, Any], entering: torch.Tensor
-) -> tuple[float, torch.Tensor]:
-    view.received = entering
-    with gradients_discarded(model):
-        loss = compute(dict(inputs))
-        if loss.requires_grad:
-            loss.backward()
-        return float(loss.detach()), gradient_norms(model)
+_PARTS = ("_parameters", "_buffers", "_modules")
 
 
-def hangs_on_length(subject: ProbeTarget) -> bool:
-    """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
-    if not _is_text(subject):
-        return False
-    padded = _padded_more(subject)
-    if padded is None:
-        return True
-    with torch.no_grad():
-        expected = float(subject.loss(subject.inputs))
-        found = _loss_if_taken(subject, padded)
-    return found is None or abs(found - expected) > 1e-6 * abs(expected)
+@contextmanager
+def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
+    """Put the model into evaluation mode, and restore RNG states and module modes on exit.
 
+    On an error the modules' attributes are restored too: some models build parts of themselves, with random weights,
+    in their first forward, and must do it again when a plain Trainer goes on with them.
 
-def hangs_on_padding(subject: ProbeTarget, probe: Probe) -> bool:
-    """Return True if values at masked positions may change the loss, so that stored rows must keep them."""
-    padded = _padded_more(subject) if _is_text(subject) and not probe.activation.changes_length else None
-    if padded is None or _loss_if_taken(subject, padded) is None:
-        return True
-    return sees_padding(subject.model, subject.splitter, probe.structure, subject.loss, padded)
-
-
-def _loss_if_taken(subject: ProbeTarget, inputs: dict[str, Any]) -> float | None:
-    """Return the loss; None if the model does not accept this sequence length (Nystromformer accepts one only)."""
+    Args:
+        is_training: value of `model.training` on the outermost module, which a loss may read.
+    """
+    modes = {module: module.training for module in model.modules()}
+    own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    model.eval()
+    model.training = is_training
     try:
-        with torch.no_grad():
-            return float(subject.loss(inputs))
-    except torch.OutOfMemoryError:
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    except BaseException:
+        for module, (attributes, parts) in own.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, part in zip(_PARTS, parts, strict=True):
+                attributes[name].clear()
+                attributes[name].update(part)
         raise
-    except (IndexError, RuntimeError, ValueError):
-        return None
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes.items():
+            module.training = training
 
 
-def _is_text(subject: ProbeTarget) -> bool:
-    tokens = subject.inputs[subject.main_input]
-    return tokens.dim() == 2 and not tokens.is_floating_point()
+@contextmanager
+def in_full_precision(model: nn.Module) -> Iterator[None]:
+    """Run the model in float32 inside the context, with bitwise reproducible results.
+
+    Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
+    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_float32_weights(model))
+        stack.enter_context(_without_autocast())
+        stack.enter_context(_float32_products())
+        stack.enter_context(_float32_attention(model))
+        if any(parameter.is_cuda for parameter in model.parameters()):
+            stack.enter_context(_deterministic())
+        yield
 
 
-def _padded_more(subject: ProbeTarget) -> dict[str, Any] | None:
-    """Return the batch with one more position of padding; None without an attention mask or room for it."""
-    length = subject.inputs[subject.main_input].shape[1]
-    longest = config_value(subject.model, "max_position_embeddings", length + 1)
-    if "attention_mask" not in subject.inputs or length + 2 >= longest:
-        return None
-    return pad_batch(subject.inputs, subject.main_input, length + 1, subject.pad_token_id)
+def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch with its half-precision tensors cast to float32."""
+    return {
+        key: value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
+        for key, value in inputs.items()
+    }
+
+
+@contextmanager
+def _float32_weights(model: nn.Module) -> Iterator[None]:
+    own = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in _HALVES}
+    gradients = {tensor: tensor.grad for tensor in own}
+    try:
+        for tensor, data in own.items():
+            tensor.grad = None
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in own.items():
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradients[tensor]
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    switch = torch.set_autocast_enabled
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
+        torch.set_autocast_enabled = lambda *_: None
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled = switch
+
+
+@contextmanager
+def _float32_products() -> Iterator[None]:
+    backends: Any = torch.backends
+    kernels = [
+        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
+        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+    ]
+    own = [kernel.fp32_precision for kernel in kernels]
+    try:
+        # A CTC loss reads cuDNN's legacy switch (`torch.backends.cudnn.flags`), and torch raises if it disagrees with
+        # the newer `fp32_precision`.
+        allowed_tf32 = backends.cudnn.allow_tf32
+    except RuntimeError:
+        allowed_tf32 = None  # The user set the two switches to different values.
+    try:
+        if allowed_tf32 is not None:
+            backends.cudnn.allow_tf32 = False
+        for kernel in kernels:
+            kernel.fp32_precision = "ieee"
+        yield
+    finally:
+        if allowed_tf32 is not None:
+            backends.cudnn.allow_tf32 = allowed_tf32
+        for kernel, precision in zip(kernels, own, strict=True):
+            kernel.fp32_precision = precision
+
+
+@contextmanager
+def _float32_attention(model: Any) -> Iterator[None]:
+    """Replace flash attention, which accepts half precision only."""
+    own = config_value(model, "_attn_implementation")
+    if own is None or "flash" not in own:
+        yield
+        return
+    try:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    was_on = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was_on, warn_only=only_warned)

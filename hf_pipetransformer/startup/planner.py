@@ -14,11 +14,20 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import CommonLength
 from hf_pipetransformer.engine.losses import FoundRule
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import UPDATE_WORK, block_loads, costs_by_work, predict_step, rank_bytes
+from hf_pipetransformer.planning.costs import (
+    UPDATE_WORK,
+    BlockCosts,
+    Overheads,
+    block_loads,
+    costs_by_work,
+    predict_step,
+    rank_bytes,
+)
 from hf_pipetransformer.planning.planner import (
     PlanInputs,
     PlanRules,
     choose_num_chunks,
+    choose_num_microbatches,
     choose_pipeline_size,
     largest_rank_size,
     plan_layout,
@@ -29,7 +38,6 @@ from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.startup.costs import MeasuredCosts, num_microbatches_at_start
 
 
 _MEANING = {
@@ -62,6 +70,28 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,
     }
+
+
+def samples_per_microbatch(args: PipeTransformerArguments) -> int:
+    """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
+    size = args.pipeline_size or 1
+    samples = args.train_samples_per_device * size
+    return -(-samples // num_microbatches_at_start(args, size, samples))
+
+
+def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
+    """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
+    rule = (args.pipeline_schedule, args.gradient_accumulation_steps, args.pipeline_weights)
+    return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Measured costs that plans start from; blocks were measured with a micro-batch of `num_samples`."""
+
+    blocks: BlockCosts
+    overheads: Overheads
+    num_samples: int
 
 
 @dataclass(frozen=True)

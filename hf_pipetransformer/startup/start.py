@@ -1,226 +1,71 @@
-"""Start-up inspection of a model (`inspect_model`), including the check and measurement of token slices."""
+"""Start-up inspection of a model (`inspect_model`): runs the checks and measurements, and makes all ranks agree."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.batches import batch_size, cut_tokens, take_rows, take_samples
+from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import CommonLength
-from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, Parts, find_loss_rule
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
-from hf_pipetransformer.engine.token_program import TokenSliceProgram
+from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.report import logger
+from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.planning.slice_costs import TokenCosts
 from hf_pipetransformer.report.events import read_unfit
-from hf_pipetransformer.schedules import find_schedule
-from hf_pipetransformer.splitters.structure import Probe, Structure
-from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.check import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    gradient_norms,
-    gradients_discarded,
-    in_float32,
-    in_full_precision,
+    check_loss,
+    depends_on_length,
+    depends_on_padding,
     probe_model,
-    undisturbed,
+    why_unsliceable,
 )
 from hf_pipetransformer.startup.costs import (
-    PROFILE_SECONDS,
+    MOST_SEQUENCES,
+    BlockProfile,
     ReadBatch,
     affordable_sequences,
-    measure_costs,
-    moved,
+    block_costs,
+    measure_blocks,
+    measure_slices,
     smallest_device_bytes,
-    trained_as_given,
+    with_batch,
 )
-from hf_pipetransformer.startup.first_samples import with_two_labels
 from hf_pipetransformer.startup.model import (
-    Inspection,
     ProbeTarget,
-    hangs_on_length,
-    hangs_on_padding,
     has_dropout,
+    in_float32,
+    in_full_precision,
     num_frozen_by_user,
+    undisturbed,
 )
-from hf_pipetransformer.startup.planner import RunPlanner, StartUp, memory_conditions
+from hf_pipetransformer.startup.planner import (
+    MeasuredCosts,
+    RunPlanner,
+    StartUp,
+    memory_conditions,
+    samples_per_microbatch,
+)
 
 
-NUM_REPEATS = 3
-SLICE_COUNTS = (1, 2, 4, 8)
-"""Numbers of equal slices that sequences are cut into for measuring."""
+T = TypeVar("T")
 
-MOST_SEQUENCES = 4
-
-_REMEDY = "Token slices are for models in which no token reads a later one. Set pipeline_schedule='1f1b'."
-
-
-class SlicedModel:
-    """Whole model run as a single-stage pipeline over the token slices of one batch."""
-
-    def __init__(self, subject: ProbeTarget, structure: Structure, rule: LossRule) -> None:
-        self.subject = subject
-        self.rule = rule
-        self.view = StageView(subject.model, subject.splitter, structure)
-        blocks = range(structure.num_blocks)
-        plain = ModelProgram(self.view, blocks, torch.float32, sends_gradient=False)
-        self.program = TokenSliceProgram(plain, structure.num_layers)
-
-    def run(self, inputs: dict[str, Any], bounds: Sequence[int], note: Callable[[int], None]) -> float:
-        """Run forward and backward of all slices, accumulate gradients, and return the loss.
-
-        Args:
-            bounds: token positions where slices begin, and the sequence length at the end.
-            note: called with a slice's number after its forward and after its backward.
-        """
-        total, slices = self.subject.count(inputs), cut_tokens(inputs, bounds)
-        (row,) = find_schedule("token").table(1, 1, num_token_slices=len(slices))
-
-        def forward(given: dict[str, Any]) -> Any:
-            return self.subject.compute(given, total)
-
-        parts = [
-            MicroBatch(
-                number, own, self.rule.weight(self.subject.count(own), total), (), forward,
-                place=Place(0, start, stop, bounds[-1]),
-            )
-            for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
-        ]  # fmt: skip
-        self.program.begin(row)
-        losses = []
-        for part in parts:
-            losses.append(float(self.program.forward(part, None)))
-            note(part.index)
-        for part in reversed(parts):
-            self.program.backward(part, None)
-            note(part.index)
-        return sum(losses)
-
-
-def check_slices(exact: ProbeTarget, structure: Structure, rule: LossRule, inspection: Inspection) -> None:
-    """Compare token slices of the tiny batch with whole sequences in float32. Collective: call on every rank.
-
-    Raises:
-        ValueError: on every rank, if loss or gradients differ.
-    """
-    refusal = inspection.on_first_rank(lambda: refusal_of_slices(exact, structure, rule))
-    if refusal is not None:
-        raise ValueError(f"pipeline_schedule='token': {refusal}")
-
-
-def refusal_of_slices(exact: ProbeTarget, structure: Structure, rule: LossRule) -> str | None:
-    """Return why slices do not reproduce the loss and gradients of whole sequences; None if they do."""
-    value, name = exact.inputs[exact.main_input], type(exact.model).__name__
-    if value.dim() < 2:
-        return f"{name} reads {exact.main_input!r} of shape {tuple(value.shape)}, not (batch, seq). {_REMEDY}"
-    if any(getattr(module, "gradient_checkpointing", False) for module in exact.model.modules()):
-        # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
-        return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='always'."
-    length = value.shape[1]
-    half = -(-length // 2)
-    bounds = sorted({0, half, min(length, half + max(1, length // 4)), length})
-    with gradients_discarded(exact.model):
-        loss = exact.loss(dict(exact.inputs))
-        loss.backward()
-        expected = float(loss.detach())
-        norms = gradient_norms(exact.model)
-    with gradients_discarded(exact.model):
-        try:
-            found = SlicedModel(exact, structure, rule).run(exact.inputs, bounds, lambda _: None)
-        # A model that cannot take cached keys and values may raise anything.
-        except Exception as error:
-            return f"{name} does not run on slices of a sequence ({type(error).__name__}: {error}). {_REMEDY}"
-        found_norms = gradient_norms(exact.model)
-    far = abs(found - expected) > LOSS_TOLERANCE * max(abs(expected), 1e-3)
-    if far or float((found_norms - norms).norm()) > GRADIENT_TOLERANCE * max(float(norms.norm()), 1e-3):
-        lengths = [stop - start for start, stop in pairwise(bounds)]
-        return (
-            f"{name} gives the loss {found:.8g} for slices of {lengths} tokens and {expected:.8g} for whole "
-            f"sequences (gradient norms {float(found_norms.norm()):.8g} and {float(norms.norm()):.8g}). {_REMEDY}"
-        )
-    return None
-
-
-def measure_slices(
-    subject: ProbeTarget,
-    structure: Structure,
-    rule: LossRule,
-    inspection: Inspection,
-    read: ReadBatch | None,
-    most: int,
-) -> TokenCosts:
-    """Measure token slices of one and of up to `most` sequences on rank 0. Collective: call on every rank."""
-    device = next(subject.model.parameters()).device
-
-    def measure() -> dict[str, Any]:
-        given = subject.inputs if read is None else read(min(most, MOST_SEQUENCES))
-        batch = {key: moved(value, device) for key, value in given.items()}
-        with trained_as_given(subject.model, structure):
-            return fit_token_costs(measured_times(subject, structure, rule, batch)).as_event()
-
-    return TokenCosts(**inspection.on_first_rank(measure))
-
-
-def measured_times(
-    subject: ProbeTarget, structure: Structure, rule: LossRule, batch: dict[str, Any]
-) -> list[SliceTime]:
-    """Time slices of one sequence and of the whole batch, cut in a few ways. `batch` is on the model's device."""
-    size, deadline = batch_size(batch), time.perf_counter() + PROFILE_SECONDS
-    one = take_samples(batch, slice(0, 1))
-    settings = [(one, count) for count in SLICE_COUNTS] + [(batch, count) for count in SLICE_COUNTS[::2] if size > 1]
-    return [each for part, count in settings for each in _times_of(subject, structure, rule, part, count, deadline)]
-
-
-def _times_of(
-    subject: ProbeTarget, structure: Structure, rule: LossRule, inputs: dict[str, Any], count: int, deadline: float
-) -> list[SliceTime]:
-    """Return the seconds of forward plus backward of each of `count` equal slices: the minimum over a few runs."""
-    device = next(subject.model.parameters()).device
-    length = inputs[subject.main_input].shape[1]
-    bounds = sorted({length * number // count for number in range(count + 1)})
-    least = [float("inf")] * (len(bounds) - 1)
-    for repeat in range(NUM_REPEATS + 1):
-        seconds = [0.0] * len(least)
-        clock = _now(device)
-
-        def note(number: int) -> None:
-            nonlocal clock
-            before, clock = clock, _now(device)
-            seconds[number] += clock - before  # noqa: B023
-
-        with gradients_discarded(subject.model):
-            SlicedModel(replace(subject, inputs=inputs), structure, rule).run(inputs, bounds, note)
-        is_late = time.perf_counter() > deadline
-        if repeat or is_late:
-            least = [min(pair) for pair in zip(least, seconds, strict=True)]
-        if is_late:
-            break
-    size = batch_size(inputs)
-    return [
-        SliceTime(size, start, stop - start, each) for (start, stop), each in zip(pairwise(bounds), least, strict=True)
-    ]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+_NOT_OF_THE_MODEL = (PipelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that do not speak against the model (another rank failed, out of memory, lost device): raised unchanged."""
+_OUT_OF_HOST_MEMORY = "DefaultCPUAllocator"
 
 
 def inspect_model(
     given: ProbeTarget,
     args: PipeTransformerArguments,
     topology: Topology,
-    device: torch.device,
     is_training: bool,
     read: ReadBatch | None = None,
     events: str | None = None,
@@ -240,38 +85,38 @@ def inspect_model(
         ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
-    _move_to_probe(model, device, topology)
-    place = next(model.parameters()).device
-    subject = replace(given, inputs={key: moved(value, place) for key, value in given.inputs.items()})
+    _move_to_probe(model, args.device, topology)
+    target = with_batch(given, given.inputs)
     inspection = Inspection(topology, type(model).__name__)
     read = None if read is None else inspection.reading(read)
     with undisturbed(model, is_training):
-        probe = inspection.on_every_rank(
-            lambda: probe_model(model, subject.splitter, subject.loss, subject.inputs, subject.main_input)
-        )
+        probe = inspection.on_every_rank(lambda: probe_model(target))
         _check_same_model(topology, model, probe)
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
         with in_full_precision(model):
-            exact = replace(subject, inputs=in_float32(subject.inputs))
-            rule = _loss_rule(exact, args, topology, inspection)
-            pads_alike, keeps_padding = inspection.on_first_rank(lambda: _padding(exact, args, topology, probe))
+            exact = replace(target, inputs=in_float32(target.inputs))
+            loss_rule = _find_loss_rule(exact, args, inspection)
+            pads_alike, keeps_padding = inspection.on_first_rank(
+                lambda: [
+                    topology.world_size > 1 and depends_on_length(exact),
+                    args.activation_cache == "off" or depends_on_padding(exact, probe),
+                ]
+            )
             if args.cuts_tokens:
-                check_slices(exact, probe.structure, rule.rule, inspection)
-        costs = measure_costs(subject, probe.structure, args, topology, inspection, read)
-        if args.cuts_tokens:
-            most = min(args.train_samples_per_device, affordable_sequences(costs.blocks, device, topology))
-            slices = measure_slices(subject, probe.structure, rule.rule, inspection, read, most)
-            costs = replace(costs, blocks=replace(costs.blocks, slices=slices))
+                why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
+                if why is not None:
+                    raise ValueError(f"pipeline_schedule='token': {why}")
+        costs = _measure_costs(target, probe, loss_rule.rule, args, inspection, read)
     if args.pipeline_size != 1 and topology.world_size > 1:
         model.to("cpu")
-    device_bytes = smallest_device_bytes(device, topology)
+    device_bytes = smallest_device_bytes(args.device, topology)
     return StartUp(
         probe=probe,
-        loss_rule=rule,
-        common_length=CommonLength(subject.main_input, subject.pad_token_id) if pads_alike else None,
+        loss_rule=loss_rule,
+        common_length=CommonLength(target.main_input, target.pad_token_id) if pads_alike else None,
         sees_padding=keeps_padding,
-        pad_token_id=subject.pad_token_id,
-        main_dtype=subject.inputs[subject.main_input].dtype,
+        pad_token_id=target.pad_token_id,
+        main_dtype=target.inputs[target.main_input].dtype,
         samples=given.inputs,
         plans=RunPlanner(
             args,
@@ -285,6 +130,74 @@ def inspect_model(
             batch_size(given.inputs),
         ),
     )
+
+
+class Inspection:
+    """Wrapper for calls that run the model: turns errors into `UnsupportedModelError`, the same on every rank."""
+
+    def __init__(self, topology: Topology, name: str) -> None:
+        self.topology = topology
+        self._name = name
+        self._of_data: Exception | None = None
+
+    def reading(self, read: ReadBatch) -> ReadBatch:
+        """Wrap `read` so that its errors are attributed to the data set and raised unchanged."""
+
+        def noting_errors(num_samples: int) -> dict[str, Any]:
+            try:
+                return read(num_samples)
+            except Exception as error:
+                self._of_data = error
+                raise
+
+        return noting_errors
+
+    def on_every_rank(self, call: Callable[[], T]) -> T:
+        """Call `call` on every rank and raise on all if it raises on one. Collective: call on every rank.
+
+        Raises:
+            UnsupportedModelError: the call raised on some rank; on that rank with the original error as the cause.
+        """
+        value, refusal = self._attempt(call)
+        for text in self.topology.gather(None if refusal is None else str(refusal)):
+            if text is not None:
+                raise refusal or UnsupportedModelError(text)
+        return cast(T, value)
+
+    def on_first_rank(self, call: Callable[[], Any]) -> Any:
+        """Call `call` on rank 0 and return its result, JSON values, on every rank. Collective: call on every rank.
+
+        Raises:
+            UnsupportedModelError: on every rank, if the call raised; on rank 0 with the original error as the cause.
+        """
+        refusal: UnsupportedModelError | None = None
+
+        def attempt() -> list[Any]:
+            nonlocal refusal
+            value, refusal = self._attempt(call)
+            return [value, None if refusal is None else str(refusal)]
+
+        value, text = self.topology.decide(attempt)
+        if text is not None:
+            raise refusal or UnsupportedModelError(text)
+        return value
+
+    def _attempt(self, call: Callable[[], T]) -> tuple[T | None, UnsupportedModelError | None]:
+        try:
+            return call(), None
+        except UnsupportedModelError as error:
+            return None, error
+        except _NOT_OF_THE_MODEL:
+            raise
+        except Exception as error:
+            if error is self._of_data or _OUT_OF_HOST_MEMORY in str(error):
+                raise
+            refusal = UnsupportedModelError(
+                f"{self._name} raises {type(error).__name__} while it is tried on stages: {error}. This model cannot "
+                "be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use transformers.Trainer."
+            )
+            refusal.__cause__ = error
+            return None, refusal
 
 
 def _move_to_probe(model: nn.Module, device: torch.device, topology: Topology) -> None:
@@ -310,44 +223,43 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
     check_agreement(topology, "models", facts)
 
 
-def _padding(
-    exact: ProbeTarget, args: PipeTransformerArguments, topology: Topology, probe: Probe
-) -> tuple[bool, bool]:
-    """Return (replicas must pad to a common length, stored rows keep their padding)."""
-    pads_alike = topology.world_size > 1 and hangs_on_length(exact)
-    return pads_alike, args.activation_cache == "off" or hangs_on_padding(exact, probe)
-
-
-def _loss_rule(
-    exact: ProbeTarget, args: PipeTransformerArguments, topology: Topology, inspection: Inspection
-) -> FoundRule:
-    inputs, is_whole = exact.inputs, topology.world_size == 1 and args.num_microbatches in (None, 1)
-    is_alone = batch_size(inputs) == 1
-    if is_alone:
-        # Only losses are compared then, since two samples with gradients may not fit into memory.
-        inputs = take_rows(inputs, torch.tensor([0, 0]))
-
-    def measure(parts: Parts, num_items: int) -> torch.Tensor:
-        with gradients_discarded(exact.model), torch.set_grad_enabled(not is_alone):
-            sum_of_losses = torch.zeros((), dtype=torch.float64)
-            for part, weight in parts:
-                if weight:
-                    loss = exact.compute(dict(part), num_items) * weight
-                    sum_of_losses += loss.detach().double().cpu()
-                    if loss.requires_grad:
-                        loss.backward()
-            return torch.cat([sum_of_losses.reshape(1), gradient_norms(exact.model).double().cpu()])
+def _find_loss_rule(exact: ProbeTarget, args: PipeTransformerArguments, inspection: Inspection) -> FoundRule:
+    is_split = inspection.topology.world_size > 1 or args.num_microbatches not in (None, 1)
 
     def find() -> list[Any]:
-        found = find_loss_rule(measure, with_two_labels(inputs), exact.count, not is_whole)
-        refusal = found.refusal
-        if not found.is_finite and any(bool(p.isnan().any()) for p in exact.model.parameters()):
-            # With nan weights no rule can be found, and none would matter.
-            logger.warning("Weights of the model are nan before the first step, so everything that follows is.")
-            refusal = None
-        return [found.rule.value, found.ignores_num_items, refusal]
+        found = check_loss(exact, is_split)
+        return [found.rule.value, found.ignores_num_items, found.refusal]
 
     rule, ignores_num_items, refusal = inspection.on_first_rank(find)
-    if refusal is not None and not is_whole:
+    if refusal is not None and is_split:
         raise LossDoesNotDecomposeError(refusal)
     return FoundRule(LossRule(rule), ignores_num_items, refusal)
+
+
+def _measure_costs(
+    target: ProbeTarget,
+    probe: Probe,
+    rule: LossRule,
+    args: PipeTransformerArguments,
+    inspection: Inspection,
+    read: ReadBatch | None,
+) -> MeasuredCosts:
+    """Measure blocks and token slices on rank 0, and transfers between ranks. Collective: call on every rank."""
+    topology, structure = inspection.topology, probe.structure
+
+    def measure() -> dict[str, Any]:
+        return asdict(measure_blocks(target, structure, samples_per_microbatch(args), topology.num_ranks_here, read))
+
+    profile = BlockProfile(**inspection.on_first_rank(measure))
+    hop, reduction = topology.measure(int(profile.boundary_bytes * profile.num_samples))
+    blocks = block_costs(target.model, structure, profile)
+    if args.cuts_tokens:
+
+        def measure_token_slices() -> dict[str, Any]:
+            affordable = affordable_sequences(blocks, args.device, topology.num_ranks_here)
+            most = min(args.train_samples_per_device, affordable, MOST_SEQUENCES)
+            batch = target if read is None else with_batch(target, read(most))
+            return measure_slices(batch, structure, rule).as_event()
+
+        blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
+    return MeasuredCosts(blocks, Overheads(hop=hop, reduction_per_byte=reduction), profile.num_samples)

@@ -34,9 +34,8 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
-from hf_pipetransformer.startup.check import undisturbed
 from hf_pipetransformer.startup.first_samples import first_batches, most_samples, probe_samples
-from hf_pipetransformer.startup.model import ProbeTarget
+from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.metrics import noting_nothing
@@ -143,7 +142,7 @@ class Starter:
     events: str | None
 
     def __post_init__(self) -> None:
-        self._took_loss_kwargs = False
+        self._overrode_loss_kwargs = False
 
     def inspect(self, given: Request | Any, is_training: bool) -> ModelReport:
         """Check data set, model and loss, and measure the model.
@@ -159,9 +158,9 @@ class Starter:
                 raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
             check_dataset(given.dataset, what.lower())
             check_agreement(self.topology, "data set", {"number of samples": _length(given.dataset)})
-        if self._took_loss_kwargs:
+        if self._overrode_loss_kwargs:
             trainer.model_accepts_loss_kwargs = True  # Undo the override below; the model may be another one now.
-            self._took_loss_kwargs = False
+            self._overrode_loss_kwargs = False
         check_trained_model(trainer.model, trainer.args, trainer.optimizer if is_training else None)
         splitter = self.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
@@ -177,7 +176,6 @@ class Starter:
             ProbeTarget(trainer.model, splitter, samples, compute, count),
             trainer.args,
             self.topology,
-            trainer.args.device,
             is_training,
             batches.read if is_training else None,
             self.events if is_training else None,
@@ -185,7 +183,7 @@ class Starter:
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model accepts num_items_in_batch but ignores it; Trainer would then skip its own division of the loss
             # (transformers#47688).
-            self._took_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
+            self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = False
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
 
