@@ -206,5 +206,5 @@ def test_windows_that_cannot_be_are_refused(placement: Placement, sizes: tuple[i
 
 def test_it_is_found_by_its_name_and_is_the_only_asynchronous_one() -> None:
     assert find_schedule("async_1f1b") is ASYNC_1F1B
-    assert ASYNC_1F1B.is_asynchronous
-    assert not find_schedule("1f1b").is_asynchronous
+    assert ASYNC_1F1B.abilities.overlaps_steps
+    assert not find_schedule("1f1b").abilities.overlaps_steps

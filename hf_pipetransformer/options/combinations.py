@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import Abilities, schedules_that
 
 
 Options = Any
@@ -22,6 +23,14 @@ POLICIES_READING = {
 }
 """Built-in policies that read each of these options; a custom policy reads all but the first two."""
 
+OPTIONS_OF_SCHEDULES: dict[str, Callable[[Abilities], bool]] = {
+    "pipeline_token_slices": lambda able: able.cuts_tokens,
+    "pipeline_weights": lambda able: able.overlaps_steps,
+    "pipeline_clip": lambda able: able.overlaps_steps,
+    "pipeline_drain_interval": lambda able: able.overlaps_steps,
+}
+"""Ability that a schedule needs for each of these options to do anything."""
+
 
 def check_combinations(args: Options) -> None:
     """Check all combinations of options.
@@ -31,14 +40,12 @@ def check_combinations(args: Options) -> None:
     """
     _check_freezing(args)
     _check_chunks(args)
-    _check_token_slices(args)
-    _check_asynchronous(args)
+    _check_schedule(args)
     _check_views(args)
 
 
 def _check_chunks(args: Options) -> None:
-    schedule = find_schedule(args.pipeline_schedule)
-    fewest, most = schedule.min_chunks, schedule.max_chunks
+    fewest, most = args.schedule.abilities.min_chunks, args.schedule.abilities.max_chunks
     if not fewest <= args.num_chunks <= most:
         raise ValueError(
             f"pipeline_chunks={args.pipeline_chunks} with pipeline_schedule={args.pipeline_schedule!r}: expected "
@@ -47,53 +54,34 @@ def _check_chunks(args: Options) -> None:
         )
 
 
-def _check_token_slices(args: Options) -> None:
-    if args.pipeline_token_slices != "auto" and not args.cuts_tokens:
+def _check_schedule(args: Options) -> None:
+    able, schedule = args.schedule.abilities, f"pipeline_schedule={args.pipeline_schedule!r}"
+    defaults = _defaults(args)
+    for name, can in OPTIONS_OF_SCHEDULES.items():
+        if getattr(args, name) != defaults[name] and not can(able):
+            needed = " or ".join(map(repr, schedules_that(can)))
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} needs pipeline_schedule={needed}, found {args.pipeline_schedule!r}."
+            )
+    if able.overlaps_steps and args.pipeline_checkpoint == "except_last":
         raise ValueError(
-            f"pipeline_token_slices={args.pipeline_token_slices!r} needs pipeline_schedule='token', found "
-            f"{args.pipeline_schedule!r}."
+            f"pipeline_checkpoint='except_last' with {schedule}, which has no last micro-batch: set it to 'always' or "
+            "'never'."
         )
-    if args.cuts_tokens and args.torch_compile:
+    if able.overlaps_steps and args.fp16:
         raise ValueError(
-            "torch_compile with pipeline_schedule='token' has not been verified: use another schedule, or leave "
-            "torch_compile out."
+            f"fp16=True with {schedule}: stages would have to agree in every step whether it is skipped. Use "
+            "bf16=True, or pipeline_schedule='1f1b'."
         )
-    if args.cuts_tokens and args.activation_cache == "on":
+    if args.torch_compile and not able.runs_steps_whole:
         raise ValueError(
-            "activation_cache='on' with pipeline_schedule='token': stored activations are those of whole "
-            "sequences. Leave activation_cache out, or use pipeline_schedule='1f1b'."
+            f"torch_compile with {schedule} has not been verified: use another schedule, or leave torch_compile out."
         )
-
-
-def _check_asynchronous(args: Options) -> None:
-    if not args.is_asynchronous:
-        defaults = {"pipeline_weights": "pipeoptim", "pipeline_clip": "stage", "pipeline_drain_interval": None}
-        for name, default in defaults.items():
-            if getattr(args, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(args, name)!r} needs pipeline_schedule='async_1f1b', found "
-                    f"{args.pipeline_schedule!r}."
-                )
-        return
-    if args.pipeline_checkpoint == "except_last":
+    if args.activation_cache == "on" and not able.runs_steps_whole:
+        why = "stored activations are those of whole sequences" if able.cuts_tokens else "nothing is stored there"
         raise ValueError(
-            "pipeline_checkpoint='except_last' with pipeline_schedule='async_1f1b', which has no last "
-            "micro-batch: set it to 'always' or 'never'."
-        )
-    if args.torch_compile:
-        raise ValueError(
-            "torch_compile with pipeline_schedule='async_1f1b' has not been verified: use another schedule, or "
-            "leave torch_compile out."
-        )
-    if args.fp16:
-        raise ValueError(
-            "fp16=True with pipeline_schedule='async_1f1b': stages would have to agree in every step whether it "
-            "is skipped. Use bf16=True, or pipeline_schedule='1f1b'."
-        )
-    if args.activation_cache == "on":
-        raise ValueError(
-            "activation_cache='on' with pipeline_schedule='async_1f1b': nothing is stored there. Leave "
-            "activation_cache out, or use pipeline_schedule='1f1b'."
+            f"activation_cache='on' with {schedule}: {why}. Leave activation_cache out, or use "
+            "pipeline_schedule='1f1b'."
         )
 
 
@@ -101,7 +89,7 @@ def _check_views(args: Options) -> None:
     asked = f"activation_cache_views={args.activation_cache_views}"
     if args.activation_cache_views and args.activation_cache == "off":
         raise ValueError(f"{asked} with activation_cache='off': leave one of them out.")
-    if args.activation_cache_views and (args.cuts_tokens or args.is_asynchronous):
+    if args.activation_cache_views and not args.schedule.abilities.runs_steps_whole:
         raise ValueError(
             f"{asked} with pipeline_schedule={args.pipeline_schedule!r}: nothing is stored there. Leave "
             "activation_cache_views out, or use pipeline_schedule='1f1b'."
@@ -121,10 +109,14 @@ def _check_freezing(args: Options) -> None:
 
 def unused_freeze_options(args: Options, policy: str) -> list[str]:
     """Return warnings about options that have no effect with a policy, named as in `freeze_policy`."""
-    defaults = {field.name: field.default for field in fields(args)}
+    defaults = _defaults(args)
     return [
         f"{name}={getattr(args, name)!r} does nothing with freeze_policy={policy!r}: "
         + ("no layer freezes." if policy == "none" else f"expected one of {readers}.")
         for name, readers in POLICIES_READING.items()
         if policy not in readers and getattr(args, name) != defaults[name]
     ]
+
+
+def _defaults(args: Options) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(args)}

@@ -13,7 +13,6 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.schedules import find_schedule
 
 
 LAUNCH_HINT = (
@@ -128,7 +127,7 @@ def _refused_details(args: PipeTransformerArguments) -> list[tuple[bool, str]]:
             "mode, or pipeline_parallel_size=1.",
         ),
         (
-            may_have_stages and args.torch_compile and find_schedule(args.pipeline_schedule).splits_backward,
+            may_have_stages and args.torch_compile and args.schedule.abilities.splits_backward,
             f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
             "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
             "or do without torch_compile.",

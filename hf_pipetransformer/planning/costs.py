@@ -216,7 +216,7 @@ def predict_step(
     trained = trained_elements(layout, costs)
     reductions = [overheads.reduction_per_byte * count * GRADIENT_BYTES * ring for count in trained]
     updates = [overheads.optimizer_per_parameter * count for count in trained]
-    if layout.is_asynchronous:
+    if layout.abilities.overlaps_steps:
         step_size = accumulation * microbatches
         durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
         pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
@@ -289,7 +289,7 @@ def rank_bytes(
         if others and is_trained:
             # A shared parameter has an all-reduce outside the flat buffers.
             reduced[first] -= elements
-    if layout.is_asynchronous:
+    if layout.abilities.overlaps_steps:
         kind, num_stages = find_weights(weights), layout.num_stages
         for stage, own in enumerate(active):
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
@@ -322,4 +322,4 @@ def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
 
 
 def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
-    return [sum(values[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_size)]
+    return [sum(values[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 from hf_pipetransformer.schedules.actions import ActionList, Op, Table, add_transfers, add_updates
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Schedule, drop_frozen
+from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Abilities, Schedule, drop_frozen
 
 
-ASYNC_1F1B = Schedule("async_1f1b", ONE_F_ONE_B.lay, is_asynchronous=True)
+ASYNC_1F1B = Schedule("async_1f1b", ONE_F_ONE_B.lay, Abilities(overlaps_steps=True))
 """1F1B that continues across optimizer steps: each stage updates its weights once it has the gradients of a step,
 while other stages are at other steps (PipeOptim, Figure 4; PipeDream, Figure 4). Its table covers a window of M steps
 of one micro-batch each; rank `k` holds the activations of `K - k` micro-batches. K=2, M=3, computation only:

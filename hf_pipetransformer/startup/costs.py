@@ -332,7 +332,7 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
 
 def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
     """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
-    rule = (args.pipeline_schedule, args.gradient_accumulation_steps, args.pipeline_weights)
+    rule = (args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights)
     return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
 
 

@@ -21,7 +21,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import read_unfit
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.splitters.structure import Probe, Structure
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.check import (
@@ -83,7 +83,7 @@ class SlicedModel:
             note: called with a slice's number after its forward and after its backward.
         """
         total, slices = self.subject.count(inputs), cut_tokens(inputs, bounds)
-        (row,) = find_schedule("token").table(1, 1, num_token_slices=len(slices))
+        (row,) = GPIPE.table(1, len(slices))
 
         def forward(given: dict[str, Any]) -> Any:
             return self.subject.compute(given, total)
@@ -255,10 +255,10 @@ def inspect_model(
             exact = replace(subject, inputs=in_float32(subject.inputs))
             rule = _loss_rule(exact, args, topology, inspection)
             pads_alike, keeps_padding = inspection.on_first_rank(lambda: _padding(exact, args, topology, probe))
-            if args.cuts_tokens:
+            if args.schedule.abilities.cuts_tokens:
                 check_slices(exact, probe.structure, rule.rule, inspection)
         costs = measure_costs(subject, probe.structure, args, topology, inspection, read)
-        if args.cuts_tokens:
+        if args.schedule.abilities.cuts_tokens:
             most = min(args.train_samples_per_device, affordable_sequences(costs.blocks, device, topology))
             slices = measure_slices(subject, probe.structure, rule.rule, inspection, read, most)
             costs = replace(costs, blocks=replace(costs.blocks, slices=slices))
