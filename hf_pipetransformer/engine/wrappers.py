@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.data.batches import CacheTags, take_rows
-from hf_pipetransformer.engine.program import MicroBatch, StageProgram, as_sent
+from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram, as_sent
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, ActionList, Op
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.view import StageView
@@ -49,14 +49,14 @@ class _Start:
     random_state: Mapping[str, torch.Tensor]
 
 
-class RecomputingProgram:
+class RecomputingProgram(ProgramWrapper):
     """Wrapper that recomputes a stage program's forward before its backward, instead of saving activations.
 
     Recomputation restores the RNG state of the CPU and of `device`.
     """
 
     def __init__(self, program: StageProgram, mode: str, chunk: int, device: torch.device) -> None:
-        self.program = program
+        super().__init__(program)
         self.mode = mode
         self.chunk = chunk
         self.device = device
@@ -81,21 +81,7 @@ class RecomputingProgram:
         with torch.no_grad():
             return self.program.forward(micro_batch, received)
 
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        return self.program.predict(micro_batch, received)
-
-    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._run_again(micro_batch)
-        return self.program.backward(micro_batch, gradient)
-
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._run_again(micro_batch)
-        return self.program.backward_input(micro_batch, gradient)
-
-    def backward_weight(self, micro_batch: MicroBatch) -> None:
-        self.program.backward_weight(micro_batch)
-
-    def _run_again(self, micro_batch: MicroBatch) -> None:
         start = self._starts.pop(micro_batch.index, None)
         if start is not None:
             token = _RUNS_AGAIN.set(True)
@@ -104,6 +90,7 @@ class RecomputingProgram:
                     self.program.forward(micro_batch, start.received)
             finally:
                 _RUNS_AGAIN.reset(token)
+        return self.program.backward_input(micro_batch, gradient)
 
 
 def _random_state(device: torch.device) -> Mapping[str, torch.Tensor]:
@@ -123,7 +110,8 @@ def _restored(states: Mapping[str, torch.Tensor], device: torch.device) -> Itera
         yield
 
 
-class CachedEntryProgram:
+@dataclass(eq=False)
+class CachedEntryProgram(StageProgram):
     """Program for a stage with frozen blocks that the activation cache can skip.
 
     Each sample starts at the first block that its cached activation does not cover. From the entry block on, all
@@ -136,25 +124,14 @@ class CachedEntryProgram:
         whole: program of all blocks of this stage, for micro-batches without `tags`.
     """
 
-    def __init__(
-        self,
-        view: StageView,
-        below: range,
-        entry_block: int,
-        above: StageProgram | None,
-        whole: StageProgram,
-        dtype_entry: torch.dtype,
-        dtype_out: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.view = view
-        self.below = below
-        self.entry_block = entry_block
-        self.above = above
-        self.whole = whole
-        self.dtype_entry = dtype_entry
-        self.dtype_out = dtype_out
-        self.device = device
+    view: StageView
+    below: range
+    entry_block: int
+    above: StageProgram | None
+    whole: StageProgram
+    dtype_entry: torch.dtype
+    dtype_out: torch.dtype
+    device: torch.device
 
     def begin(self, actions: ActionList) -> None:
         self.whole.begin(actions)
@@ -181,9 +158,6 @@ class CachedEntryProgram:
         if self.above is None:
             return as_sent(entry, micro_batch, self.dtype_out)
         return self.above.predict(micro_batch, entry)
-
-    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return self._active(micro_batch).backward(micro_batch, gradient)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self._active(micro_batch).backward_input(micro_batch, gradient)
