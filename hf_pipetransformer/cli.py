@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import hf_pipetransformer
-from hf_pipetransformer.planning.simulator import draw, equal_durations, simulate, simulate_equal, steady_seconds
+from hf_pipetransformer.planning.simulator import draw, equal_durations, simulate, steady_seconds
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule, schedules_that
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     schedule, size = find_schedule(options.schedule), options.stages
     num_chunks = schedule.abilities.on(size).default_chunks if options.chunks is None else options.chunks
-    shape = options.microbatches, options.frozen_stages, options.backward, options.hop
+    placement = Placement(size, num_chunks, schedule.placement)
     try:
-        timeline = simulate_equal(schedule, Placement(size, num_chunks, schedule.placement), *shape)
+        table = schedule.table(size, options.microbatches, num_chunks, options.frozen_stages)
+        timeline = simulate(table, equal_durations(placement, options.backward, options.hop), placement)
         if schedule.abilities.overlaps_steps:
             _simulate_window(options)
             return

@@ -200,7 +200,7 @@ def test_what_is_in_flight_is_that_of_a_long_window() -> None:
 
 @pytest.mark.parametrize(("placement", "sizes"), [(Placement(2, 2), (1,)), (Placement(2), (1, -1))])
 def test_windows_that_cannot_be_are_refused(placement: Placement, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="one stage a rank and steps of 0 micro_batches or more"):
+    with pytest.raises(ValueError, match="one stage a rank and steps of 0 micro-batches or more"):
         window_table(placement, 0, sizes)
 
 

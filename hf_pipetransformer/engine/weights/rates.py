@@ -88,8 +88,7 @@ SAMPLED_WEIGHTS = 1 << 18
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """Mean prediction errors over `num_micro_batches` micro-batches with on average `s` updates from forward to
-    backward.
+    """Mean prediction errors over some micro-batches, with on average `s` updates from forward to backward.
 
     `error` is `||W^ - W|| / ||W||`, with W^ the weights that the forward used and W those when the backward began;
     `error_unpredicted` is the same with W^ the current weights at the time of the forward.
