@@ -36,7 +36,7 @@ class MicroBatch:
     Args:
         weight: weight of its loss in the loss of the step.
         activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
-        forward: runs the model on `inputs`. In training it returns the loss on the last stage.
+        forward: runs the model; in training it returns the loss on the last stage.
         loss_scale: factor of the loss in the backward, on top of `weight`.
         tags: activation-cache state of its samples; None without a cache.
         on_host: the inputs before they were copied to the device; None if they were made for this stage.

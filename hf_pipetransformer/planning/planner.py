@@ -215,11 +215,7 @@ def plan_layout(
 
 
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
-    """Return the size of the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times.
-
-    Args:
-        parameters: elements of each block.
-    """
+    """Return the elements on the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times."""
     first = layout.first_active_block
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
     ranks = [layout.blocks_of_rank(rank) for rank in range(layout.pipeline_size)]
@@ -253,8 +249,7 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
     become replicas. If no candidate fits the memory and the current boundaries do, they stay. Where boundaries affect
     results, `rules.work` decides instead of measured times.
 
-    Args:
-        cache_level: layers whose activations will be stored; the plan is for the epochs that read them.
+    `cache_level` layers' activations will be stored; the plan is for the epochs that read them.
     """
     rules, accumulation, world_size = inputs.rules, inputs.accumulation, current.pipeline_size * current.num_replicas
     timed = inputs.blocks, inputs.overheads

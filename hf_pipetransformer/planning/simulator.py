@@ -15,13 +15,11 @@ class Durations:
     """Durations of a table's actions in seconds, one entry per stage.
 
     Args:
-        forward: forward of one micro-batch.
-        backward: whole backward of one micro-batch; unused at frozen stages.
+        backward: whole backward; unused at frozen stages.
         hop: time from a send to its arrival on another rank.
-        backward_input: part of a backward for the gradient of the stage's input; like the next, only for tables that
-            split backwards.
-        backward_weight: part of a backward for the gradients of the weights.
-        factors: multiplier of all of these by number of the micro-batch; empty if all are alike.
+        backward_input: part of a backward for the gradient of the input, `backward_weight` that for the gradients of
+            the weights; only for tables that split backwards.
+        factors: multiplier of all computations by number of the micro-batch; empty if all are alike.
         update: optimizer step of the stage, where the table has updates; empty if updates take no time.
     """
 
@@ -130,11 +128,7 @@ def steady_seconds(placement: Placement, first_active_stage: int, step_size: int
 
     It is the slope between two windows, one twice as long as the other, which drain equally. The result is the time of
     the slowest stage, its update included, or more if messages are slow: a rank that alternates forwards and backwards
-    waits for both.
-
-    Args:
-        placement: one stage per rank.
-        step_size: micro-batches of each step, 1 or more.
+    waits for both. The placement must have one stage per rank, each step `step_size` micro-batches, 1 or more.
     """
     steps = -(-STEADY_BLOCKS // step_size)
     once, twice = (

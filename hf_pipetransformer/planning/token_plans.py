@@ -26,13 +26,7 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Cut of a batch.
-
-    Args:
-        num_microbatches: the number of batch slices M.
-        lengths: tokens of each token slice, the same in every batch slice.
-        seconds: predicted time on a pipeline of equal stages.
-    """
+    """Cut of a batch into M batch slices, with the tokens of each token slice and the predicted seconds."""
 
     num_microbatches: int
     lengths: tuple[int, ...]

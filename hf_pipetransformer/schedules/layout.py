@@ -37,9 +37,8 @@ class Layout:
         num_frozen_layers: number of frozen layers F; if F > 0, the embeddings and `layers[0:F]` are frozen.
         num_stages: number of stages of a pipeline, K * V.
         num_replicas: data-parallel width R; `pipeline_size * num_replicas` is the world size.
-        boundaries: `num_stages + 1` increasing block indices; stage `k` owns `range(boundaries[k], boundaries[k +
-            1])`.
-        num_microbatches: micro-batches M per mini-batch of one pipeline.
+        boundaries: increasing block indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
+        num_microbatches: micro-batches M of a batch of one pipeline.
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
         num_chunks: stages per rank V; 1 if the pipeline is one rank.
         token_slices: lengths of token slices, see `placement.Plans`; empty if sequences stay whole.
@@ -81,7 +80,6 @@ class Layout:
             raise ValueError(f"Unknown placement {self.placement!r}: expected one of {PLACEMENTS}.")
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, found {self.num_microbatches}.")
-
         if not 0 <= self.num_frozen_layers <= self.num_layers:
             raise ValueError(
                 f"num_frozen_layers must be from 0 to the number of layers, {self.num_layers}, "

@@ -61,11 +61,9 @@ class Abilities:
 class Schedule:
     """Order of the forwards and backwards of micro-batches.
 
-    If steps overlap, `table` covers M optimizer steps of one micro-batch each, including updates; `peaks` and
-    `in_flight` cover any number of steps.
-
-    Args:
-        lay: maps the placement, the number of micro-batches M and the first active stage to each rank's computations.
+    `lay` maps the placement, the number of micro-batches M and the first active stage to each rank's computations. If
+    steps overlap, `table` covers M optimizer steps of one micro-batch each, including updates; `peaks` and `in_flight`
+    cover any number of steps.
     """
 
     name: str
@@ -82,16 +80,10 @@ class Schedule:
         first_active_stage: int = 0,
         num_token_slices: int = 1,
     ) -> Table:
-        """Return the action list of each rank.
+        """Return the action list of each of K ranks, for M micro-batches and V stages (chunks) per rank.
 
-        Stages below `first_active_stage` contain only frozen blocks. They run forwards only and get no gradient.
-
-        Args:
-            pipeline_size: number of ranks K.
-            num_microbatches: number of micro-batches M.
-            num_chunks: stages per rank V.
-            first_active_stage: 0 to K V - 1.
-            num_token_slices: slices S per micro-batch. The table's micro-batches are then these M S slices in order.
+        Stages below `first_active_stage` contain only frozen blocks. They run forwards only and get no gradient. With
+        S token slices per micro-batch, the table's micro-batches are these M S slices in order.
 
         Raises:
             ValueError: unsupported number of ranks, micro-batches, stages or slices, or no such active stage.
