@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -45,8 +44,11 @@ def recomputed_micro_batches(actions: ActionList, chunk: int, mode: str) -> froz
 
 @dataclass(frozen=True)
 class _Start:
+    """Input of a forward, and the RNG states when it ran."""
+
     received: torch.Tensor | None
-    random_state: Mapping[str, torch.Tensor]
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
 
 
 class RecomputingProgram(ProgramWrapper):
@@ -77,37 +79,24 @@ class RecomputingProgram(ProgramWrapper):
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
             return self.program.forward(micro_batch, received)
-        self._starts[micro_batch.index] = _Start(received, _random_state(self.device))
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._starts[micro_batch.index] = _Start(received, torch.get_rng_state(), cuda)
         with torch.no_grad():
             return self.program.forward(micro_batch, received)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         start = self._starts.pop(micro_batch.index, None)
         if start is not None:
-            token = _RUNS_AGAIN.set(True)
+            token, devices = _RUNS_AGAIN.set(True), [] if start.cuda is None else [self.device]
             try:
-                with _restored(start.random_state, self.device), torch.enable_grad():
+                with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                    torch.set_rng_state(start.cpu)
+                    if start.cuda is not None:
+                        torch.cuda.set_rng_state(start.cuda, self.device)
                     self.program.forward(micro_batch, start.received)
             finally:
                 _RUNS_AGAIN.reset(token)
         return self.program.backward_input(micro_batch, gradient)
-
-
-def _random_state(device: torch.device) -> Mapping[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-@contextmanager
-def _restored(states: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], device)
-        yield
 
 
 @dataclass(eq=False)
@@ -184,7 +173,7 @@ class CachedEntryProgram(StageProgram):
             if is_part:
                 inputs = take_rows(inputs, rows)
                 given = None if given is None else given[rows.to(given.device, non_blocking=True)]
-            reached = self._run(range(block, stop), given, inputs, micro_batch)
+            reached = self.view.run(range(block, stop), given, partial(micro_batch.forward, dict(inputs)))
             if is_part:
                 if hidden is None:
                     hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
@@ -194,10 +183,4 @@ class CachedEntryProgram(StageProgram):
         assert hidden is not None
         if stop == self.entry_block and micro_batch.write is not None:
             micro_batch.write(micro_batch, hidden)
-        return hidden
-
-    def _run(
-        self, blocks: range, given: torch.Tensor | None, inputs: dict[str, Any], micro_batch: MicroBatch
-    ) -> torch.Tensor:
-        hidden: torch.Tensor = self.view.run(blocks, given, lambda: micro_batch.forward(dict(inputs)))
         return hidden

@@ -147,14 +147,10 @@ def make_direction(
         return _Adam(optimizer, with_decay=name == "optimizer")
     if name == "adam":
         return _OwnMoments(optimizer)
-    momentum = [group for group in optimizer.param_groups if type(optimizer) is SGD and _goes_by_buffer(group)]
-    if momentum and len(momentum) == len(optimizer.param_groups):
+    groups = optimizer.param_groups if type(optimizer) is SGD else []
+    if groups and all(group["momentum"] != 0 and not group["nesterov"] for group in groups):
         return _Momentum(optimizer)
     return _LastUpdate(optimizer, buffers, rates_now)
-
-
-def _goes_by_buffer(group: dict[str, Any]) -> bool:
-    return group["momentum"] != 0 and not group["nesterov"]
 
 
 class _FromState(Direction):
