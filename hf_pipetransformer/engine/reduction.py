@@ -19,10 +19,8 @@ from hf_pipetransformer.schedules import Action, ActionList, Op
 class SharedParameter:
     """Parameter that several stages use, such as a tied embedding. The first user owns its optimizer state.
 
-    Args:
-        group: ranks of all stages that use it, over all replicas.
-        pipeline_group: ranks of this pipeline that use it.
-        owner: global rank of its first user in this pipeline.
+    `group` has the ranks of all stages that use it, over all replicas; `pipeline_group` those of this pipeline, of
+    which `owner` is the first (a global rank).
     """
 
     name: str
@@ -119,7 +117,7 @@ class GradientReducer:
     no samples at all.
 
     `parameters` must be in the same order on every replica, without those shared with other stages. `group` is None if
-    there is only one replica; `timeout` is in seconds.
+    there is only one replica.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float, replicas: str) -> None:

@@ -55,13 +55,9 @@ def step_actions(
     """Return one rank's actions for one step of a window: from after the previous update through this one.
 
     Micro-batches are numbered from the first micro-batch of this step, and its update is `U0`. Forwards run ahead: the
-    actions may contain receives and forwards of micro-batches of later steps, and lacks forwards that earlier steps
-    have already run.
-
-    Args:
-        sizes_before: micro-batches of each previous step in the window; the last `enough` micro-batches suffice.
-        sizes_after: micro-batches of each following step; `enough` micro-batches suffice. Fewer mean that the window
-            ends there.
+    actions may contain receives and forwards of micro-batches of later steps, and lack forwards that earlier steps
+    have run. Of the micro-batches of the steps before and after, `enough` suffice; fewer after mean that the window
+    ends there.
     """
     look = enough(placement.pipeline_size)
     # Only the number of surrounding micro-batches matters, not their steps; merging them makes the cache hit more

@@ -38,9 +38,8 @@ class StageWeights:
     optimizer's step hooks. Enter autocast before `forward` and `backward`, or set `casts`.
 
     Args:
-        optimizer: torch optimizer of the stage's parameters. Parameters outside its groups always stay current.
-        micro_batches_per_step: number of micro-batches A of a complete step. Used only by kinds that predict beyond a
-            micro-batch's own step.
+        optimizer: torch optimizer. Parameters outside its groups always stay current.
+        micro_batches_per_step: micro-batches A of a complete step, for kinds that predict beyond a micro-batch's step.
         casts: True if the passes enter autocast themselves.
     """
 
