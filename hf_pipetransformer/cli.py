@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import hf_pipetransformer
-from hf_pipetransformer.planning.simulator import draw, equal_durations, simulate, simulate_equal, steady_seconds
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.planning.simulator import draw, equal_durations, simulate, steady_seconds
+from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule, schedules_that
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.weight_kinds import find_weights
@@ -46,19 +46,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     schedule, size = find_schedule(options.schedule), options.stages
-    default = schedule.default_chunks if size > 1 else 1
-    num_chunks = default if options.chunks is None else options.chunks
-    shape = options.microbatches, options.frozen_stages, options.backward, options.hop
+    num_chunks = schedule.abilities.on(size).default_chunks if options.chunks is None else options.chunks
+    placement = Placement(size, num_chunks, schedule.placement)
     try:
-        timeline = simulate_equal(schedule, Placement(size, num_chunks, schedule.placement), *shape)
-        if schedule.is_asynchronous:
+        table = schedule.table(size, options.microbatches, num_chunks, options.frozen_stages)
+        timeline = simulate(table, equal_durations(placement, options.backward, options.hop), placement)
+        if schedule.abilities.overlaps_steps:
             _simulate_window(options)
             return
     except ValueError as error:
         raise SystemExit(str(error)) from None
     for name in ("weights", "step_microbatches", "update"):
         if getattr(options, name) is not None:
-            raise SystemExit(f"--{name} is for async_1f1b, found {schedule.name}.")
+            needed = schedules_that(lambda abilities: abilities.overlaps_steps)
+            raise SystemExit(f"--{name} is for {' or '.join(needed)}, found {schedule.name}.")
     print(draw(timeline))
     print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
 

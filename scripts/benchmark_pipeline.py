@@ -53,7 +53,7 @@ from hf_pipetransformer.data.batches import batch_size, split_batch
 from hf_pipetransformer.elastic.transition import apply_layout
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.planning.planner import plan_layout
+from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
 from hf_pipetransformer.schedules import find_schedule
@@ -280,9 +280,8 @@ def benchmark_schedules(rounds: int, repeats: int, num_microbatches: tuple[int, 
         model, inputs = make(batch)
         whole, _ = make(batch)
         found = probe(model, inputs)
-        layout = plan_layout(
-            found.block_flops, found.structure.cut_positions(), found.structure.num_layers, world, 1, 1, "1f1b"
-        )
+        shape = PipelineShape(world, 1, 1, "1f1b")
+        layout = plan_layout(found.block_flops, found.structure.cut_positions(), shape)
         settings = StageSettings(torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
         stage = apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
         results[model_name] = {"boundaries": layout.boundaries}

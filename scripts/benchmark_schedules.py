@@ -36,7 +36,7 @@ from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wi
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.schedules import Action, Op, Row, find_schedule
+from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.actions import add_transfers
 from hf_pipetransformer.schedules.placement import Placement
 
@@ -159,7 +159,7 @@ class EmulatedProgram:
         self.module, self.is_first, self.is_last = module, is_first, is_last
         self.held: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
-    def begin(self, row: Row) -> None:
+    def begin(self, actions: ActionList) -> None:
         self.held.clear()
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:

@@ -34,12 +34,13 @@ from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.elastic.transition import apply_layout
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.planning.planner import plan_layout
+from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts
-from hf_pipetransformer.planning.token_plans import choose_slices, seconds_of_slices
+from hf_pipetransformer.planning.token_plans import SlicePlanner
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
+from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import measure_slices, slice_times
@@ -62,7 +63,9 @@ def gpt2(num_samples: int, length: int) -> tuple[GPT2LMHeadModel, dict[str, torc
 
 def stage_of(model: GPT2LMHeadModel, found: Probe, topology: Topology) -> Stage:
     """This rank's part of as many stages as there are processes."""
-    layout = plan_layout(found.block_flops, found.structure.cut_positions(), 6, topology.world_size, 1, 1, "1f1b")
+    layout = plan_layout(
+        found.block_flops, found.structure.cut_positions(), PipelineShape(topology.world_size, 1, 1, "1f1b")
+    )
     settings = StageSettings(torch.device("cpu"), 300.0, "never", StepMeter(torch.device("cpu")))
     return apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
 
@@ -139,9 +142,8 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
     counts = sorted({1, samples}) if samples <= world else [samples]
     cuts |= {f"S={s} M={m}": (m, (length // s,) * s) for s in EQUAL_SLICES for m in counts}
     cuts["planned"] = (int(plan[0]), tuple(plan[1]))
-    predicted = {
-        name: seconds_of_slices(costs, lengths, -(-samples // m), m, world) for name, (m, lengths) in cuts.items()
-    }
+    planner = SlicePlanner(find_schedule("token"), costs, samples, world)
+    predicted = {name: planner.seconds(lengths, -(-samples // m), m) for name, (m, lengths) in cuts.items()}
     contenders = {name: step_of(stage, model, found, inputs, *cut) for name, cut in cuts.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with stage.active():
@@ -171,7 +173,7 @@ def one_setting(samples: int, length: int, rounds: int, topology: Topology) -> d
 
 
 def _planned(costs: TokenCosts, length: int, samples: int, world: int) -> tuple[int, list[int]]:
-    plan = choose_slices(costs, length, samples, world, None)
+    plan = SlicePlanner(find_schedule("token"), costs, samples, world).choose(length)
     return plan.num_microbatches, list(plan.lengths)
 
 

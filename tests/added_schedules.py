@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_pipetransformer.schedules import Action, Op, Schedule
+from hf_pipetransformer.schedules import Abilities, Action, Op, Schedule
 from hf_pipetransformer.schedules.placement import Placement
 
 
@@ -34,4 +34,4 @@ def _breadth_first(placement: Placement, num_microbatches: int, _first_active_st
 
 
 GPIPE_IN_ORDER = Schedule("gpipe_in_order", _in_order)
-BREADTH_FIRST = Schedule("breadth_first", _breadth_first, default_chunks=2, min_chunks=2, max_chunks=8)
+BREADTH_FIRST = Schedule("breadth_first", _breadth_first, Abilities(default_chunks=2, min_chunks=2, max_chunks=8))

@@ -73,9 +73,9 @@ def test_two_versions_are_refused_where_more_updates_lie_between() -> None:
 
 
 def test_one_stage_alone_is_not_asynchronous() -> None:
-    assert layout_of(2).is_asynchronous
-    assert not layout_of(1).is_asynchronous
-    assert not layout_of(2, "1f1b").is_asynchronous
+    assert layout_of(2).abilities.overlaps_steps
+    assert not layout_of(1).abilities.overlaps_steps
+    assert not layout_of(2, "1f1b").abilities.overlaps_steps
 
 
 @pytest.mark.parametrize(

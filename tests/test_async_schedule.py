@@ -200,11 +200,11 @@ def test_what_is_in_flight_is_that_of_a_long_window() -> None:
 
 @pytest.mark.parametrize(("placement", "sizes"), [(Placement(2, 2), (1,)), (Placement(2), (1, -1))])
 def test_windows_that_cannot_be_are_refused(placement: Placement, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="one stage a rank and steps of 0 micro_batches or more"):
+    with pytest.raises(ValueError, match="one stage a rank and steps of 0 micro-batches or more"):
         window_table(placement, 0, sizes)
 
 
 def test_it_is_found_by_its_name_and_is_the_only_asynchronous_one() -> None:
     assert find_schedule("async_1f1b") is ASYNC_1F1B
-    assert ASYNC_1F1B.is_asynchronous
-    assert not find_schedule("1f1b").is_asynchronous
+    assert ASYNC_1F1B.abilities.overlaps_steps
+    assert not find_schedule("1f1b").abilities.overlaps_steps

@@ -85,7 +85,7 @@ def chunks_of(name: str, pipeline_size: int) -> list[int]:
     schedule = find_schedule(name)
     if pipeline_size == 1:
         return [1]
-    return sorted({schedule.default_chunks, min(schedule.max_chunks, 3)})
+    return sorted({schedule.abilities.default_chunks, min(schedule.abilities.max_chunks, 3)})
 
 
 CASES = [

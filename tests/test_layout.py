@@ -29,12 +29,12 @@ def test_blocks_are_numbered_from_the_embeddings_to_the_head():
 def test_loop_placement_begins_every_chunk_at_the_first_rank():
     found = layout(6, num_chunks=2)
     assert (found.pipeline_size, found.num_stages) == (3, 6)
-    assert [found.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [found.places.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_v_placement_comes_back_to_the_first_rank():
     found = layout(6, num_chunks=2, placement="v")
-    assert [found.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [found.places.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
 def test_trackers_see_the_ranks_of_a_pipeline_and_their_stages():
@@ -50,8 +50,8 @@ def test_trackers_see_the_ranks_of_a_pipeline_and_their_stages():
 def test_every_stage_and_block_lies_on_one_rank(pipeline_size, num_chunks, kind):
     found = layout(pipeline_size * num_chunks, num_layers=8, num_chunks=num_chunks, placement=kind)
     for stage in range(found.num_stages):
-        rank, chunk = found.rank_of(stage), found.chunk_of(stage)
-        assert found.stages_of(rank)[chunk] == stage
+        rank, chunk = found.places.rank_of(stage), found.places.chunk_of(stage)
+        assert found.places.stages_of(rank)[chunk] == stage
         assert found.blocks_of_rank(rank)[chunk] == found.blocks_of(stage)
     held = [block for rank in range(pipeline_size) for part in found.blocks_of_rank(rank) for block in part]
     assert sorted(held) == list(range(found.num_blocks))

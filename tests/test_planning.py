@@ -19,7 +19,9 @@ from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
     MEMORY_RESERVE,
+    PipelineShape,
     Plan,
+    PlanInputs,
     PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
@@ -72,7 +74,7 @@ def test_boundaries_fall_on_allowed_cuts_only() -> None:
     # Two layers that may not be cut inside: blocks are embeddings, (1, 2), (3, 4), head.
     assert stage_boundaries([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2) == (0, 3, 6)
     with pytest.raises(ValueError, match="4 stages at most"):
-        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2, 5, 1, 1, "1f1b")
+        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], PipelineShape(5, 1, 1, "1f1b"))
 
 
 def test_the_smallest_pipeline_that_fits_is_chosen() -> None:
@@ -90,7 +92,7 @@ def test_number_of_micro_batches(num_stages: int, batch: int, expected: int) -> 
 
 
 def test_layout_knows_its_blocks() -> None:
-    layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], 2, 2, 3, 4, "1f1b")
+    layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], PipelineShape(2, 3, 4, "1f1b"))
     assert layout.boundaries == (0, 3, 6)
     assert [layout.stage_of(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
 
@@ -298,7 +300,7 @@ def costs_of(num_layers: int) -> BlockCosts:
 def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
     loads = block_loads(costs_of(num_layers), 0)
     cuts = range(2 * num_layers + 3)
-    return plan_layout(loads, cuts, num_layers, num_stages, world_size // num_stages, 4, "1f1b")
+    return plan_layout(loads, cuts, PipelineShape(num_stages, world_size // num_stages, 4, "1f1b"))
 
 
 def rules_for(num_layers: int, **changes: object) -> PlanRules:
@@ -309,9 +311,8 @@ def rules_for(num_layers: int, **changes: object) -> PlanRules:
 def plan(
     current: Layout, num_frozen_layers: int, rules: PlanRules, overheads: Overheads | None = None, samples: int = 8
 ) -> Plan:
-    world_size = current.num_stages * current.num_replicas
-    costs = costs_of(current.num_layers)
-    return plan_transition(current, num_frozen_layers, costs, overheads or Overheads(), rules, world_size, samples)
+    inputs = PlanInputs(costs_of(current.num_layers), overheads or Overheads(), rules, samples)
+    return plan_transition(current, num_frozen_layers, inputs)
 
 
 def test_the_fullest_rank_counts_frozen_blocks_by_their_factor() -> None:
@@ -413,7 +414,7 @@ def test_cuts_that_fit_are_not_given_up_for_even_ones_that_do_not(
     costs = replace(costs_of(2), parameters=(0, 0, 0, 50, 50, 0))
     rules = rules_for(2, device_bytes=device_bytes, unfit=frozenset({1}))
     current = Layout(2, 0, 2, 1, (0, 4, 6), 4, "1f1b")
-    assert plan_transition(current, 0, costs, Overheads(), rules, 2, 8).layout.boundaries == boundaries
+    assert plan_transition(current, 0, PlanInputs(costs, Overheads(), rules, 8)).layout.boundaries == boundaries
 
 
 def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_of_thumb() -> None:
@@ -495,7 +496,7 @@ def test_parts_of_a_split_backward_take_as_long_as_the_whole() -> None:
 def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str, num_chunks: int) -> None:
     costs, loads, cuts = costs_of(24), block_loads(costs_of(24), 0), range(51)
     plain, found = (
-        predict_step(plan_layout(loads, cuts, 24, 4, 1, 8, name, num_chunks=v), costs, Overheads(), 32).pipeline
+        predict_step(plan_layout(loads, cuts, PipelineShape(4, 1, 8, name, v)), costs, Overheads(), 32).pipeline
         for name, v in (("1f1b", 1), (schedule, num_chunks))
     )
     assert found < 0.93 * plain
@@ -504,7 +505,7 @@ def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str
 def chunked(schedule: str, num_layers: int, pipeline_size: int, num_chunks: int, world_size: int) -> Layout:
     cuts, replicas = range(2 * num_layers + 3), world_size // pipeline_size
     loads = block_loads(costs_of(num_layers), 0)
-    return plan_layout(loads, cuts, num_layers, pipeline_size, replicas, 4, schedule, num_chunks=num_chunks)
+    return plan_layout(loads, cuts, PipelineShape(pipeline_size, replicas, 4, schedule, num_chunks))
 
 
 @pytest.mark.parametrize(
@@ -527,7 +528,7 @@ def test_lengths_are_planned_with_the_stages_that_the_active_blocks_allow(
 ) -> None:
     current = chunked(schedule, 6, 4, 2, 8)
     rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-    found = plan_transition(current, num_frozen_layers, costs_of(6), Overheads(), rules, 8, 8)
+    found = plan_transition(current, num_frozen_layers, PlanInputs(costs_of(6), Overheads(), rules, 8))
     assert sorted(found.alternatives) == sorted(expected)
     layout = found.layout
     assert layout.num_chunks == expected[layout.pipeline_size]
@@ -548,7 +549,7 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     rules = rules_for(7, compression=compression, device_bytes=device_bytes, initial_largest_size=initial)
     rules = replace(rules, num_chunks=num_chunks)
     for num_frozen_layers in range(7):
-        found = plan_transition(current, num_frozen_layers, costs, Overheads(), rules, 8, 8)
+        found = plan_transition(current, num_frozen_layers, PlanInputs(costs, Overheads(), rules, 8))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
         assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
         if found.layout.num_stages > current.num_blocks - found.layout.first_active_block:
@@ -571,7 +572,7 @@ def test_every_layout_that_may_follow_is_known_in_advance(
     current = chunked(schedule, 6, 4, min(wanted, 3), 8)
     for num_frozen_layers, unfit in product(range(7), [(), (1,), (1, 2)]):
         rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-        found = plan_transition(current, num_frozen_layers, costs_of(6), Overheads(), rules, 8, 8)
+        found = plan_transition(current, num_frozen_layers, PlanInputs(costs_of(6), Overheads(), rules, 8))
         assert found.layout.shape in expected
 
 
@@ -652,7 +653,7 @@ def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: An
     found = [planner.layout(8)]
     inputs = planner.inputs(found[0], 8, {})
     for num_frozen in (2, 4):
-        change = plan_transition(found[-1], num_frozen, inputs.blocks, inputs.overheads, inputs.rules, 4, 8)
+        change = plan_transition(found[-1], num_frozen, inputs)
         found.append(change.layout)
     return found
 
@@ -709,7 +710,7 @@ def test_one_rank_is_not_asynchronous() -> None:
         predict_step(each, SMALL, overheads, samples_per_pipeline=3)
         for each in (alone, replace(alone, schedule="1f1b"))
     )
-    assert not alone.is_asynchronous and ASYNC.is_asynchronous
+    assert not alone.abilities.overlaps_steps and ASYNC.abilities.overlaps_steps
     assert found == plain
     assert rank_bytes(alone, SMALL, 4, weights="stashing") == rank_bytes(alone, SMALL, 4)
 
@@ -773,7 +774,8 @@ def test_weights_of_half_precision_take_half_the_memory() -> None:
 def test_batches_stay_whole_where_nothing_waits(
     pipeline_size: int, accumulation: int, weights: str, expected: int
 ) -> None:
-    assert choose_num_microbatches(pipeline_size, 6, "async_1f1b", accumulation, weights) == expected
+    abilities = find_schedule("async_1f1b").abilities
+    assert choose_num_microbatches(pipeline_size, 6, abilities, accumulation, weights) == expected
 
 
 def test_evaluation_has_a_pipeline_to_fill_where_training_fills_it_with_steps() -> None:
@@ -791,7 +793,7 @@ def test_a_shorter_asynchronous_pipeline_gets_the_micro_batches_that_its_weights
         for unfit in ((1, 2), (1,), ())
     ]
     assert [(each.pipeline_size, each.num_microbatches) for each in found] == [(4, 3), (2, 1), (1, 1)]
-    assert [each.is_asynchronous for each in found] == [True, True, False]
+    assert [each.abilities.overlaps_steps for each in found] == [True, True, False]
 
 
 @pytest.mark.parametrize(

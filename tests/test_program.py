@@ -58,7 +58,9 @@ def pipeline_of(name: str, model: nn.Module, schedule_name: str, pipeline_size: 
     inputs = batch_of(name)
     num_blocks = trace(model, inputs).num_blocks
     boundaries = [num_blocks * stage // placement.num_stages for stage in range(placement.num_stages + 1)]
-    pipeline = ModelPipeline(model, boundaries, placement, inputs, 3, splits=schedule.splits_backward, **more)
+    pipeline = ModelPipeline(
+        model, boundaries, placement, inputs, 3, splits=schedule.abilities.splits_backward, **more
+    )
     return pipeline, schedule.table(pipeline_size, 3, num_chunks)
 
 

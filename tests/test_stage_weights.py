@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from hf_pipetransformer.engine.weights.directions import adam_move
+from hf_pipetransformer.engine.weights.directions import Moments, adam_move
 from hf_pipetransformer.engine.weights.rates import MEASURED_EVERY, SAMPLED_WEIGHTS, ErrorMeter, coming_rates
 from hf_pipetransformer.engine.weights.rows import cast_parameter
 from hf_pipetransformer.engine.weights.stage import StageWeights
@@ -165,7 +165,7 @@ def test_counts_on_the_device_predict_the_same():
     first, second = [torch.randn(5), torch.randn(2, 3)], [torch.rand(5), torch.rand(2, 3)]
     moved = [[torch.ones(5), torch.ones(2, 3)] for _ in range(2)]
     for values, counts in zip(moved, ([3.0, 2.0], [torch.tensor(3.0), torch.tensor(2.0)]), strict=True):
-        adam_move(values, first, second, counts, (0.9, 0.999), 1e-8, 0.1)
+        adam_move(values, Moments(first, second, counts), (0.9, 0.999), 1e-8, 0.1)
     for one, other in zip(*moved, strict=True):
         torch.testing.assert_close(one, other)
 

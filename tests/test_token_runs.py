@@ -27,7 +27,7 @@ from hf_pipetransformer.data.batches import cut_tokens
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.planning.token_plans import WORTH, choose_slices, cut_layout, plan_buckets
+from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner, cut_layout
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
@@ -140,7 +140,7 @@ def test_a_plan_is_never_slower_than_whole_sequences_or_equal_slices(size: int, 
         factors = tuple(share * whole for share in COSTS.shares(own, lengths)) * count
         return simulate(table, Durations((1 / 3,) * size, (2 / 3,) * size, factors=factors)).end
 
-    plan = choose_slices(COSTS, 2048, samples, size, None)
+    plan = SlicePlanner(find_schedule("token"), COSTS, samples, size).choose(2048)
     assert sum(plan.lengths) == 2048
     assert plan.seconds == pytest.approx(seconds(plan.num_microbatches, plan.lengths))
     # Sequences stay whole where slices gain next to nothing.
@@ -155,9 +155,10 @@ def test_a_plan_is_never_slower_than_whole_sequences_or_equal_slices(size: int, 
 
 
 def test_sequences_are_not_cut_where_that_gains_nothing() -> None:
-    assert choose_slices(COSTS, 2048, 4, 1, None).lengths == (2048,)
-    assert plan_buckets(COSTS, 4, 1, 1) == ()
-    plans = plan_buckets(COSTS, 1, 4, 1)
+    alone = SlicePlanner(find_schedule("token"), COSTS, samples=4, pipeline_size=1)
+    assert alone.choose(2048).lengths == (2048,)
+    assert alone.buckets(1) == ()
+    plans = SlicePlanner(find_schedule("token"), COSTS, samples=1, pipeline_size=4).buckets(1)
     assert [sum(plan) for plan in plans] == [512, 1024, 2048, 4096]
     assert len(plans[0]) < len(plans[-1])
 

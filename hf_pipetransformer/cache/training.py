@@ -270,13 +270,13 @@ def begin_cache(
     if trainer.args.activation_cache == "off":
         return None
     inputs = CacheInputs(trainer.args, topology, journal, pipeline.start_up)
-    if trainer.args.cuts_tokens:
-        inputs.say_off("pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
+    if trainer.args.schedule.abilities.cuts_tokens:
+        schedule = f"pipeline_schedule={trainer.args.pipeline_schedule!r}"
+        inputs.say_off(f"{schedule} runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
         return None
-    if pipeline.layout.is_asynchronous:
-        inputs.say_off(
-            "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'.", True
-        )
+    if pipeline.layout.abilities.overlaps_steps:
+        schedule = f"pipeline_schedule={pipeline.layout.schedule!r}"
+        inputs.say_off(f"{schedule} reads ahead of what is stored. Use pipeline_schedule='1f1b'.", True)
         return None
     source = inputs.source_of(loader)
     if source is None:

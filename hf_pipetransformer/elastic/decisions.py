@@ -180,17 +180,9 @@ class Decisions:
         self, num_frozen: int, layout: Layout, cache_level: int, known_microbatches: Mapping[tuple[int, int], int]
     ) -> Plan:
         costs, overheads = self._calibrated
-        return plan_transition(
-            layout,
-            num_frozen,
-            costs,
-            overheads,
-            replace(self.inputs.rules, known_microbatches=known_microbatches),
-            self.world_size,
-            self.inputs.samples_per_device,
-            self.args.gradient_accumulation_steps,
-            cache_level,
-        )
+        rules = replace(self.inputs.rules, known_microbatches=known_microbatches)
+        inputs = replace(self.inputs, blocks=costs, overheads=overheads, rules=rules)
+        return plan_transition(layout, num_frozen, inputs, cache_level)
 
     def _cached(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, float]:
         """Return the layers whose output is stored from now on, and the share of samples to draw again per epoch."""

@@ -41,7 +41,7 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Wire:
-    """Link to another rank, with global rank `peer`. `timeout` is in seconds per transfer.
+    """Link to the global rank `peer`. `timeout` is in seconds per transfer.
 
     Use the process group of the two ranks for nothing else, because messages match by order, and warm it up first:
     otherwise the first transfer blocks the host.

@@ -81,7 +81,7 @@ def find_loss_rule(
     Args:
         measure: must compute in full precision.
         inputs: a small batch; its labels should differ, or class weights go unnoticed.
-        count: number of items (samples or label tokens) of a batch that the model's mean runs over.
+        count: returns the number of items (samples or label tokens) that the mean over a batch runs over.
         is_split: False if the run never splits a batch: then no split is verified.
     """
     size, total = batch_size(inputs), count(inputs)

@@ -36,7 +36,7 @@ class MicroBatch:
     Args:
         weight: weight of its loss in the loss of the step.
         activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
-        forward: runs the model on `inputs`. In training it returns the loss on the last stage.
+        forward: runs the model; in training it returns the loss on the last stage.
         loss_scale: factor of the loss in the backward, on top of `weight`.
         tags: activation-cache state of its samples; None without a cache.
         on_host: the inputs before they were copied to the device; None if they were made for this stage.
@@ -85,6 +85,9 @@ class StageProgram(Protocol):
 
         `gradient` is that of the activation sent, None on the last stage. Returns None if no stage below trains.
         """
+        entered = self.backward_input(micro_batch, gradient)
+        self.backward_weight(micro_batch)
+        return entered
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run the part of `backward` that the stage below waits for: the gradient of the received activation."""
@@ -96,7 +99,32 @@ class StageProgram(Protocol):
         """Return the activation to send, or on the last stage the model output. Called under `torch.no_grad()`."""
 
 
-class ModelProgram:
+class ProgramWrapper(StageProgram):
+    """Stage program around another one. Calls that a subclass does not override pass through."""
+
+    def __init__(self, program: StageProgram) -> None:
+        self.program = program
+
+    def begin(self, actions: ActionList) -> None:
+        self.program.begin(actions)
+
+    def extend(self, actions: ActionList) -> None:
+        self.program.extend(actions)
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        return self.program.forward(micro_batch, received)
+
+    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        return self.program.predict(micro_batch, received)
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return self.program.backward_input(micro_batch, gradient)
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        self.program.backward_weight(micro_batch)
+
+
+class ModelProgram(StageProgram):
     """Program that runs a stage's blocks (embeddings, halves of layers, head) of a Hugging Face model.
 
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
@@ -143,11 +171,6 @@ class ModelProgram:
         # Called after `StageView.run` has installed its overrides, so that `split_linears` leaves those layers alone.
         with self.weight_gradients.split_linears():
             return micro_batch.forward(dict(micro_batch.inputs))
-
-    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        entered = self.backward_input(micro_batch, gradient)
-        self.backward_weight(micro_batch)
-        return entered
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)

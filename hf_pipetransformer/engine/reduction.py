@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,8 @@ from hf_pipetransformer.schedules import Action, ActionList, Op
 class SharedParameter:
     """Parameter that several stages use, such as a tied embedding. The first user owns its optimizer state.
 
-    Args:
-        group: ranks of all stages that use it, over all replicas.
-        pipeline_group: ranks of this pipeline that use it.
-        owner: global rank of its first user in this pipeline.
+    `group` has the ranks of all stages that use it, over all replicas; `pipeline_group` those of this pipeline, of
+    which `owner` is the first (a global rank).
     """
 
     name: str
@@ -47,19 +46,18 @@ class SharedParameter:
         """Set `.grad` from the result of `reduced` on the owner; to None elsewhere, or if no rank had a gradient."""
         self.parameter.grad = flat[:-1].view_as(self.parameter) if self.is_owner and is_used else None
 
-    def share_value(self) -> None:
-        """Broadcast the owner's value. Collective: call on every rank of `pipeline_group`."""
-        with torch.no_grad():
-            guarded(
-                lambda: dist.broadcast(self.parameter.data, src=self.owner, group=self.pipeline_group),
-                f"receiving the updated value of {self.name}",
-            )
 
-
+@torch.no_grad()
 def share_values(shared: Sequence[SharedParameter]) -> None:
-    """Broadcast the updated values of shared parameters, which every rank must list in the same order."""
+    """Broadcast the updated values of shared parameters, which every rank must list in the same order.
+
+    Collective: call on every rank of the pipeline.
+    """
     for entry in shared:
-        entry.share_value()
+        guarded(
+            partial(dist.broadcast, entry.parameter.data, src=entry.owner, group=entry.pipeline_group),
+            f"receiving the updated value of {entry.name}",
+        )
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -119,7 +117,7 @@ class GradientReducer:
     no samples at all.
 
     `parameters` must be in the same order on every replica, without those shared with other stages. `group` is None if
-    there is only one replica; `timeout` is in seconds.
+    there is only one replica.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float, replicas: str) -> None:

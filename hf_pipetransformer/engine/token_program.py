@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_pipetransformer.engine.program import MicroBatch, StageProgram
+from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
 
 
@@ -134,14 +134,14 @@ class _Layer(CacheLayerMixin):
         return self._keys.length
 
 
-class TokenSliceProgram:
+class TokenSliceProgram(ProgramWrapper):
     """Wrapper of a stage program that gives each token slice the keys and values of earlier slices.
 
     Whole sequences (micro-batches without `place`) pass through unchanged. `num_layers` is that of the whole model.
     """
 
     def __init__(self, program: StageProgram, num_layers: int) -> None:
-        self.program = program
+        super().__init__(program)
         self.num_layers = num_layers
         self._contexts: dict[int, KeptContext] = {}
         self._is_trained = False
@@ -161,11 +161,6 @@ class TokenSliceProgram:
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         return self.program.predict(self._in_context(micro_batch), received)
 
-    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        sent = self.backward_input(micro_batch, gradient)
-        self.program.backward_weight(micro_batch)
-        return sent
-
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         place = micro_batch.place
         if place is None:
@@ -179,9 +174,6 @@ class TokenSliceProgram:
         if place.start == 0:
             del self._contexts[place.batch_slice]
         return sent
-
-    def backward_weight(self, micro_batch: MicroBatch) -> None:
-        self.program.backward_weight(micro_batch)
 
     def _in_context(self, micro_batch: MicroBatch) -> MicroBatch:
         place = micro_batch.place

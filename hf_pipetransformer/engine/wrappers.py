@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from hf_pipetransformer.data.batches import CacheTags, take_rows
-from hf_pipetransformer.engine.program import MicroBatch, StageProgram, as_sent
+from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram, as_sent
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, ActionList, Op
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.view import StageView
@@ -45,18 +44,21 @@ def recomputed_micro_batches(actions: ActionList, chunk: int, mode: str) -> froz
 
 @dataclass(frozen=True)
 class _Start:
+    """Input of a forward, and the RNG states when it ran."""
+
     received: torch.Tensor | None
-    random_state: Mapping[str, torch.Tensor]
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
 
 
-class RecomputingProgram:
+class RecomputingProgram(ProgramWrapper):
     """Wrapper that recomputes a stage program's forward before its backward, instead of saving activations.
 
     Recomputation restores the RNG state of the CPU and of `device`.
     """
 
     def __init__(self, program: StageProgram, mode: str, chunk: int, device: torch.device) -> None:
-        self.program = program
+        super().__init__(program)
         self.mode = mode
         self.chunk = chunk
         self.device = device
@@ -77,53 +79,28 @@ class RecomputingProgram:
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
             return self.program.forward(micro_batch, received)
-        self._starts[micro_batch.index] = _Start(received, _random_state(self.device))
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._starts[micro_batch.index] = _Start(received, torch.get_rng_state(), cuda)
         with torch.no_grad():
             return self.program.forward(micro_batch, received)
 
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        return self.program.predict(micro_batch, received)
-
-    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._run_again(micro_batch)
-        return self.program.backward(micro_batch, gradient)
-
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._run_again(micro_batch)
-        return self.program.backward_input(micro_batch, gradient)
-
-    def backward_weight(self, micro_batch: MicroBatch) -> None:
-        self.program.backward_weight(micro_batch)
-
-    def _run_again(self, micro_batch: MicroBatch) -> None:
         start = self._starts.pop(micro_batch.index, None)
         if start is not None:
-            token = _RUNS_AGAIN.set(True)
+            token, devices = _RUNS_AGAIN.set(True), [] if start.cuda is None else [self.device]
             try:
-                with _restored(start.random_state, self.device), torch.enable_grad():
+                with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                    torch.set_rng_state(start.cpu)
+                    if start.cuda is not None:
+                        torch.cuda.set_rng_state(start.cuda, self.device)
                     self.program.forward(micro_batch, start.received)
             finally:
                 _RUNS_AGAIN.reset(token)
+        return self.program.backward_input(micro_batch, gradient)
 
 
-def _random_state(device: torch.device) -> Mapping[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-@contextmanager
-def _restored(states: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], device)
-        yield
-
-
-class CachedEntryProgram:
+@dataclass(eq=False)
+class CachedEntryProgram(StageProgram):
     """Program for a stage with frozen blocks that the activation cache can skip.
 
     Each sample starts at the first block that its cached activation does not cover. From the entry block on, all
@@ -136,25 +113,14 @@ class CachedEntryProgram:
         whole: program of all blocks of this stage, for micro-batches without `tags`.
     """
 
-    def __init__(
-        self,
-        view: StageView,
-        below: range,
-        entry_block: int,
-        above: StageProgram | None,
-        whole: StageProgram,
-        dtype_entry: torch.dtype,
-        dtype_out: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.view = view
-        self.below = below
-        self.entry_block = entry_block
-        self.above = above
-        self.whole = whole
-        self.dtype_entry = dtype_entry
-        self.dtype_out = dtype_out
-        self.device = device
+    view: StageView
+    below: range
+    entry_block: int
+    above: StageProgram | None
+    whole: StageProgram
+    dtype_entry: torch.dtype
+    dtype_out: torch.dtype
+    device: torch.device
 
     def begin(self, actions: ActionList) -> None:
         self.whole.begin(actions)
@@ -182,9 +148,6 @@ class CachedEntryProgram:
             return as_sent(entry, micro_batch, self.dtype_out)
         return self.above.predict(micro_batch, entry)
 
-    def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return self._active(micro_batch).backward(micro_batch, gradient)
-
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self._active(micro_batch).backward_input(micro_batch, gradient)
 
@@ -210,7 +173,7 @@ class CachedEntryProgram:
             if is_part:
                 inputs = take_rows(inputs, rows)
                 given = None if given is None else given[rows.to(given.device, non_blocking=True)]
-            reached = self._run(range(block, stop), given, inputs, micro_batch)
+            reached = self.view.run(range(block, stop), given, partial(micro_batch.forward, dict(inputs)))
             if is_part:
                 if hidden is None:
                     hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
@@ -220,10 +183,4 @@ class CachedEntryProgram:
         assert hidden is not None
         if stop == self.entry_block and micro_batch.write is not None:
             micro_batch.write(micro_batch, hidden)
-        return hidden
-
-    def _run(
-        self, blocks: range, given: torch.Tensor | None, inputs: dict[str, Any], micro_batch: MicroBatch
-    ) -> torch.Tensor:
-        hidden: torch.Tensor = self.view.run(blocks, given, lambda: micro_batch.forward(dict(inputs)))
         return hidden

@@ -24,7 +24,7 @@ from hf_pipetransformer.options.reading import (
     truth,
     whole_number,
 )
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule
 from hf_pipetransformer.schedules.placement import Plans
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
@@ -308,13 +308,15 @@ class PipeTransformerArguments(TrainingArguments):
                 setattr(self, name, found)
 
     def _recompute_in_pipeline(self) -> None:
-        if self.activation_checkpointing and (self.pipeline_parallel_size != "1" or self.cuts_tokens):
+        if self.activation_checkpointing and (
+            self.pipeline_parallel_size != "1" or self.schedule.abilities.cuts_tokens
+        ):
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
-            if self.world_size > 1 or self.cuts_tokens:
+            if self.world_size > 1 or self.schedule.abilities.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
                 self.pipeline_checkpoint = "always"
                 self.activation_checkpointing = False
@@ -358,17 +360,11 @@ class PipeTransformerArguments(TrainingArguments):
     @property
     def num_chunks(self) -> int:
         """Number of stages on each rank V, if the pipeline has several ranks."""
-        return self.pipeline_chunks or find_schedule(self.pipeline_schedule).default_chunks
+        return self.pipeline_chunks or self.schedule.abilities.default_chunks
 
     @property
-    def cuts_tokens(self) -> bool:
-        """True if the schedule cuts sequences into token slices."""
-        return find_schedule(self.pipeline_schedule).in_token_slices is not None
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True if each stage takes optimizer steps without waiting for the others."""
-        return find_schedule(self.pipeline_schedule).is_asynchronous
+    def schedule(self) -> Schedule:
+        return find_schedule(self.pipeline_schedule)
 
     @property
     def token_slices(self) -> Plans | None:

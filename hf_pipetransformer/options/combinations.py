@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import Abilities, schedules_that
 
 
 Options = Any
@@ -24,6 +24,14 @@ POLICIES_READING = {
     "freeze_min_active_layers": ("gradient_norm", "schedule"),
 }
 """Built-in policies that read each of these options; a custom policy reads all but the first two."""
+
+OPTIONS_OF_SCHEDULES: dict[str, Callable[[Abilities], bool]] = {
+    "pipeline_token_slices": lambda able: able.cuts_tokens,
+    "pipeline_weights": lambda able: able.overlaps_steps,
+    "pipeline_clip": lambda able: able.overlaps_steps,
+    "pipeline_drain_interval": lambda able: able.overlaps_steps,
+}
+"""Ability that a schedule needs for each of these options to do anything."""
 
 
 def raise_first(refusals: Iterable[Refusal]) -> None:
@@ -69,27 +77,22 @@ def _refused_freezing(args: Options) -> list[Refusal]:
 
 
 def _refused_on_other_schedules(args: Options) -> list[Refusal]:
-    """List the options that only one schedule reads."""
-    needed = {
-        "pipeline_token_slices": ("token", args.cuts_tokens),
-        "pipeline_weights": ("async_1f1b", args.is_asynchronous),
-        "pipeline_clip": ("async_1f1b", args.is_asynchronous),
-        "pipeline_drain_interval": ("async_1f1b", args.is_asynchronous),
-    }
+    """List the options that only some schedules read."""
     defaults = _defaults(args)
     return [
         (
-            not is_chosen and getattr(args, name) != defaults[name],
-            f"{name}={getattr(args, name)!r} needs pipeline_schedule={schedule!r}, found {args.pipeline_schedule!r}.",
+            not can(args.schedule.abilities) and getattr(args, name) != defaults[name],
+            f"{name}={getattr(args, name)!r} needs pipeline_schedule={' or '.join(map(repr, schedules_that(can)))}, "
+            f"found {args.pipeline_schedule!r}.",
         )
-        for name, (schedule, is_chosen) in needed.items()
+        for name, can in OPTIONS_OF_SCHEDULES.items()
     ]
 
 
 def _refused_on_this_schedule(args: Options) -> list[Refusal]:
-    schedule, here = find_schedule(args.pipeline_schedule), f"with pipeline_schedule={args.pipeline_schedule!r}"
-    fewest, most = schedule.min_chunks, schedule.max_chunks
-    stores_nothing = is_uncompiled = args.cuts_tokens or args.is_asynchronous
+    able, here = args.schedule.abilities, f"with pipeline_schedule={args.pipeline_schedule!r}"
+    fewest, most = able.min_chunks, able.max_chunks
+    stores_nothing = is_uncompiled = not able.runs_steps_whole
     return [
         (
             not fewest <= args.num_chunks <= most,
@@ -112,11 +115,11 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             "activation_cache_views out, or use pipeline_schedule='1f1b'.",
         ),
         (
-            args.pipeline_checkpoint == "except_last" and args.is_asynchronous,
+            args.pipeline_checkpoint == "except_last" and able.overlaps_steps,
             f"pipeline_checkpoint='except_last' {here}, which has no last micro-batch: set it to 'always' or 'never'.",
         ),
         (
-            args.fp16 and args.is_asynchronous,
+            args.fp16 and able.overlaps_steps,
             f"fp16=True {here}: stages would have to agree in every step whether it is skipped. Use bf16=True, or "
             "pipeline_schedule='1f1b'.",
         ),

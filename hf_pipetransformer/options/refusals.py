@@ -14,7 +14,6 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, ModelSettingError
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import Refusal, raise_first
-from hf_pipetransformer.schedules import find_schedule
 
 
 FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
@@ -133,7 +132,7 @@ def _refused_with_stages(args: PipeTransformerArguments) -> list[Refusal]:
             "output again, while micro-batches in flight need it. Use another mode, or pipeline_parallel_size=1.",
         ),
         (
-            compiles and find_schedule(args.pipeline_schedule).splits_backward,
+            compiles and args.schedule.abilities.splits_backward,
             f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
             "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
             "or do without torch_compile.",

@@ -21,7 +21,7 @@ from hf_pipetransformer.pipe.recomputation import checkpointed, waking
 from hf_pipetransformer.pipe.skip import Key, SkipExchange, exchanging
 from hf_pipetransformer.pipe.stages import Stage
 from hf_pipetransformer.pipe.workers import Departed, Workers, arrive, depart
-from hf_pipetransformer.schedules import Op, find_schedule, source_of
+from hf_pipetransformer.schedules import GPIPE, Op, source_of
 
 
 Clock = tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
         (0, 0) | (1, 0) (0, 1) | (2, 0) (1, 1) | (2, 1)
     """
     times: dict[tuple[int, int], int] = {}
-    for stage, actions in enumerate(find_schedule("gpipe").table(num_stages, num_micro_batches)):
+    for stage, actions in enumerate(GPIPE.table(num_stages, num_micro_batches)):
         now = -1
         for op, micro_batch, _ in actions:
             if op is Op.FORWARD:
@@ -54,7 +54,7 @@ def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
 @lru_cache(maxsize=64)
 def next_backwards(num_micro_batches: int, num_stages: int, stage: int) -> dict[int, int]:
     """Map each micro-batch to the one whose backward comes next on the stage; the last one is left out."""
-    actions = find_schedule("gpipe").table(num_stages, num_micro_batches)[stage]
+    actions = GPIPE.table(num_stages, num_micro_batches)[stage]
     order = [micro_batch for op, micro_batch, _ in actions if op is Op.BACKWARD]
     return dict(pairwise(order))
 

@@ -115,7 +115,7 @@ class Overheads:
         per_microbatch: fixed seconds of each forward and each backward of a stage.
         reduction_per_byte: seconds per byte of gradient of the all-reduce over 2 replicas, as far as the backward does
             not hide it; over R replicas a ring takes `2 (R - 1) / R` times that.
-        optimizer_per_parameter: seconds of the optimizer step per trained parameter.
+        optimizer_per_parameter: seconds per trained parameter.
         per_step: seconds of everything else: loader, logging, callbacks.
     """
 
@@ -130,11 +130,8 @@ class Overheads:
 class Prediction:
     """Predicted seconds of one optimizer step: the total, its four parts, and the compute time of each rank.
 
-    Args:
-        pipeline: forwards, backwards and the bubble, of all batches of the step. Under an asynchronous schedule, the
-            time of the slowest stage, its reduction and optimizer step included.
-        reduction: all-reduce over the replicas.
-        rank_seconds: seconds that each rank of a pipeline computes in the step.
+    `pipeline` includes the bubble, over all batches of the step. If steps overlap, it is the time of the slowest
+    stage, its reduction and optimizer step included.
     """
 
     seconds: float
@@ -174,10 +171,8 @@ def block_loads(
     """Return the seconds per sample of each block, which a partition balances.
 
     A frozen block only runs its forward, and not even that for a sample whose activation is stored.
-
-    Args:
-        update_per_parameter: seconds per sample of an optimizer step and trained parameter, for asynchronous
-            schedules. Otherwise all stages wait for the slowest update, which boundaries alone do not determine.
+    `update_per_parameter` is in seconds per sample and trained parameter, for schedules whose steps overlap: elsewhere
+    all stages wait for the slowest update, which boundaries alone do not determine.
     """
     first, trained = first_above(num_frozen_layers), costs.trained
     updates = [update_per_parameter * count * (block >= first) for block, count in enumerate(trained)]
@@ -190,15 +185,11 @@ def predict_step(
 ) -> Prediction:
     """Predict one optimizer step: simulate the schedule's table and add the costs after it.
 
-    The all-reduce and the optimizer step take the time of the rank with the most trained parameters. Under an
-    asynchronous schedule each stage runs both on its own, and the result is the steady-state time per step of a long
-    window.
-
-    Args:
-        samples_per_pipeline: samples of one batch of one pipeline.
-        accumulation: batches per optimizer step.
+    The all-reduce and the optimizer step take the time of the rank with the most trained parameters. If steps overlap,
+    each stage runs both on its own, and the result is the steady-state time per step of a long window. A pipeline's
+    batch has `samples_per_pipeline` samples, an optimizer step `accumulation` batches.
     """
-    microbatches = _num_microbatches(layout, samples_per_pipeline)
+    microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
     samples = samples_per_pipeline / microbatches
     backwards = block_backwards(costs, layout.num_frozen_layers)
     # The first active block's backward computes weight gradients only, at the cost they have in a full backward.
@@ -216,7 +207,7 @@ def predict_step(
     trained = trained_elements(layout, costs)
     reductions = [overheads.reduction_per_byte * count * GRADIENT_BYTES * ring for count in trained]
     updates = [overheads.optimizer_per_parameter * count for count in trained]
-    if layout.is_asynchronous:
+    if layout.abilities.overlaps_steps:
         step_size = accumulation * microbatches
         durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
         pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
@@ -256,15 +247,11 @@ def rank_bytes(
     """Return the bytes that each rank of a pipeline needs for training.
 
     With replicas, reduced gradients also lie in flat buffers besides those that the backward creates. A rank that uses
-    a parameter but is not its first user has a copy and a gradient, without optimizer state. Under an asynchronous
-    schedule, stages keep several versions of the weights they train; `accumulation`, `weights` and `optim` matter only
-    then.
-
-    Args:
-        samples_per_pipeline: samples of one batch of one pipeline.
-        weights: weight versions that passes see, a value of `pipeline_weights`.
+    a parameter but is not its first user has a copy and a gradient, without optimizer state. If steps overlap, stages
+    keep several versions of the weights they train; only then do `accumulation`, `weights` (a value of
+    `pipeline_weights`) and `optim` matter. A pipeline's batch has `samples_per_pipeline` samples.
     """
-    microbatches = _num_microbatches(layout, samples_per_pipeline)
+    microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
     samples = samples_per_pipeline / microbatches
     kept = [samples * size for size in _by_stage(layout, _active(layout, costs.activation_bytes))]
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
@@ -289,7 +276,7 @@ def rank_bytes(
         if others and is_trained:
             # A shared parameter has an all-reduce outside the flat buffers.
             reduced[first] -= elements
-    if layout.is_asynchronous:
+    if layout.abilities.overlaps_steps:
         kind, num_stages = find_weights(weights), layout.num_stages
         for stage, own in enumerate(active):
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
@@ -307,10 +294,6 @@ def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, .
     return tuple(costs.slices.shares(samples, [stop - start for start, stop in pairwise(bounds)]))
 
 
-def _num_microbatches(layout: Layout, samples_per_pipeline: int) -> int:
-    return max(1, min(layout.num_microbatches, samples_per_pipeline))
-
-
 def _active(layout: Layout, values: Sequence[float]) -> list[float]:
     """Return `values` with zeros for the frozen blocks."""
     first = layout.first_active_block
@@ -322,4 +305,4 @@ def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
 
 
 def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
-    return [sum(values[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_size)]
+    return [sum(values[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]

@@ -67,10 +67,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Storing:
-    """Costs of storing activations, and the rule that decides on it.
+    """Costs of storing activations (`prefix` for all layers), and the rule that decides on it.
 
     Args:
-        costs: measured times, `prefix` for all layers.
         mode: `auto`, `on` or `off`.
         fits_share: share of the samples whose rows fit.
         num_slots: rows of a random sample, see `augmentation`; 0 where samples are not random and have one row.
@@ -92,10 +91,8 @@ class Forecast:
     """Predictor of the duration of runs from one starting layout.
 
     Args:
-        samples_per_device: samples of a batch per device.
         accumulation: batches per optimizer step.
         plan: returns the layout that follows one, for a number of frozen and a number of stored layers.
-        storing: None where nothing is stored.
     """
 
     layout: Layout
@@ -136,9 +133,8 @@ class Forecast:
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0
-            own_passes = _first(passes, span.num_steps)
-            own_parts = (self.costs, self.overheads, self.samples_per_device, self.accumulation)
-            total += seconds_left(layout, own_passes, *own_parts)
+            how = self.costs, self.overheads, self.samples_per_device, self.accumulation
+            total += seconds_left(layout, _first(passes, span.num_steps), *how)
             steps_left -= span.num_steps
         return total
 
@@ -159,11 +155,7 @@ class Forecast:
 
 
 def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:
-    """Split a run of `num_steps` into spans.
-
-    Args:
-        coming: optimizer steps, in order, and the number of layers frozen from then on.
-    """
+    """Split a run into spans. `coming` has optimizer steps, in order, and the layers frozen from then on."""
     starts = [(0, num_frozen)]
     for step, frozen in coming:
         if step < num_steps and frozen > starts[-1][1]:

@@ -13,6 +13,7 @@ from hf_pipetransformer.planning.costs import (
     block_backwards,
     block_forwards,
     rank_bytes,
+    trained_elements,
 )
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE
 from hf_pipetransformer.schedules.layout import Layout
@@ -42,11 +43,9 @@ def calibrate(
         modelled = sum(reports[rank]["samples"] * _sum(blocks, layout, rank) for rank in ranks)
         factors[part] = measured / modelled if measured and modelled else 1.0
     scaled = costs.scaled(factors["forward"], factors["backward"])
-    trained = [
-        sum(costs.trained[block] for block in _blocks(layout, rank) if block >= layout.first_active_block)
-        for rank in range(len(reports))
-    ]
-    largest = max((rank for rank in ranks), key=lambda rank: trained[rank])
+    by_position = trained_elements(layout, costs)
+    trained = [by_position[rank % layout.pipeline_size] for rank in range(len(reports))]
+    largest = max(ranks, key=trained.__getitem__)
     if trained[largest]:
         overheads = replace(overheads, optimizer_per_parameter=reports[largest]["optimizer"] / trained[largest])
         if layout.num_replicas > 1:
@@ -63,12 +62,9 @@ def _other(layout: Layout, report: Report) -> float:
     return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
 
 
-def _blocks(layout: Layout, rank: int) -> list[int]:
-    return [block for part in layout.blocks_of_rank(rank % layout.pipeline_size) for block in part]
-
-
 def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:
-    return sum(values[block] for block in _blocks(layout, rank))
+    parts = layout.blocks_of_rank(rank % layout.pipeline_size)
+    return sum(values[block] for part in parts for block in part)
 
 
 MULTIPLES = (6, 4, 3, 2, 1)

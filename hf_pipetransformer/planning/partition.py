@@ -57,12 +57,7 @@ TIE = 0.01
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout that could come next.
-
-    Args:
-        predicted_seconds: seconds of one optimizer step.
-        fits: True if its fullest rank fits a device.
-    """
+    """Layout that could come next, the seconds of one optimizer step, and True if its fullest rank fits a device."""
 
     layout: Layout
     predicted_seconds: float
@@ -77,12 +72,9 @@ def compress_by_memory(
 ) -> int:
     """Halve the pipeline size K as long as no rank needs more memory than the fullest had at the start.
 
-    PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with sizes as the measure of memory.
-
-    Args:
-        largest_rank_size: returns the size of the fullest rank for a K, frozen layers weighted by their factor.
-        initial_largest: the same at the start of the run, in the same block.
-        allowed: values that K may have.
+    PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with sizes as the measure of memory:
+    `largest_rank_size(K)` is the size of the fullest rank, frozen layers weighted by their factor, and
+    `initial_largest` that at the start of the run.
     """
     size = current_size
     while size % 2 == 0 and size // 2 in allowed and largest_rank_size(size // 2) <= initial_largest:

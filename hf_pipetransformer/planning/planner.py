@@ -17,9 +17,9 @@ from hf_pipetransformer.planning.costs import (
 )
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.token_plans import cut_layout
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import Plans, first_above
+from hf_pipetransformer.schedules.placement import Plans, first_above, num_layers
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 
@@ -111,7 +111,7 @@ def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stage
     if pipeline_size == 1:
         return 1
     num_chunks = min(wanted, most_stages // pipeline_size)
-    return num_chunks if num_chunks >= find_schedule(schedule).min_chunks else 0
+    return num_chunks if num_chunks >= find_schedule(schedule).abilities.min_chunks else 0
 
 
 def reachable_shapes(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> list[tuple[int, int]]:
@@ -133,19 +133,19 @@ def choose_pipeline_size(
 def choose_num_microbatches(
     pipeline_size: int,
     pipeline_batch_size: int,
-    schedule: str = "1f1b",
+    abilities: Abilities = Abilities(),  # noqa: B008  # Frozen.
     accumulation: int = 1,
     weights: str = "pipeoptim",
 ) -> int:
     """Return the number of micro-batches M by a rule of thumb.
 
-    It is 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, and at least K. An asynchronous schedule
-    has no bubble to shrink: batches stay whole, unless the weight versions need more micro-batches per optimizer step.
-    Only such a schedule reads `accumulation`, the batches per optimizer step, and `weights`.
+    It is 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, and at least K. Where steps overlap there
+    is no bubble to shrink: batches stay whole, unless the weight versions need more micro-batches per optimizer step.
+    Only then do `accumulation`, the batches per optimizer step, and `weights` matter.
     """
     if pipeline_size == 1:
         return 1
-    if find_schedule(schedule).is_asynchronous:
+    if abilities.overlaps_steps:
         counts = range(1, pipeline_batch_size + 1)
         possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
         return next(possible, max(1, pipeline_batch_size))
@@ -154,11 +154,8 @@ def choose_num_microbatches(
 
 
 def evaluation_microbatches(layout: Layout, pipeline_batch_size: int) -> int:
-    """Return M of evaluation: that of training, or at least M by rule under an asynchronous schedule.
-
-    Such a schedule fills its pipeline with the batches of several steps, which evaluation cannot.
-    """
-    if not layout.is_asynchronous:
+    """Return M of evaluation: that of training, or at least M by rule if steps fill the pipeline by overlapping."""
+    if not layout.abilities.overlaps_steps:
         return layout.num_microbatches
     by_rule = choose_num_microbatches(layout.pipeline_size, pipeline_batch_size)
     return max(layout.num_microbatches, by_rule)
@@ -172,122 +169,119 @@ def _is_possible(weights: str, num_stages: int, micro_batches_per_step: int) -> 
     return True
 
 
+@dataclass(frozen=True)
+class PipelineShape:
+    """Shape of the pipelines of a layout: ranks K, replicas R, micro-batches M, and stages per rank V."""
+
+    pipeline_size: int
+    num_replicas: int
+    num_microbatches: int
+    schedule: str
+    num_chunks: int = 1
+
+
 def plan_layout(
     block_costs: Sequence[float],
     cut_positions: Sequence[int],
-    num_layers: int,
-    pipeline_size: int,
-    num_replicas: int,
-    num_microbatches: int,
-    schedule: str,
+    shape: PipelineShape,
     num_frozen_layers: int = 0,
     cache_level: int = 0,
-    num_chunks: int = 1,
 ) -> Layout:
     """Return the layout with evenly loaded stages.
 
     Raises:
         ValueError: more stages than the model can be cut into.
     """
-    num_stages = pipeline_size * num_chunks
+    schedule, num_stages = find_schedule(shape.schedule), shape.pipeline_size * shape.num_chunks
     most = len(cut_positions) - 1
     if not 0 < num_stages <= most:
-        needed = pipeline_size * (num_chunks or find_schedule(schedule).min_chunks)
+        needed = num_stages or shape.pipeline_size * schedule.abilities.min_chunks
         raise ValueError(
-            f"pipeline_parallel_size={pipeline_size} under {schedule} needs {needed} stages, but this model can be "
-            f"cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
+            f"pipeline_parallel_size={shape.pipeline_size} under {schedule.name} needs {needed} stages, but this "
+            f"model can be cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
         )
     return Layout(
-        num_layers=num_layers,
+        num_layers=num_layers(len(block_costs)),
         num_frozen_layers=num_frozen_layers,
         num_stages=num_stages,
-        num_replicas=num_replicas,
+        num_replicas=shape.num_replicas,
         boundaries=stage_boundaries(block_costs, cut_positions, num_stages),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
+        num_microbatches=shape.num_microbatches,
+        schedule=schedule.name,
         cache_level=cache_level,
-        num_chunks=num_chunks,
-        placement=find_schedule(schedule).placement,
+        num_chunks=shape.num_chunks,
+        placement=schedule.placement,
     )
 
 
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
-    """Return the size of the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times.
-
-    Args:
-        parameters: elements of each block.
-    """
+    """Return the elements on the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times."""
     first = layout.first_active_block
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
     ranks = [layout.blocks_of_rank(rank) for rank in range(layout.pipeline_size)]
     return max(sum(sizes[block] for part in parts for block in part) for parts in ranks)
 
 
-def plan_transition(
-    current: Layout,
-    num_frozen_layers: int,
-    costs: BlockCosts,
-    overheads: Overheads,
-    rules: PlanRules,
-    world_size: int,
-    samples_per_device: int,
-    accumulation: int = 1,
-    cache_level: int = 0,
-) -> Plan:
+@dataclass(frozen=True)
+class PlanInputs:
+    """Measurements and rules from the start of a run, shared by all of its plans.
+
+    Args:
+        samples_per_device: samples of a batch per device; a pipeline's batch has K times as many.
+        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
+        accumulation: batches per optimizer step.
+    """
+
+    blocks: BlockCosts
+    overheads: Overheads
+    rules: PlanRules
+    samples_per_device: int
+    measures_microbatches: bool = True
+    accumulation: int = 1
+
+
+def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs, cache_level: int = 0) -> Plan:
     """Return the layout to move to when `num_frozen_layers` are frozen. Equal inputs give an equal plan.
 
     Candidates are all divisors K of the current pipeline size (of the initial one when layers unfreeze), each with its
     most even boundaries, frozen blocks counted with their forward only. Stages may consist of frozen blocks, but there
-    are at most as many stages as active blocks: V shrinks, or K is not considered. If no candidate fits the memory and
-    the current boundaries do, they stay. Where boundaries affect results, `rules.work` decides instead of measured
-    times.
+    are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks that a shorter pipeline frees
+    become replicas. If no candidate fits the memory and the current boundaries do, they stay. Where boundaries affect
+    results, `rules.work` decides instead of measured times.
 
-    Args:
-        world_size: number of ranks; those that a shorter pipeline frees become replicas.
-        samples_per_device: samples of a batch per device; a pipeline's batch has K times as many.
-        accumulation: batches per optimizer step.
-        cache_level: layers whose activations will be stored; the plan is for the epochs that read them.
+    `cache_level` layers' activations will be stored; the plan is for the epochs that read them.
     """
+    rules, accumulation, world_size = inputs.rules, inputs.accumulation, current.pipeline_size * current.num_replicas
+    timed = inputs.blocks, inputs.overheads
 
-    def predict(layout: Layout) -> Prediction:
-        return predict_step(layout, costs, overheads, samples_per_device * layout.pipeline_size, accumulation)
+    def predict(layout: Layout, by: tuple[BlockCosts, Overheads] = timed) -> Prediction:
+        return predict_step(layout, *by, inputs.samples_per_device * layout.pipeline_size, accumulation)
 
     as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
     if not rules.elastic:
         prediction = predict(as_it_is)
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
-    timed = costs, overheads
-    cut_by = (costs_by_work(costs, rules.work), WORK_OVERHEADS) if rules.work else timed
+    cut_by = (costs_by_work(inputs.blocks, rules.work), WORK_OVERHEADS) if rules.work else timed
     choose_by = cut_by if rules.is_timeless else timed
 
     def judge(layout: Layout, by: tuple[BlockCosts, Overheads]) -> Candidate:
-        samples = samples_per_device * layout.pipeline_size
-        needed = max(rank_bytes(layout, costs, samples, accumulation, rules.weights, rules.optim))
-        seconds = predict_step(layout, *by, samples, accumulation).seconds
-        return Candidate(layout, seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        samples = inputs.samples_per_device * layout.pipeline_size
+        needed = max(rank_bytes(layout, inputs.blocks, samples, accumulation, rules.weights, rules.optim))
+        return Candidate(layout, predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
-    samples_per_step = samples_per_device * current.pipeline_size * accumulation
-    update = cut_by[1].optimizer_per_parameter / samples_per_step if current.is_asynchronous else 0.0
+    samples_per_step = inputs.samples_per_device * current.pipeline_size * accumulation
+    update = cut_by[1].optimizer_per_parameter / samples_per_step if current.abilities.overlaps_steps else 0.0
     loads = block_loads(cut_by[0], num_frozen_layers, cache_level, update)
+    abilities = find_schedule(current.schedule).abilities
     candidates = []
     for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
-        samples, is_free = samples_per_device * size, rules.num_microbatches is None
+        samples, is_free = inputs.samples_per_device * size, rules.num_microbatches is None
         known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
-        by_rule = choose_num_microbatches(size, samples, current.schedule, accumulation, rules.weights)
-        layout = plan_layout(
-            block_costs=loads,
-            cut_positions=rules.cut_positions,
-            num_layers=current.num_layers,
-            pipeline_size=size,
-            num_replicas=world_size // size,
-            num_microbatches=known or by_rule,
-            schedule=current.schedule,
-            num_frozen_layers=num_frozen_layers,
-            cache_level=cache_level,
-            num_chunks=num_chunks,
-        )
-        layout = cut_layout(layout, rules.token_slices, costs.slices, samples, is_free, overheads.hop)
+        by_rule = choose_num_microbatches(size, samples, abilities, accumulation, rules.weights)
+        shape = PipelineShape(size, world_size // size, known or by_rule, current.schedule, num_chunks)
+        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen_layers, cache_level)
+        layout = cut_layout(layout, rules.token_slices, inputs.blocks.slices, samples, is_free, inputs.overheads.hop)
         if layout.places == current.places:
             unmoved = replace(layout, boundaries=current.boundaries)
             if not _is_worth_moving(judge(unmoved, cut_by), judge(layout, cut_by)):
@@ -295,7 +289,7 @@ def plan_transition(
         candidates.append(judge(layout, choose_by))
     if not any(candidate.fits for candidate in candidates) and judge(as_it_is, choose_by).fits:
         candidates.append(judge(as_it_is, choose_by))
-    chosen = _choose(candidates, costs, rules).layout
+    chosen = _choose(candidates, inputs.blocks, rules).layout
     alternatives = {each.layout.pipeline_size: predict(each.layout).seconds for each in candidates}
     return Plan(chosen, predict(chosen), alternatives)
 
@@ -328,19 +322,3 @@ def _choose(candidates: Sequence[Candidate], costs: BlockCosts, rules: PlanRules
         return largest_rank_size(costs.parameters, by_size[k].layout)
 
     return by_size[compress_by_memory(max(by_size), size, rules.initial_largest_size, list(by_size))]
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """Measurements and rules from the start of a run, shared by all of its plans.
-
-    Args:
-        samples_per_device: samples of a loader batch per rank.
-        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
-    """
-
-    blocks: BlockCosts
-    overheads: Overheads
-    rules: PlanRules
-    samples_per_device: int
-    measures_microbatches: bool = True

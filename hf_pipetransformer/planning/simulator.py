@@ -15,13 +15,11 @@ class Durations:
     """Durations of a table's actions in seconds, one entry per stage.
 
     Args:
-        forward: forward of one micro-batch.
-        backward: whole backward of one micro-batch; unused at frozen stages.
+        backward: whole backward; unused at frozen stages.
         hop: time from a send to its arrival on another rank.
-        backward_input: part of a backward for the gradient of the stage's input; like the next, only for tables that
-            split backwards.
-        backward_weight: part of a backward for the gradients of the weights.
-        factors: multiplier of all of these by number of the micro-batch; empty if all are alike.
+        backward_input: part of a backward for the gradient of the input, `backward_weight` that for the gradients of
+            the weights; only for tables that split backwards.
+        factors: multiplier of all computations by number of the micro-batch; empty if all are alike.
         update: optimizer step of the stage, where the table has updates; empty if updates take no time.
     """
 
@@ -81,7 +79,10 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
     """
     placement = placement or Placement(len(table))
     used = {action.op for actions in table for action in actions}
-    _check_durations(durations, placement.num_stages, splits_backward=Op.BACKWARD_WEIGHT in used)
+    read = ["forward", "backward", *(["backward_input", "backward_weight"] if Op.BACKWARD_WEIGHT in used else [])]
+    found = {name: len(getattr(durations, name)) for name in read}
+    if set(found.values()) != {placement.num_stages}:
+        raise ValueError(f"Expected durations for each of {placement.num_stages} stages, found {found}.")
     run = _Run(table, durations, placement)
     while any(run.advance(rank) for rank in range(len(table))):
         pass
@@ -95,26 +96,23 @@ def simulate_equal(
     schedule: Schedule,
     placement: Placement,
     num_microbatches: int,
-    first_active_stage: int = 0,
-    backward: float = 2.0,
-    hop: float = 0.0,
     num_token_slices: int = 1,
 ) -> Timeline:
-    """Simulate stages with equal loads, in units of time where a forward through all stages of a rank takes 1.
-
-    Args:
-        backward: time of a backward through all stages of a rank; half of it is for the gradients of weights.
-        num_token_slices: number of equal token slices S of a micro-batch.
-    """
+    """Simulate a schedule with `equal_durations`."""
     size, num_chunks, _ = placement
-    table = schedule.table(size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
-    return simulate(table, equal_durations(placement, backward, hop, num_token_slices), placement)
+    table = schedule.table(size, num_microbatches, num_chunks, num_token_slices=num_token_slices)
+    return simulate(table, equal_durations(placement, num_token_slices=num_token_slices), placement)
 
 
 def equal_durations(
     placement: Placement, backward: float = 2.0, hop: float = 0.0, num_token_slices: int = 1
 ) -> Durations:
-    """Return the durations of stages with equal loads; see `simulate_equal`."""
+    """Return the durations of stages with equal loads, where a forward through all stages of a rank takes 1.
+
+    Args:
+        backward: time of a backward through all stages of a rank; half of it is for the gradients of weights.
+        num_token_slices: number of equal token slices S of a micro-batch.
+    """
     share = 1 / (placement.num_chunks * num_token_slices)
     forward, whole, half = ((each * share,) * placement.num_stages for each in (1.0, backward, backward / 2))
     return Durations(forward, whole, hop, half, half)
@@ -130,11 +128,7 @@ def steady_seconds(placement: Placement, first_active_stage: int, step_size: int
 
     It is the slope between two windows, one twice as long as the other, which drain equally. The result is the time of
     the slowest stage, its update included, or more if messages are slow: a rank that alternates forwards and backwards
-    waits for both.
-
-    Args:
-        placement: one stage per rank.
-        step_size: micro-batches of each step, 1 or more.
+    waits for both. The placement must have one stage per rank, each step `step_size` micro-batches, 1 or more.
     """
     steps = -(-STEADY_BLOCKS // step_size)
     once, twice = (
@@ -142,13 +136,6 @@ def steady_seconds(placement: Placement, first_active_stage: int, step_size: int
         for count in (steps, 2 * steps)
     )
     return (twice - once) / steps
-
-
-def _check_durations(durations: Durations, num_stages: int, splits_backward: bool) -> None:
-    read = ["forward", "backward", *(["backward_input", "backward_weight"] if splits_backward else [])]
-    found = {name: len(getattr(durations, name)) for name in read}
-    if set(found.values()) != {num_stages}:
-        raise ValueError(f"Expected durations for each of {num_stages} stages, found {found}.")
 
 
 class _Run:

@@ -25,11 +25,7 @@ granules. Entries with `x + c` beyond the sequence are never read.
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Slices of a batch, with the seconds that Eq. 5 predicts for the pipeline.
-
-    Args:
-        slices: for each batch slice, its number of sequences and the lengths of its token slices in granules.
-    """
+    """For each batch slice its number of sequences and the granules of its token slices, and the seconds by Eq. 5."""
 
     slices: tuple[tuple[int, tuple[int, ...]], ...]
     seconds: float
@@ -49,8 +45,8 @@ def plan_slices(times: Times, num_stages: float, batch_size: int, tolerance: flo
     the same solution.
 
     Args:
-        num_stages: K; may be fractional, since the slowest slice counts K - 1 times besides the sum.
-        tolerance: allowed relative excess over the least time; 0 for the exact optimum.
+        num_stages: K; may be fractional.
+        tolerance: allowed relative excess over the least time.
 
     Raises:
         ValueError: the batch, the stages or `times` are empty, or `times` is not square.
@@ -181,9 +177,7 @@ class TokenCosts:
     def times(self, sequences: float, length: int, granules: int, share: float, hop: float = 0.0) -> Times:
         """Return the times `(1, granules, granules)` that `plan_slices` takes, for sequences of `length` tokens.
 
-        Args:
-            share: share of the model's time that one stage takes.
-            hop: seconds that a slice costs a stage besides its computation.
+        A stage takes a `share` of the model's time, and `hop` seconds for each slice besides.
         """
         sizes = length / granules
         tokens, context = np.meshgrid(np.arange(1, granules + 1) * sizes, np.arange(granules) * sizes, indexing="ij")

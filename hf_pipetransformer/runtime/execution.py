@@ -255,7 +255,7 @@ class StageRunner:
         if actions is not self._actions_seen:
             stage = self.stage
             layout, users = stage.layout, stage.view.structure.blocks_of_parameter
-            own = layout.stages_of(stage.groups.position)
+            own = layout.places.stages_of(stage.groups.position)
             chunks = {
                 parameter: {own.index(user) for block in users[name] if (user := layout.stage_of(block)) in own}
                 for name, parameter in stage.store.held().items()

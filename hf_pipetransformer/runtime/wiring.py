@@ -13,7 +13,6 @@ from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import Compile, StageView
@@ -37,7 +36,7 @@ def make_engine(
     view: StageView, probe: Probe, layout: Layout, groups: PipelineGroups, settings: StageSettings
 ) -> Engine:
     """Build the engine of this rank's stages under a layout."""
-    stages = layout.stages_of(groups.position)
+    stages = layout.places.stages_of(groups.position)
     programs = [_program(view, probe, layout, stage, settings) for stage in stages]
     links = [_links(probe, layout, groups, stage, settings) for stage in stages]
     return Engine(programs, links, settings.meter)
@@ -46,7 +45,7 @@ def make_engine(
 def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
     blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, probe.boundary_dtypes
     dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
-    splits = find_schedule(layout.schedule).splits_backward and layout.pipeline_size > 1
+    splits = layout.abilities.splits_backward
     linears = linear_layers(view.model) if splits else []
 
     def program(own: range) -> StageProgram:
@@ -56,7 +55,7 @@ def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings
             plain = TokenSliceProgram(plain, layout.num_layers)
         if settings.recompute == "never":
             return plain
-        return RecomputingProgram(plain, settings.recompute, layout.chunk_of(stage), settings.device)
+        return RecomputingProgram(plain, settings.recompute, layout.places.chunk_of(stage), settings.device)
 
     whole = program(blocks)
     if entry_block <= blocks.start:
@@ -80,9 +79,9 @@ def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, set
         if not 0 <= lower < layout.num_stages - 1:
             return None
         peer = lower if lower < stage else lower + 1
-        if layout.rank_of(peer) == groups.position:
-            return Local(layout.chunk_of(peer))
-        rank = groups.pipeline_ranks[layout.rank_of(peer)]
+        if layout.places.rank_of(peer) == groups.position:
+            return Local(layout.places.chunk_of(peer))
+        rank = groups.pipeline_ranks[layout.places.rank_of(peer)]
         dtype = probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
         group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
         return Wire(rank, group, where, dtype, settings.device, settings.timeout)

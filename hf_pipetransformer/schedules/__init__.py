@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hf_pipetransformer.schedules.actions import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
@@ -17,7 +19,15 @@ from hf_pipetransformer.schedules.actions import (
     source_of,
 )
 from hf_pipetransformer.schedules.asynchronous import ASYNC_1F1B
-from hf_pipetransformer.schedules.schedule import FORWARD_ONLY, GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, TOKEN, Schedule
+from hf_pipetransformer.schedules.schedule import (
+    FORWARD_ONLY,
+    GPIPE,
+    INTERLEAVED_1F1B,
+    ONE_F_ONE_B,
+    TOKEN,
+    Abilities,
+    Schedule,
+)
 from hf_pipetransformer.schedules.zero_bubble import ZB_H1, ZB_V
 
 
@@ -26,17 +36,20 @@ __all__ = [
     "COMPUTATIONS",
     "FORWARD_ONLY",
     "GIVES",
+    "GPIPE",
     "GRADIENTS_ARE_WHOLE",
     "NEEDS",
     "SCHEDULE_NAMES",
     "SENDS",
+    "Abilities",
     "Action",
-    "Op",
     "ActionList",
+    "Op",
     "Schedule",
     "ScheduleError",
     "Table",
     "find_schedule",
+    "schedules_that",
     "source_of",
 ]
 
@@ -57,3 +70,8 @@ def find_schedule(name: str) -> Schedule:
     if name not in _SCHEDULES:
         raise ValueError(f"Unknown schedule {name!r}: expected one of {sorted(_SCHEDULES)}.")
     return _SCHEDULES[name]
+
+
+def schedules_that(can: Callable[[Abilities], bool]) -> list[str]:
+    """Return the names of the schedules with an ability."""
+    return [schedule.name for schedule in _SCHEDULES.values() if can(schedule.abilities)]

@@ -98,11 +98,8 @@ def add_updates(table: Table, step_sizes: Sequence[int], first_active_stage: int
 
     The transfers up to the next computation come first: the gradient is sent, and receives posted ahead can complete
     while the rank updates its weights. A rank without backwards has its update where a trained rank in that position
-    would have it, or at the end of its list.
-
-    Args:
-        table: one stage per rank, backwards in the order of the micro-batches.
-        step_sizes: micro-batches of each step, 0 or more. The update of an empty step follows the previous step's.
+    would have it, or at the end of its list. The table must have one stage per rank, and backwards in the order of the
+    micro-batches. The update of an empty step follows the previous step's.
     """
     ends = list(accumulate(step_sizes))
     return tuple(

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 from hf_pipetransformer.schedules.actions import ActionList, Op, Table, add_transfers, add_updates
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Schedule, drop_frozen
+from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Abilities, Schedule, drop_frozen
 
 
-ASYNC_1F1B = Schedule("async_1f1b", ONE_F_ONE_B.lay, is_asynchronous=True)
+ASYNC_1F1B = Schedule("async_1f1b", ONE_F_ONE_B.lay, Abilities(overlaps_steps=True))
 """1F1B that continues across optimizer steps: each stage updates its weights once it has the gradients of a step,
 while other stages are at other steps (PipeOptim, Figure 4; PipeDream, Figure 4). Its table covers a window of M steps
 of one micro-batch each; rank `k` holds the activations of `K - k` micro-batches. K=2, M=3, computation only:
@@ -23,9 +23,9 @@ of one micro-batch each; rank `k` holds the activations of `K - k` micro-batches
 def window_table(placement: Placement, first_active_stage: int, step_sizes: tuple[int, ...]) -> Table:
     """Return the action lists from one drain to the next: 1F1B over all micro-batches of the steps, and the updates.
 
-    A micro-batch is a micro-batch of a synchronous table. Micro-batches and steps are numbered from 0 in the window.
-    Stages below `first_active_stage` run forwards only; their updates only count steps. K=2, two micro-batches per
-    step, and K=3 with stage 0 frozen, one micro-batch per step; computation only:
+    Micro-batches and steps are numbered from 0 in the window. Stages below `first_active_stage` run forwards only;
+    their updates only count steps. K=2, two micro-batches per step, and K=3 with stage 0 frozen, one micro-batch per
+    step; computation only:
 
         rank 0   F0 F1 .  B0 F2 B1 U0 F3 B2 .  B3 U1         rank 0   F0 F1 F2 U0 F3 U1 U2 U3
         rank 1   .  F0 B0 F1 B1 U0 F2 B2 F3 B3 U1            rank 1   .  F0 F1 .  B0 U0 F2 B1 U1 F3 B2 U2 .  B3 U3
@@ -36,7 +36,7 @@ def window_table(placement: Placement, first_active_stage: int, step_sizes: tupl
     """
     if placement.num_chunks != 1 or min(step_sizes, default=0) < 0:
         raise ValueError(
-            f"A window has one stage a rank and steps of 0 micro_batches or more, found {placement, step_sizes}."
+            f"A window has one stage a rank and steps of 0 micro-batches or more, found {placement, step_sizes}."
         )
     action_lists = drop_frozen(
         ONE_F_ONE_B.lay(placement, sum(step_sizes), first_active_stage), placement, first_active_stage
@@ -55,13 +55,9 @@ def step_actions(
     """Return one rank's actions for one step of a window: from after the previous update through this one.
 
     Micro-batches are numbered from the first micro-batch of this step, and its update is `U0`. Forwards run ahead: the
-    actions may contain receives and forwards of micro-batches of later steps, and lacks forwards that earlier steps
-    have already run.
-
-    Args:
-        sizes_before: micro-batches of each previous step in the window; the last `enough` micro-batches suffice.
-        sizes_after: micro-batches of each following step; `enough` micro-batches suffice. Fewer mean that the window
-            ends there.
+    actions may contain receives and forwards of micro-batches of later steps, and lack forwards that earlier steps
+    have run. Of the micro-batches of the steps before and after, `enough` suffice; fewer after mean that the window
+    ends there.
     """
     look = enough(placement.pipeline_size)
     # Only the number of surrounding micro-batches matters, not their steps; merging them makes the cache hit more
@@ -85,9 +81,7 @@ def _slice(
 
 
 def enough(pipeline_size: int) -> int:
-    """Return how many micro-batches before and after a step can affect its actions; micro-batches farther away change
-    nothing.
-    """
+    """Return how many micro-batches before and after a step can affect its actions."""
     return pipeline_size
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules import placement as blocks
 from hf_pipetransformer.schedules.json_values import entries, items, number, text, whole_number
 from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement, Plans
@@ -37,9 +37,8 @@ class Layout:
         num_frozen_layers: number of frozen layers F; if F > 0, the embeddings and `layers[0:F]` are frozen.
         num_stages: number of stages of a pipeline, K * V.
         num_replicas: data-parallel width R; `pipeline_size * num_replicas` is the world size.
-        boundaries: `num_stages + 1` increasing block indices; stage `k` owns `range(boundaries[k], boundaries[k +
-            1])`.
-        num_microbatches: micro-batches M per mini-batch of one pipeline.
+        boundaries: increasing block indices; stage `k` owns `range(boundaries[k], boundaries[k + 1])`.
+        num_microbatches: micro-batches M of a batch of one pipeline.
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
         num_chunks: stages per rank V; 1 if the pipeline is one rank.
         token_slices: lengths of token slices, see `placement.Plans`; empty if sequences stay whole.
@@ -81,7 +80,6 @@ class Layout:
             raise ValueError(f"Unknown placement {self.placement!r}: expected one of {PLACEMENTS}.")
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, found {self.num_microbatches}.")
-
         if not 0 <= self.num_frozen_layers <= self.num_layers:
             raise ValueError(
                 f"num_frozen_layers must be from 0 to the number of layers, {self.num_layers}, "
@@ -110,9 +108,9 @@ class Layout:
         return Placement(self.pipeline_size, self.num_chunks, self.placement)
 
     @property
-    def is_asynchronous(self) -> bool:
-        """True if stages update their weights without waiting for each other; False for a pipeline of one rank."""
-        return self.pipeline_size > 1 and find_schedule(self.schedule).is_asynchronous
+    def abilities(self) -> Abilities:
+        """Abilities of the schedule on a pipeline of this size."""
+        return find_schedule(self.schedule).abilities.on(self.pipeline_size)
 
     @property
     def num_blocks(self) -> int:
@@ -138,22 +136,12 @@ class Layout:
     def stage_of(self, block: int) -> int:
         return next(stage for stage in range(self.num_stages) if block in self.blocks_of(stage))
 
-    def rank_of(self, stage: int) -> int:
-        """Return the rank that owns `stage`, as a position in the pipeline, 0 to K - 1."""
-        return self.places.rank_of(stage)
-
-    def chunk_of(self, stage: int) -> int:
-        return self.places.chunk_of(stage)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return self.places.stages_of(rank)
-
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
-        return tuple(self.blocks_of(stage) for stage in self.stages_of(rank))
+        return tuple(self.blocks_of(stage) for stage in self.places.stages_of(rank))
 
     def ranks_of(self, used_by: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks that own any of these blocks, as positions in the pipeline, in the order of the blocks."""
-        return tuple(dict.fromkeys(self.rank_of(self.stage_of(block)) for block in used_by))
+        return tuple(dict.fromkeys(self.places.rank_of(self.stage_of(block)) for block in used_by))
 
     def as_event(self) -> dict[str, Any]:
         """Return the layout as plain JSON values, for the events file and for the agreement check."""
@@ -205,9 +193,14 @@ class Layout:
 
     def __str__(self) -> str:
         cached = f" ({self.cache_level} cached)" if self.cache_level else ""
+        sliced, longest = "", self.token_slices[-1] if self.token_slices else ()
+        if set(longest) == {1}:
+            # Only the number of slices is known, not their lengths.
+            sliced = f" of S={len(longest)} equal token slices"
+        elif longest:
+            sliced = f" of S={len(longest)} token slices ({', '.join(map(str, longest))})"
         return (
-            f"{self.shape_in_words}, {counted(self.num_microbatches, 'micro-batch', 'micro-batches')}"
-            f"{self._sliced()}, "
+            f"{self.shape_in_words}, {counted(self.num_microbatches, 'micro-batch', 'micro-batches')}{sliced}, "
             f"{self.num_frozen_layers} of {self.num_layers} layers frozen{cached}"
         )
 
@@ -217,11 +210,3 @@ class Layout:
         if self.num_chunks > 1:
             stages = f"{counted(self.pipeline_size, 'rank')} of {counted(self.num_chunks, 'stage')}"
         return f"{stages} x {counted(self.num_replicas, 'replica')}"
-
-    def _sliced(self) -> str:
-        if not self.token_slices:
-            return ""
-        longest = self.token_slices[-1]
-        if set(longest) == {1}:
-            return f" of S={len(longest)} equal token slices"  # Only the number of slices is known, not their lengths.
-        return f" of S={len(longest)} token slices ({', '.join(map(str, longest))})"

@@ -17,6 +17,10 @@ def num_blocks(num_layers: int) -> int:
     return 2 * num_layers + 2
 
 
+def num_layers(num_blocks: int) -> int:
+    return num_blocks // 2 - 1
+
+
 def attention_of(layer: int) -> int:
     """Return the block of a layer's attention sublayer, which follows the first `layer` layers."""
     return 2 * layer + 1

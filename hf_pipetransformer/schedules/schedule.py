@@ -29,29 +29,47 @@ def drop_frozen(action_lists: Computations, placement: Placement, first_active_s
 
 
 @dataclass(frozen=True)
+class Abilities:
+    """Abilities of a schedule, which the planner, the checks of options, the memory estimate and the engine ask for.
+
+    Args:
+        default_chunks: default number of stages per rank V, between `min_chunks` and `max_chunks`.
+        splits_backward: True if gradients of inputs and of weights are computed separately.
+        cuts_tokens: True if micro-batches may be cut into token slices.
+        overlaps_steps: True for an asynchronous schedule: optimizer steps follow each other without a flush, so each
+            stage updates its weights by itself, and a pass may see another version of them.
+    """
+
+    default_chunks: int = 1
+    min_chunks: int = 1
+    max_chunks: int = 1
+    splits_backward: bool = False
+    cuts_tokens: bool = False
+    overlaps_steps: bool = False
+
+    @property
+    def runs_steps_whole(self) -> bool:
+        """True if sequences stay whole and no step overlaps another, which the activation cache needs."""
+        return not (self.cuts_tokens or self.overlaps_steps)
+
+    def on(self, pipeline_size: int) -> Abilities:
+        """Return the abilities on this many ranks: one rank has one stage, which waits for no other."""
+        return self if pipeline_size > 1 else Abilities(cuts_tokens=self.cuts_tokens)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Order of the forwards and backwards of micro-batches.
 
-    Args:
-        lay: maps the placement, the number of micro-batches M and the first active stage to each rank's computations.
-        splits_backward: True if gradients of inputs and of weights are computed separately.
-        default_chunks: default number of stages per rank V, between `min_chunks` and `max_chunks`. A pipeline of one
-            rank always has one stage.
-        in_token_slices: maps computations and the number of slices S to those for S token slices per micro-batch; None
-            if the schedule cannot slice tokens.
-        is_asynchronous: True if optimizer steps follow each other without a flush. `table` then covers M optimizer
-            steps of one micro-batch each, including updates; `peaks` and `in_flight` cover any number of steps.
+    `lay` maps the placement, the number of micro-batches M and the first active stage to each rank's computations. If
+    steps overlap, `table` covers M optimizer steps of one micro-batch each, including updates; `peaks` and `in_flight`
+    cover any number of steps.
     """
 
     name: str
     lay: Callable[[Placement, int, int], Computations]
-    splits_backward: bool = False
+    abilities: Abilities = Abilities()
     placement: str = "loop"
-    default_chunks: int = 1
-    min_chunks: int = 1
-    max_chunks: int = 1
-    in_token_slices: Callable[[Computations, int], Computations] | None = None
-    is_asynchronous: bool = False
 
     @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
     def table(
@@ -62,16 +80,10 @@ class Schedule:
         first_active_stage: int = 0,
         num_token_slices: int = 1,
     ) -> Table:
-        """Return the action list of each rank.
+        """Return the action list of each of K ranks, for M micro-batches and V stages (chunks) per rank.
 
-        Stages below `first_active_stage` contain only frozen blocks. They run forwards only and get no gradient.
-
-        Args:
-            pipeline_size: number of ranks K.
-            num_microbatches: number of micro-batches M.
-            num_chunks: stages per rank V.
-            first_active_stage: 0 to K V - 1.
-            num_token_slices: slices S per micro-batch. The table's micro-batches are then these M S slices in order.
+        Stages below `first_active_stage` contain only frozen blocks. They run forwards only and get no gradient. With
+        S token slices per micro-batch, the table's micro-batches are these M S slices in order.
 
         Raises:
             ValueError: unsupported number of ranks, micro-batches, stages or slices, or no such active stage.
@@ -80,7 +92,8 @@ class Schedule:
             raise ValueError(
                 f"A table needs at least one rank and one micro-batch, found {pipeline_size} and {num_microbatches}."
             )
-        fewest, most = (self.min_chunks, self.max_chunks) if pipeline_size > 1 else (1, 1)
+        able = self.abilities.on(pipeline_size)
+        fewest, most = able.min_chunks, able.max_chunks
         if not fewest <= num_chunks <= most:
             expected = (
                 f"{fewest} to {most} stages" if fewest < most else "one stage" if most == 1 else f"{most} stages"
@@ -95,11 +108,13 @@ class Schedule:
             )
         action_lists = self.lay(placement, num_microbatches, first_active_stage)
         if num_token_slices != 1:
-            if self.in_token_slices is None or num_token_slices < 1:
+            if not able.cuts_tokens or num_token_slices < 1:
                 raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
-            action_lists = self.in_token_slices(action_lists, num_token_slices)
+            action_lists = in_token_slices(action_lists, num_token_slices)
         table = add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
-        return add_updates(table, (1,) * num_microbatches, first_active_stage) if self.is_asynchronous else table
+        if self.abilities.overlaps_steps:
+            return add_updates(table, (1,) * num_microbatches, first_active_stage)
+        return table
 
     def peaks(
         self,
@@ -114,7 +129,7 @@ class Schedule:
         `sizes` gives the activation size of one micro-batch for each stage; frozen stages count as 0.
         """
         placement, found = Placement(pipeline_size, num_chunks, self.placement), []
-        if self.is_asynchronous:
+        if self.abilities.overlaps_steps:
             # Without a flush, forwards of later steps start before the backwards of these have ended.
             num_microbatches = max(num_microbatches, pipeline_size)
         for rank, actions in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
@@ -220,7 +235,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
 
 
 INTERLEAVED_1F1B = Schedule(
-    "interleaved_1f1b", _lay_interleaved, default_chunks=2, min_chunks=2, max_chunks=MAX_CHUNKS
+    "interleaved_1f1b", _lay_interleaved, Abilities(default_chunks=2, min_chunks=2, max_chunks=MAX_CHUNKS)
 )
 
 
@@ -240,7 +255,7 @@ def in_token_slices(action_lists: Computations, num_token_slices: int) -> Comput
     ]
 
 
-TOKEN = Schedule("token", ONE_F_ONE_B.lay, in_token_slices=in_token_slices)
+TOKEN = Schedule("token", ONE_F_ONE_B.lay, Abilities(cuts_tokens=True))
 """1F1B over the batch's micro-batches, each cut into token slices (Li et al., ICML 2021; the paper does not cut the
 batch). K=2, one micro-batch, S=3, computation only; and two micro-batches, S=2:
 
@@ -268,6 +283,6 @@ def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active
 
 
 FORWARD_ONLY = {
-    kind: Schedule("forward_only", _lay_forward_only, placement=kind, max_chunks=MAX_CHUNKS) for kind in ("loop", "v")
+    kind: Schedule("forward_only", _lay_forward_only, Abilities(max_chunks=MAX_CHUNKS), kind) for kind in ("loop", "v")
 }
 """Evaluation schedule for each kind of placement."""

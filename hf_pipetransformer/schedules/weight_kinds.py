@@ -16,9 +16,10 @@ PipeOptim, sections II and III, Tables I and II.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 
 DirectionName = Literal["optimizer", "adam"]
@@ -26,7 +27,7 @@ DirectionName = Literal["optimizer", "adam"]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """State of a stage when the forward of a micro-batch (one micro-batch) starts.
+    """State of a stage when the forward of a micro-batch starts.
 
     Versions count the stage's updates since the window began. `step` is the optimizer step of the micro-batch's
     gradient, counted in the window; that many updates are done when its backward runs. `position` is the micro-batch's
@@ -39,52 +40,6 @@ class ForwardPass:
     step: int
     position: int
     num_updates: int
-
-
-class WeightKind(Protocol):
-    """Rule for the weight version of each pass: those above the current one are predicted, lower ones kept.
-
-    Attributes:
-        name: value of the option `pipeline_weights`.
-        direction: direction of predicted updates, that of the run's `optimizer` or always that of `adam`.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def direction(self) -> DirectionName: ...
-
-    def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
-        """Return the peak number of versions of the stage's weights, the current one included (PipeOptim, Table II).
-
-        Counts backups made while a pass runs with other values, but not the inputs of a prediction (the weights before
-        the last update, if nothing else gives the direction; separate moments for `xpipe` with another optimizer).
-        """
-        ...
-
-    def check(self, num_stages: int, micro_batches_per_step: int) -> None:
-        """Check that the kind supports this pipeline.
-
-        Raises:
-            ValueError: it does not.
-        """
-        ...
-
-    def predicts(self, stage: int, num_stages: int) -> bool: ...
-
-    def forward_version(self, forward: ForwardPass) -> int: ...
-
-    def backward_version(self, forward_version: int, num_updates: int) -> int:
-        """Return the version that a backward uses once `num_updates` updates are done."""
-        ...
-
-    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
-        """Return the versions below the current one that are still needed once `num_updates` updates are done.
-
-        `in_flight` has the versions used by the forwards of micro-batches whose backward has not ended.
-        """
-        ...
 
 
 _WITH_ADAMS_MOMENTS = ("adamw_torch", "adamw_torch_fused")
@@ -103,30 +58,45 @@ def copies_beside(direction: DirectionName, optim: str) -> int:
 
 
 def steady_lag(stage: int, num_stages: int) -> int:
-    """Return how many other micro-batches run their forward between a micro-batch's forward and backward in
-    steady-state 1F1B.
-    """
+    """Return how many other forwards steady-state 1F1B runs between a micro-batch's forward and backward."""
     return num_stages - 1 - stage
 
 
 def micro_batches_until_first_stage(stage: int) -> int:
-    """Return how many more backwards a stage starts before stage 0 runs the same micro-batch's backward (SpecTrain,
-    Eq. 6).
+    """Return how many backwards a stage starts before stage 0 runs the same micro-batch's (SpecTrain, Eq. 6).
 
     A backward reaches stage 0 after `stage` more passes, and half of the passes in between are backwards.
     """
     return stage // 2
 
 
-class Plain:
-    """Defaults for weight kinds: nothing is predicted or kept, and forwards use the current weights."""
+class WeightKind(ABC):
+    """Rule for the weight version of each pass: those above the current one are predicted, lower ones kept.
 
+    By default nothing is predicted or kept, and forwards use the current weights.
+
+    Attributes:
+        name: value of the option `pipeline_weights`.
+        direction: direction of predicted updates, that of the run's `optimizer` or always that of `adam`.
+    """
+
+    name: str
     direction: DirectionName = "optimizer"
 
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
+        """Return the peak number of versions of the stage's weights, the current one included (PipeOptim, Table II).
+
+        Counts backups made while a pass runs with other values, but not the inputs of a prediction (the weights before
+        the last update, if nothing else gives the direction; separate moments for `xpipe` with another optimizer).
+        """
         return 2 if self.predicts(stage, num_stages) else 1
 
     def check(self, num_stages: int, micro_batches_per_step: int) -> None:
+        """Check that the kind supports this pipeline.
+
+        Raises:
+            ValueError: it does not.
+        """
         return None
 
     def predicts(self, stage: int, num_stages: int) -> bool:
@@ -135,11 +105,19 @@ class Plain:
     def forward_version(self, forward: ForwardPass) -> int:
         return forward.num_updates
 
+    @abstractmethod
+    def backward_version(self, forward_version: int, num_updates: int) -> int:
+        """Return the version that a backward uses once `num_updates` updates are done."""
+
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        """Return the versions below the current one that are still needed once `num_updates` updates are done.
+
+        `in_flight` has the versions used by the forwards of micro-batches whose backward has not ended.
+        """
         return set()
 
 
-class Predictor(Plain):
+class Predictor(WeightKind):
     """Shared by `spectrain` and `xpipe`: both passes use the stage's version at the time of stage 0's backward."""
 
     def predicts(self, stage: int, num_stages: int) -> bool:
@@ -153,7 +131,7 @@ class Predictor(Plain):
         return forward_version
 
 
-class Vanilla(Plain):
+class Vanilla(WeightKind):
     """Current weights in both passes, so the backward of a micro-batch uses other weights than its forward."""
 
     name = "vanilla"
@@ -162,7 +140,7 @@ class Vanilla(Plain):
         return num_updates
 
 
-class PipeOptim(Plain):
+class PipeOptim(WeightKind):
     """Forward with the weights predicted for its backward, backward with the current weights (Algorithm 1)."""
 
     name = "pipeoptim"
@@ -177,7 +155,7 @@ class PipeOptim(Plain):
         return num_updates
 
 
-class Stashing(Plain):
+class Stashing(WeightKind):
     """Current weights in the forward, the same version again in the backward; every version in flight is kept."""
 
     name = "stashing"
@@ -193,7 +171,7 @@ class Stashing(Plain):
         return {version for version in in_flight if version < num_updates}
 
 
-class DoubleBuffer(Plain):
+class DoubleBuffer(WeightKind):
     """Version t - 1 in both passes of all micro-batches of step t, on every stage: a uniform delay of one update.
 
     If a short step (the last of an epoch) brings a forward before that version exists, both passes of the micro-batch

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 from hf_pipetransformer.schedules.actions import Action, Op, source_of
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Computations, Schedule, drop_frozen, in_phases
+from hf_pipetransformer.schedules.schedule import (
+    ONE_F_ONE_B,
+    Abilities,
+    Computations,
+    Schedule,
+    drop_frozen,
+    in_phases,
+)
 
 
 def lay_greedily(placement: Placement, num_microbatches: int, first_active_stage: int, limit: int) -> Computations:
@@ -143,7 +150,7 @@ def _lay_zb_h1(placement: Placement, num_microbatches: int, first_active_stage: 
     return action_lists
 
 
-ZB_H1 = Schedule("zb_h1", _lay_zb_h1, splits_backward=True)
+ZB_H1 = Schedule("zb_h1", _lay_zb_h1, Abilities(splits_backward=True))
 
 
 def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
@@ -175,4 +182,6 @@ def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: i
     return shortest(placement, first_active_stage, [drop_frozen(pattern, placement, first_active_stage), greedy])
 
 
-ZB_V = Schedule("zb_v", _lay_zb_v, splits_backward=True, placement="v", default_chunks=2, min_chunks=2, max_chunks=2)
+ZB_V = Schedule(
+    "zb_v", _lay_zb_v, Abilities(default_chunks=2, min_chunks=2, max_chunks=2, splits_backward=True), placement="v"
+)

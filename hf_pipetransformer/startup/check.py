@@ -22,7 +22,7 @@ from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_lo
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
 from hf_pipetransformer.startup.first_samples import with_two_labels
@@ -386,7 +386,7 @@ def run_slices(
         note: called with a slice's number after its forward and after its backward.
     """
     total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
-    (actions,) = find_schedule("token").table(1, 1, num_token_slices=len(slices))
+    (actions,) = GPIPE.table(1, len(slices))
     whole = ModelProgram(target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False)
     program = TokenSliceProgram(whole, structure.num_layers)
 

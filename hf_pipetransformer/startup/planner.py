@@ -24,6 +24,7 @@ from hf_pipetransformer.planning.costs import (
     rank_bytes,
 )
 from hf_pipetransformer.planning.planner import (
+    PipelineShape,
     PlanInputs,
     PlanRules,
     choose_num_chunks,
@@ -33,7 +34,7 @@ from hf_pipetransformer.planning.planner import (
     plan_layout,
 )
 from hf_pipetransformer.planning.simulator import simulate_equal
-from hf_pipetransformer.planning.token_plans import WORTH, best_whole_and_cut, cut_layout
+from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner, cut_layout
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
@@ -66,7 +67,7 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         "num_microbatches": args.num_microbatches,
         "schedule": args.pipeline_schedule,
         "num_chunks": args.num_chunks,
-        **({"weights": args.pipeline_weights} if args.is_asynchronous else {}),
+        **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,
     }
@@ -81,7 +82,7 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
 
 def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
     """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
-    rule = (args.pipeline_schedule, args.gradient_accumulation_steps, args.pipeline_weights)
+    rule = (args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights)
     return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
 
 
@@ -124,7 +125,7 @@ class RunPlanner:
     def measures_microbatches(self) -> bool:
         """True if the number of micro-batches M is tuned on training steps; "auto" needs M to change rounding only."""
         asked = self.args.pipeline_parallel_num_microbatches
-        if self.args.cuts_tokens or self.args.is_asynchronous:
+        if not self.args.schedule.abilities.runs_steps_whole:
             return False  # M is planned together with the slices, or there is no bubble to shrink.
         return asked == "measured" or (asked == "auto" and self._is_free)
 
@@ -140,7 +141,7 @@ class RunPlanner:
         Cuts determine dropout masks and, in an asynchronous schedule, weight staleness: cuts chosen by measured times
         would make results irreproducible.
         """
-        if self._is_free and not self.args.is_asynchronous:
+        if self._is_free and not self.args.schedule.abilities.overlaps_steps:
             return ()
         counted = self.probe.block_flops
         if not any(counted):
@@ -168,9 +169,10 @@ class RunPlanner:
             weights=args.pipeline_weights,
             optim=OptimizerNames(args.optim).value,
             work=self._work,
-            is_timeless=args.is_asynchronous or args.full_determinism,
+            is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
         )
-        return PlanInputs(blocks, self.costs.overheads, rules, samples_per_device, self.measures_microbatches)
+        how = self.measures_microbatches, args.gradient_accumulation_steps
+        return PlanInputs(blocks, self.costs.overheads, rules, samples_per_device, *how)
 
     def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
         """Return the first layout, chosen by rank 0. Collective: call on every rank.
@@ -208,20 +210,18 @@ class RunPlanner:
 
     def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
         structure, costs, work, update = self.probe.structure, self.costs.blocks, self._work, 0.0
-        if self.args.is_asynchronous:
+        if self.args.schedule.abilities.overlaps_steps:
             update = UPDATE_WORK / (samples_per_device * size * self.args.gradient_accumulation_steps)
         cut_by = costs_by_work(costs, work) if work else costs
-        layout = plan_layout(
-            block_costs=block_loads(cut_by, num_frozen, update_per_parameter=update),
-            cut_positions=structure.cut_positions(),
-            num_layers=structure.num_layers,
+        shape = PipelineShape(
             pipeline_size=size,
             num_replicas=self.topology.world_size // size,
             num_microbatches=num_microbatches_at_start(self.args, size, samples_per_device * size),
             schedule=self.args.pipeline_schedule,
-            num_frozen_layers=num_frozen,
             num_chunks=self._num_chunks(size),
         )
+        loads = block_loads(cut_by, num_frozen, update_per_parameter=update)
+        layout = plan_layout(loads, structure.cut_positions(), shape, num_frozen)
         return cut_layout(
             layout,
             self.args.token_slices,
@@ -237,17 +237,21 @@ class RunPlanner:
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.blocks, costs.overheads, samples, accumulation)
         # Only outputs of frozen layers are cached.
-        may_cache = (freezes or layout.num_frozen_layers) and not layout.is_asynchronous
+        may_cache = (freezes or layout.num_frozen_layers) and not layout.abilities.overlaps_steps
         cache = self.args.activation_cache if may_cache else "off"
         freezing = f"Freezing: {policy}."
         if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
         elif policy == "none":
-            freezing = "Nothing freezes." if layout.is_asynchronous else "Nothing freezes: same results as Trainer."
-        pace = self._asynchrony(layout) if layout.is_asynchronous else self._bubble(layout) + self._rule(layout)
+            freezing = (
+                "Nothing freezes." if layout.abilities.overlaps_steps else "Nothing freezes: same results as Trainer."
+            )
+        pace = (
+            self._asynchrony(layout) if layout.abilities.overlaps_steps else self._bubble(layout) + self._rule(layout)
+        )
         pace += self._slices(layout, samples)
-        if self.args.is_asynchronous and not layout.is_asynchronous:
-            pace += " One stage waits for nobody: async_1f1b and its options change nothing."
+        if self.args.schedule.abilities.overlaps_steps and not layout.abilities.overlaps_steps:
+            pace += f" One stage waits for nobody: {layout.schedule} and its options change nothing."
         return {
             "expectation": f"{freezing} Activation cache: {cache}. A step is expected "
             f"to take {prediction.seconds * 1e3:.0f} ms.{pace}",
@@ -270,7 +274,7 @@ class RunPlanner:
 
     def _slices(self, layout: Layout, samples: int) -> str:
         costs, is_free = self.costs.blocks.slices, self.args.num_microbatches is None
-        if costs is None or not self.args.cuts_tokens:
+        if costs is None or not self.args.schedule.abilities.cuts_tokens:
             return ""
         length, size = costs.length, layout.pipeline_size
         cut_in = [stop - start for start, stop in pairwise(slice_bounds(layout.token_slices, length))]
@@ -282,7 +286,8 @@ class RunPlanner:
         if size == 1:
             return said + "one stage waits for no other."
         count = None if is_free else layout.num_microbatches
-        whole, cut = best_whole_and_cut(costs, samples, size, count, self.costs.overheads.hop)
+        planner = SlicePlanner(self.args.schedule, costs, samples, size, self.costs.overheads.hop)
+        whole, cut = planner.best_whole_and_cut(count)
         if cut is None:
             return said + "they are too short for slices, or any slice takes longer than the bubble that it fills."
         share = 100 * (cut.seconds / whole.seconds - 1)
@@ -295,7 +300,7 @@ class RunPlanner:
 
     def _rule(self, layout: Layout) -> str:
         """Return a sentence on why M is not tuned; empty if it is tuned or could not be."""
-        is_free = self.args.num_microbatches is None and not self.args.cuts_tokens
+        is_free = self.args.num_microbatches is None and not self.args.schedule.abilities.cuts_tokens
         if layout.pipeline_size == 1 or not is_free or self.measures_microbatches:
             return ""
         cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"

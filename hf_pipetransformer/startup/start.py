@@ -102,7 +102,7 @@ def inspect_model(
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
                 ]
             )
-            if args.cuts_tokens:
+            if args.schedule.abilities.cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
@@ -253,7 +253,7 @@ def _measure_costs(
     profile = BlockProfile(**inspection.on_first_rank(measure))
     hop, reduction = topology.measure(int(profile.boundary_bytes * profile.num_samples))
     blocks = block_costs(target.model, structure, profile)
-    if args.cuts_tokens:
+    if args.schedule.abilities.cuts_tokens:
 
         def measure_token_slices() -> dict[str, Any]:
             affordable = affordable_sequences(blocks, args.device, topology.num_ranks_here)

@@ -139,13 +139,12 @@ def make_forecast(
 ) -> Forecast:
     """Build a forecast for runs that start on the pipeline's current layout."""
     layout, plans = pipeline.layout, pipeline.start_up.plans
-    rules = plans.inputs(layout, args.train_samples_per_device, {}).rules
     samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
+    inputs = replace(plans.inputs(layout, samples, {}), blocks=measured.blocks, overheads=measured.overheads)
 
     @remembered
     def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        costs = (measured.blocks, measured.overheads, rules, plans.topology.world_size, samples, accumulation)
-        return plan_transition(current, num_frozen, *costs, cache_level).layout
+        return plan_transition(current, num_frozen, inputs, cache_level).layout
 
     storing = None
     if measured.storing is not None and cache is not None:

@@ -140,15 +140,15 @@ def check_stages(
     Raises:
         ValueError: a trained parameter is used on several stages, or the weight kind needs more micro-batches.
     """
-    if not layout.is_asynchronous:
+    if not layout.abilities.overlaps_steps:
         return
     for name, users in micro_batches_of_parameter.items():
         stages = sorted({layout.stage_of(micro_batch) for micro_batch in users})
         if len(stages) > 1:
             raise ValueError(
-                f"pipeline_schedule='async_1f1b': {name} is used on stages {', '.join(map(str, stages))}, which "
-                "update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, or use "
-                "pipeline_schedule='1f1b'."
+                f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
+                "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, "
+                "or use pipeline_schedule='1f1b'."
             )
     find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
 
@@ -187,7 +187,7 @@ class Windows:
     @property
     def is_on(self) -> bool:
         """True if the stages update themselves independently."""
-        return self.pipeline.layout.is_asynchronous
+        return self.pipeline.layout.abilities.overlaps_steps
 
     @property
     def norms(self) -> StageNorms:

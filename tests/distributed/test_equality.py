@@ -214,7 +214,7 @@ def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: 
         *("pipeline_stages", "pipeline_replicas", "pipeline_microbatches"),
         *("frozen_layers", "cached_layers"),
     }
-    if layout[0] > 1 and find_schedule(case.schedule).default_chunks > 1:
+    if layout[0] > 1 and find_schedule(case.schedule).abilities.default_chunks > 1:
         layout_scalars.add("pipeline_chunks")
     if layout[0] == 1 and not case.num_frozen_layers:
         layout_scalars = set()  # It is one that Trainer has too.

@@ -11,9 +11,11 @@ The direction dW depends on the optimizer (PipeOptim, Table I, plus the weight d
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -95,31 +97,42 @@ class Part:
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
 
-class Direction(Protocol):
-    """Source of dW for each parameter."""
+class Direction(ABC):
+    """Source of dW for each parameter, made anew for each window."""
 
-    def begin(self) -> None:
-        """Start a window: forget earlier updates."""
-        ...
-
-    def before_update(self) -> None:
-        """Observe the gradients that the optimizer is about to use."""
-        ...
-
-    def after_update(self) -> None: ...
-
-    def is_known(self) -> bool:
-        """Return True if any parameter has a dW yet."""
-        ...
-
-    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
-        """Move weights by the sum of the coming learning rates of each parameter group."""
-        ...
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
 
     @property
     def bytes_held(self) -> int:
         """Bytes of state of this object, excluding the optimizer's state and copies from `Buffers`."""
-        ...
+        return 0
+
+    def before_update(self) -> None:
+        """Observe the gradients that the optimizer is about to use."""
+        return None
+
+    @abstractmethod
+    def is_known(self) -> bool:
+        """Return True if any parameter has a dW yet."""
+
+    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
+        """Move weights by the sum of the coming learning rates of each parameter group."""
+        start = 0
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            own, end = group["params"], start + len(group["params"])
+            pairs = [(own[part.index - start], part) for part in parts if start <= part.index < end]
+            if rate and pairs:
+                self._move(group, pairs, rate)
+            start = end
+
+    @abstractmethod
+    def _move(self, group: dict[str, Any], pairs: Sequence[Pair], rate: float) -> None:
+        """Move weights of one parameter group."""
+
+
+Pair = tuple[torch.Tensor, Part]
+"""Parameter and what of it is to be moved."""
 
 
 def make_direction(
@@ -134,50 +147,22 @@ def make_direction(
         return _Adam(optimizer, with_decay=name == "optimizer")
     if name == "adam":
         return _OwnMoments(optimizer)
-    momentum = [group for group in optimizer.param_groups if type(optimizer) is SGD and _goes_by_buffer(group)]
-    if momentum and len(momentum) == len(optimizer.param_groups):
+    groups = optimizer.param_groups if type(optimizer) is SGD else []
+    if groups and all(group["momentum"] != 0 and not group["nesterov"] for group in groups):
         return _Momentum(optimizer)
     return _LastUpdate(optimizer, buffers, rates_now)
 
 
-def _goes_by_buffer(group: dict[str, Any]) -> bool:
-    return group["momentum"] != 0 and not group["nesterov"]
-
-
-def _grouped(
-    optimizer: Optimizer, parts: Sequence[Part], rates: Sequence[float]
-) -> Iterator[tuple[dict[str, Any], list[tuple[torch.Tensor, Part]], float]]:
-    start = 0
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        own, end = group["params"], start + len(group["params"])
-        pairs = [(own[part.index - start], part) for part in parts if start <= part.index < end]
-        if rate and pairs:
-            yield group, pairs, rate
-        start = end
-
-
-class _FromState:
+class _FromState(Direction):
     """Base class of directions that need only the optimizer's state."""
 
-    bytes_held = 0
-
-    def __init__(self, optimizer: Optimizer, key: str) -> None:
-        self.optimizer = optimizer
-        self.key = key
-
-    def begin(self) -> None:
-        pass
-
-    def before_update(self) -> None:
-        pass
-
-    def after_update(self) -> None:
-        pass
+    key: str
+    """Entry that the state of a parameter has after its first update."""
 
     def is_known(self) -> bool:
         return any(state.get(self.key) is not None for state in self.optimizer.state.values())
 
-    def with_state(self, pairs: Sequence[tuple[torch.Tensor, Part]]) -> tuple[list[Part], list[dict[str, Any]]]:
+    def with_state(self, pairs: Sequence[Pair]) -> tuple[list[Part], list[dict[str, Any]]]:
         # Parameters without state have never had a gradient, so they do not move.
         states = [(part, self.optimizer.state.get(parameter, {})) for parameter, part in pairs]
         found = [(part, state) for part, state in states if state.get(self.key) is not None]
@@ -185,61 +170,56 @@ class _FromState:
 
 
 class _Momentum(_FromState):
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer, "momentum_buffer")
+    key = "momentum_buffer"
 
-    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
-        for _, pairs, rate in _grouped(self.optimizer, parts, rates):
-            found, states = self.with_state(pairs)
-            if found:
-                buffers = _of(found, [state["momentum_buffer"] for state in states])
-                torch._foreach_add_([part.values for part in found], buffers, alpha=-rate)
+    def _move(self, group: dict[str, Any], pairs: Sequence[Pair], rate: float) -> None:
+        found, states = self.with_state(pairs)
+        if found:
+            buffers = _of(found, [state[self.key] for state in states])
+            torch._foreach_add_([part.values for part in found], buffers, alpha=-rate)
 
 
 class _Adam(_FromState):
+    key = "exp_avg"
+
     def __init__(self, optimizer: Optimizer, with_decay: bool) -> None:
-        super().__init__(optimizer, "exp_avg")
+        super().__init__(optimizer)
         self.with_decay = with_decay
 
-    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
-        for group, pairs, rate in _grouped(self.optimizer, parts, rates):
-            found, states = self.with_state(pairs)
-            if not found:
-                continue
-            values = [part.values for part in found]
-            decay = float(group["weight_decay"]) if self.with_decay and group["decoupled_weight_decay"] else 0.0
-            if decay:
-                torch._foreach_mul_(values, 1 - rate * decay)
-            first = _of(found, [state["exp_avg"] for state in states])
-            second = _of(found, [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states])
-            steps = [state["step"] for state in states]
-            betas = tuple(float(beta) for beta in group["betas"])
-            on_host = not isinstance(steps[0], torch.Tensor) or not is_apart(steps[0].device)
-            counts = [float(step) for step in steps] if on_host else steps
-            adam_move(values, first, second, counts, betas, group["eps"], rate)
+    def _move(self, group: dict[str, Any], pairs: Sequence[Pair], rate: float) -> None:
+        found, states = self.with_state(pairs)
+        if not found:
+            return
+        values = [part.values for part in found]
+        decay = float(group["weight_decay"]) if self.with_decay and group["decoupled_weight_decay"] else 0.0
+        if decay:
+            torch._foreach_mul_(values, 1 - rate * decay)
+        first = _of(found, [state["exp_avg"] for state in states])
+        second = _of(found, [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states])
+        steps = [state["step"] for state in states]
+        betas = tuple(float(beta) for beta in group["betas"])
+        on_host = not isinstance(steps[0], torch.Tensor) or not is_apart(steps[0].device)
+        moments = Moments(first, second, [float(step) for step in steps] if on_host else steps)
+        adam_move(values, moments, betas, group["eps"], rate)
 
 
 def _of(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Tensors:
     return [part.of(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-class _OwnMoments:
+class _OwnMoments(Direction):
     """Adam direction for other optimizers: keeps its own moments, from this window, with Adam's default betas."""
 
     betas, eps = (0.9, 0.999), 1e-8
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._num_gradients: dict[int, int] = {}
+        self._num_gradients = Counter[int]()
 
     @property
     def bytes_held(self) -> int:
         return sum(m.numel() * m.element_size() for moments in self._moments.values() for m in moments)
-
-    def begin(self) -> None:
-        self._moments.clear()
-        self._num_gradients.clear()
 
     def before_update(self) -> None:
         for index, (parameter, group) in enumerate((p, g) for g in self.optimizer.param_groups for p in g["params"]):
@@ -250,105 +230,82 @@ class _OwnMoments:
             first, second = self._moments.setdefault(index, (zeros(gradient), zeros(gradient)))
             first.lerp_(gradient, 1 - self.betas[0])
             second.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
-            self._num_gradients[index] = self._num_gradients.get(index, 0) + 1
-
-    def after_update(self) -> None:
-        pass
+            self._num_gradients[index] += 1
 
     def is_known(self) -> bool:
         return bool(self._moments)
 
-    def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
-        for _, pairs, rate in _grouped(self.optimizer, parts, rates):
-            known = [part for _, part in pairs if part.index in self._moments]
-            if known:
-                first, second = (_of(known, [self._moments[part.index][which] for part in known]) for which in (0, 1))
-                counts = [float(self._num_gradients[part.index]) for part in known]
-                adam_move([part.values for part in known], first, second, counts, self.betas, self.eps, rate)
+    def _move(self, group: dict[str, Any], pairs: Sequence[Pair], rate: float) -> None:
+        known = [part for _, part in pairs if part.index in self._moments]
+        if known:
+            first, second = (_of(known, [self._moments[part.index][which] for part in known]) for which in (0, 1))
+            moments = Moments(first, second, [float(self._num_gradients[part.index]) for part in known])
+            adam_move([part.values for part in known], moments, self.betas, self.eps, rate)
 
 
-class _LastUpdate:
+class _LastUpdate(Direction):
     """Direction of the last update in the window: weight difference divided by learning rate."""
 
     def __init__(self, optimizer: Optimizer, buffers: Buffers, rates_now: Callable[[], list[float]]) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.buffers = buffers
         self.rates_now = rates_now
-        self._before: Tensors | None = None
+        self._before: Tensors = []
         self._rates: list[float] = []
 
-    bytes_held = 0  # Its copy is one of the buffers.
-
-    def begin(self) -> None:
-        if self._before is not None:
-            self.buffers.give_back(self._before)
-            self._before = None
-
     def before_update(self) -> None:
-        self.begin()
+        if self._before:
+            self.buffers.give_back(self._before)
         self._before, self._rates = self.buffers.copy(), self.rates_now()
 
-    def after_update(self) -> None:
-        pass
-
     def is_known(self) -> bool:
-        return self._before is not None and any(self._rates)
+        return any(self._rates)
 
     def go(self, rates: Sequence[float], parts: Sequence[Part]) -> None:
-        assert self._before is not None
         # A learning rate of 0, as in the first step of a warm-up, gives no direction.
-        updates = [rate / last if last else 0.0 for rate, last in zip(rates, self._rates, strict=True)]
-        for _, pairs, num_updates in _grouped(self.optimizer, parts, updates):
-            values = [part.values for _, part in pairs]
-            before = [part.of(self._before[part.index]) for _, part in pairs]
-            for some in chunks(values):
-                back = torch._foreach_sub(before[some], values[some])
-                torch._foreach_add_(values[some], back, alpha=-num_updates)
+        super().go([rate / last if last else 0.0 for rate, last in zip(rates, self._rates, strict=True)], parts)
+
+    def _move(self, group: dict[str, Any], pairs: Sequence[Pair], rate: float) -> None:
+        values = [part.values for _, part in pairs]
+        before = [part.of(self._before[part.index]) for _, part in pairs]
+        for some in chunks(values):
+            back = torch._foreach_sub(before[some], values[some])
+            torch._foreach_add_(values[some], back, alpha=-rate)
 
 
-def adam_move(
-    values: Tensors,
-    first: Tensors,
-    second: Tensors,
-    counts: Sequence[float | torch.Tensor],
-    betas: Sequence[float],
-    eps: float,
-    rate: float,
-) -> None:
-    """Apply `values -= rate * m^ / (sqrt(v^) + eps)`, with the bias correction for `counts` updates.
+class Moments(NamedTuple):
+    """Adam's moments m and v of some weights, and their numbers of updates."""
 
-    `first` is m, `second` is v. Counts on a GPU stay there, to avoid a synchronization.
+    first: Tensors
+    second: Tensors
+    counts: Sequence[float | torch.Tensor]
+
+
+def adam_move(values: Tensors, moments: Moments, betas: Sequence[float], eps: float, rate: float) -> None:
+    """Apply `values -= rate * m^ / (sqrt(v^) + eps)`, with the bias correction for the counts of updates.
+
+    Counts on a GPU stay there, to avoid a synchronization.
     """
     for part in chunks(values):
-        steps: list[Any] = list(counts[part])
-        if _is_on_host([*values[part], *first[part], *second[part]]):
-            for each in zip(values[part], first[part], second[part], steps, strict=True):
-                _adam_move_on_host(*each, betas, eps, rate)
+        own, first, second = values[part], moments.first[part], moments.second[part]
+        steps: list[Any] = list(moments.counts[part])
+        if all(not is_apart(tensor.device) and tensor.is_contiguous() for tensor in [*own, *first, *second]):
+            for value, m, v, step in zip(own, first, second, steps, strict=True):
+                # In pieces small enough to stay in the CPU cache between operations.
+                pieces = (tensor.view(-1).split(CACHED_WEIGHTS) for tensor in (value, m, v))
+                correction, scale = (1 - betas[1] ** step) ** 0.5, -rate / (1 - betas[0] ** step)
+                for piece, of_m, of_v in zip(*pieces, strict=True):
+                    piece.addcdiv_(of_m, of_v.sqrt().div_(correction).add_(eps), value=scale)
             continue
-        denominators = list(torch._foreach_sqrt(second[part]))
+        denominators = list(torch._foreach_sqrt(second))
         if isinstance(steps[0], torch.Tensor):
             corrections = [1 - betas[1] ** step for step in steps]
             torch._foreach_div_(denominators, torch._foreach_sqrt(corrections))
             torch._foreach_add_(denominators, eps)
             torch._foreach_mul_(denominators, [(1 - betas[0] ** step) / -rate for step in steps])
-            torch._foreach_addcdiv_(values[part], first[part], denominators)
+            torch._foreach_addcdiv_(own, first, denominators)
         else:
             torch._foreach_div_(denominators, [(1 - betas[1] ** step) ** 0.5 for step in steps])
             torch._foreach_add_(denominators, eps)
             scales = [-rate / (1 - betas[0] ** step) for step in steps]
-            torch._foreach_addcdiv_(values[part], first[part], denominators, scales)
-
-
-def _is_on_host(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(not is_apart(tensor.device) and tensor.is_contiguous() for tensor in tensors)
-
-
-def _adam_move_on_host(
-    value: torch.Tensor, first: torch.Tensor, second: torch.Tensor, count: float, betas: Sequence[float], eps: float,
-    rate: float,
-) -> None:  # fmt: skip
-    # In pieces small enough to stay in the CPU cache between operations.
-    correction, scale = (1 - betas[1] ** count) ** 0.5, -rate / (1 - betas[0] ** count)
-    parts = (each.view(-1).split(CACHED_WEIGHTS) for each in (value, first, second))
-    for own, m, v in zip(*parts, strict=True):
-        own.addcdiv_(m, v.sqrt().div_(correction).add_(eps), value=scale)
+            torch._foreach_addcdiv_(own, first, denominators, scales)

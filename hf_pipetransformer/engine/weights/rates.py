@@ -26,37 +26,23 @@ def coming_rates(
     evaluated in advance, so the current rate is assumed to stay. Rates after the run's last update are 0; `num_left`
     returns the number of updates until then.
     """
-    known: ComingRates = _Current(optimizer)
-    if type(scheduler) is LambdaLR and len(scheduler.base_lrs) == len(optimizer.param_groups):
-        known = _Scheduled(scheduler, optimizer)
-    return known if num_left is None else _UntilEnd(known, num_left)
+    current = _Current(optimizer)
+    is_scheduled = type(scheduler) is LambdaLR and len(scheduler.base_lrs) == len(optimizer.param_groups)
+    base = [float(rate) for rate in scheduler.base_lrs] if is_scheduled else []
 
+    def coming(num_updates: int) -> list[list[float]]:
+        # A user's lambda may fail for steps after the last one, so it is not called for them.
+        count = num_updates if num_left is None else min(num_updates, max(0, num_left()))
+        if is_scheduled:
+            # The next rate is that of the parameter group, later ones follow from the lambdas.
+            done, groups = scheduler.last_epoch, zip(base, scheduler.lr_lambdas, strict=True)
+            later = [[rate * factor(done + ahead) for ahead in range(1, count)] for rate, factor in groups]
+            rates = [one + rest for one, rest in zip(current(min(count, 1)), later, strict=True)]
+        else:
+            rates = current(count)
+        return [each + [0.0] * (num_updates - count) for each in rates]
 
-@dataclass(frozen=True)
-class _UntilEnd:
-    # A user's lambda may fail for steps after the last one, so it is not called for them.
-    known: ComingRates
-    num_left: Callable[[], int]
-
-    def __call__(self, num_updates: int) -> list[list[float]]:
-        count = min(num_updates, max(0, self.num_left()))
-        return [rates + [0.0] * (num_updates - count) for rates in self.known(count)]
-
-
-class _Scheduled:
-    """Rates of a `LambdaLR`: the next one from the parameter group, later ones from the lambdas."""
-
-    def __init__(self, scheduler: LambdaLR, optimizer: torch.optim.Optimizer) -> None:
-        self.scheduler = scheduler
-        self.current = _Current(optimizer)
-        self._base = [float(rate) for rate in scheduler.base_lrs]
-
-    def __call__(self, num_updates: int) -> list[list[float]]:
-        first, done = self.current(min(num_updates, 1)), self.scheduler.last_epoch
-        return [
-            rates + [base * factor(done + ahead) for ahead in range(1, num_updates)]
-            for rates, base, factor in zip(first, self._base, self.scheduler.lr_lambdas, strict=True)
-        ]
+    return coming
 
 
 class _Current:
@@ -88,8 +74,7 @@ SAMPLED_WEIGHTS = 1 << 18
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """Mean prediction errors over `num_micro_batches` micro-batches with on average `s` updates from forward to
-    backward.
+    """Mean prediction errors over some micro-batches, with on average `s` updates from forward to backward.
 
     `error` is `||W^ - W|| / ||W||`, with W^ the weights that the forward used and W those when the backward began;
     `error_unpredicted` is the same with W^ the current weights at the time of the forward.
