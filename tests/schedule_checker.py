@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from hf_pipetransformer.schedules import (
@@ -69,6 +70,7 @@ def check_table(
                 runs_ahead = 0 if stage >= first_active_stage else placement.num_stages - 1 - stage
                 _check_updates(stage, own, step_sizes, runs_ahead)
     check_on_nccl(table, placement=placement)
+    check_on_one_queue(table, placement)
 
 
 def _check_actions(rank: int, actions: ActionList, num_microbatches: int, num_chunks: int, num_steps: int) -> None:
@@ -152,6 +154,20 @@ _TRANSFERS = {
 """Of each transfer: how far below its stage the link's lower end lies, and the direction."""
 
 
+_PASS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward"}
+"""Of each computation whose result another stage can need: which pass it belongs to."""
+
+
+def _link_of(placement: Placement, rank: int, action: Action) -> tuple[LinkKey, int]:
+    """The link of a transfer, and the rank at its other end."""
+    stage, (below, direction) = placement.stages_of(rank)[action.chunk], _TRANSFERS[action.op]
+    lower = stage + below
+    other = 2 * lower + 1 - stage
+    if not placement.is_crossed(lower):
+        raise ScheduleError(f"Rank {rank} has {action}, but there is no stage {other} on another rank.")
+    return (lower, direction), placement.rank_of(other)
+
+
 def _of_its_own(link: LinkKey) -> Hashable:
     return link
 
@@ -181,6 +197,56 @@ def check_on_nccl(
         ScheduleError: who waits for whom, or which messages do not match.
     """
     _OnStreams(table, is_rehearsed, communicator, placement or Placement(len(table))).run()
+
+
+def check_on_one_queue(table: Table, placement: Placement | None = None) -> None:
+    """Prove that `table` ends where all kernels of a rank share one hardware queue, or raise.
+
+    `CUDA_DEVICE_MAX_CONNECTIONS=1` makes a GPU such, and so do more streams than queues: kernels start in the order in
+    which they were launched, whatever their stream. A receive holds all that follows until its data has come, and a
+    send until the matching receive is at the head of the other queue.
+
+    Raises:
+        ScheduleError: with what is at the head of each queue that waits.
+    """
+    placement = placement or Placement(len(table))
+    position, given = [0] * len(table), set[tuple[int, str, int]]()
+    link_of = partial(_link_of, placement)
+
+    def is_done(rank: int, action: Action) -> bool:
+        stage = placement.stages_of(rank)[action.chunk]
+        if action.op in COMPUTATIONS:
+            source = source_of(action.op, stage, placement.num_stages)
+            if source is not None and (source, _PASS[action.op], action.micro_batch) not in given:
+                return False
+            if action.op in _PASS:
+                given.add((stage, _PASS[action.op], action.micro_batch))
+        elif action.op in _TRANSFERS:
+            link, peer = link_of(rank, action)
+            if position[peer] == len(table[peer]):
+                return False
+            other = table[peer][position[peer]]
+            if other.op not in _TRANSFERS or (other.op in SENDS) == (action.op in SENDS):
+                return False
+            if link_of(peer, other) != (link, rank) or other.micro_batch != action.micro_batch:
+                return False
+            position[peer] += 1
+        return True
+
+    while any(position[rank] < len(actions) for rank, actions in enumerate(table)):
+        has_moved = False
+        for rank, actions in enumerate(table):
+            while position[rank] < len(actions) and is_done(rank, actions[position[rank]]):
+                position[rank] += 1
+                has_moved = True
+        if not has_moved:
+            heads = [f"rank {rank} at {actions[at]}" for rank, (actions, at) in _unfinished(table, position)]
+            raise ScheduleError(f"Deadlock with one hardware queue: {', '.join(heads)}.")
+
+
+def _unfinished(table: Table, position: Sequence[int]) -> list[tuple[int, tuple[ActionList, int]]]:
+    pairs = enumerate(zip(table, position, strict=True))
+    return [(rank, (actions, at)) for rank, (actions, at) in pairs if at < len(actions)]
 
 
 def check_first_uses(action_lists: Sequence[Sequence[LinkKey]]) -> None:
@@ -279,13 +345,7 @@ class _OnStreams:
         return is_there
 
     def _link(self, rank: int, action: Action) -> tuple[LinkKey, int]:
-        """The link of a transfer, and the rank at its other end."""
-        stage, (below, direction) = self.stages[rank][action.chunk], _TRANSFERS[action.op]
-        lower = stage + below
-        other = 2 * lower + 1 - stage
-        if not self.placement.is_crossed(lower):
-            raise ScheduleError(f"Rank {rank} has {action}, but there is no stage {other} on another rank.")
-        return (lower, direction), self.placement.rank_of(other)
+        return _link_of(self.placement, rank, action)
 
     def _run_streams(self, name: Hashable, rank: int, peer: int) -> None:
         """Carry out what is at the head of both ends of a communicator, while one sends and the other receives."""

@@ -165,8 +165,8 @@ def test_the_bubble_is_that_of_the_papers(pipeline_size: int, rounds: int) -> No
 
 V = Placement(2, 2, "v")
 GOOD = (
-    "F0 SF0 RF0.1 F0.1 RB0 I0.1 SB0.1 W0.1 I0 W0",
-    "RF0 F0 F0.1 RB0.1 SF0.1 I0.1 I0 SB0 W0 W0.1",
+    "F0 SF0 RF0.1 F0.1 I0.1 SB0.1 RB0 W0.1 I0 W0",
+    "RF0 F0 F0.1 SF0.1 RB0.1 I0.1 I0 SB0 W0 W0.1",
 )
 
 
@@ -181,9 +181,9 @@ def test_the_checker_takes_a_good_v() -> None:
         ("I0 W0", "W0 I0", "Stage 0 runs W0 before I0"),
         ("W0.1 I0 W0", "W0.1 B0 I0 W0", "Stage 0 does not run micro-batch 0"),
         # Where the V turns: in the wrong order, or sent.
-        ("RF0 F0 F0.1 RB0.1", "F0.1 RF0 F0 RB0.1", "Deadlock"),
+        ("RF0 F0 F0.1 SF0.1", "F0.1 RF0 F0 SF0.1", "Deadlock"),
         ("RF0 F0 F0.1", "RF0 F0 SF0 F0.1", "there is no stage 2 on another rank"),
-        ("SB0.1 W0.1 I0 W0", "W0.1 I0 W0", "Deadlock"),
+        ("SB0.1 RB0 W0.1 I0 W0", "RB0 W0.1 I0 W0", "Deadlock"),
         ("I0.1 SB0.1", "SB0.1 I0.1", "SB0 before I0"),
         ("F0 SF0", "F0 F0.2 SF0", "it holds 2 stages"),
     ],

@@ -49,9 +49,16 @@ def test_1f1b_is_the_drawn_table() -> None:
     ]
 
 
-def test_1f1b_posts_each_receive_before_the_send_that_could_wait_for_it() -> None:
+AHEAD_OF_SENDS = (
+    "F0 RB0 SF0 F1 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
+    "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
+)
+"""1F1B with each receive before the send that precedes it, which only streams of their own let pass."""
+
+
+def test_1f1b_posts_receives_a_computation_ahead_and_after_the_sends_before() -> None:
     assert [text(actions) for actions in table_of("1f1b", 2, 3)] == [
-        "F0 RB0 SF0 F1 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
+        "F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 RB2 B1 B2",
         "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
     ]
 
@@ -60,7 +67,7 @@ def test_frozen_stages_run_forwards_only_and_no_gradient_enters_them() -> None:
     table = table_of("1f1b", 3, 3, first_active_stage=1)
     assert [text(actions) for actions in table] == [
         "F0 SF0 F1 SF1 F2 SF2",
-        "RF0 RF1 F0 RB0 SF0 F1 RF2 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
+        "RF0 RF1 F0 SF0 F1 SF1 RB0 RF2 B0 F2 SF2 RB1 RB2 B1 B2",
         "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
     ]
     assert [text(actions) for actions in table_of("gpipe", 3, 2, first_active_stage=2)] == [
@@ -195,20 +202,36 @@ def one_communicator_a_pair(link: LinkKey) -> int:
 @pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
 @pytest.mark.parametrize("num_stages", range(2, 9))
 @some_counts
-def test_without_a_rehearsal_no_training_table_ends_on_nccl(schedule: str, num_stages: int, counts: list[int]) -> None:
+def test_tables_end_without_a_rehearsal_and_with_both_directions_on_one_communicator(
+    schedule: str, num_stages: int, counts: list[int]
+) -> None:
     for num_microbatches in counts:
         table = table_of(schedule, num_stages, num_microbatches)
-        with pytest.raises(ScheduleError, match=r"rank 0 is at RB\d+, the first use of its link, until rank 1"):
-            check_on_nccl(table, is_rehearsed=False)
+        check_on_nccl(table, is_rehearsed=False)
+        check_on_nccl(table, communicator=one_communicator_a_pair)
 
 
 @pytest.mark.parametrize("schedule", ONE_STAGE_A_RANK)
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_both_directions_on_one_communicator_hang_on_nccl(schedule: str, num_stages: int) -> None:
-    for num_microbatches in (1, 2, 3, 8, 17, 48):
-        table = table_of(schedule, num_stages, num_microbatches)
-        with pytest.raises(ScheduleError, match=r"rank \d is at SF\d+ behind RB\d+ and waits for rank"):
-            check_on_nccl(table, communicator=one_communicator_a_pair)
+@pytest.mark.parametrize("first_active_stage", [0, 1, 3])
+def test_receives_are_posted_a_computation_ahead_at_most(schedule: str, first_active_stage: int) -> None:
+    needed_by = {Op.RECEIVE_FORWARD: Op.FORWARD, Op.RECEIVE_BACKWARD: Op.BACKWARD}
+    for actions in table_of(schedule, 4, 12, first_active_stage):
+        computed = [action for action in actions if action.op in COMPUTATIONS]
+        for position, action in enumerate(actions):
+            if action.op in needed_by:
+                done = sum(each.op in COMPUTATIONS for each in actions[:position])
+                assert computed.index(action._replace(op=needed_by[action.op])) - done <= 1
+
+
+def test_receives_ahead_of_sends_need_a_rehearsal_and_streams_and_queues_of_their_own() -> None:
+    table = parse(*AHEAD_OF_SENDS)
+    check_on_nccl(table)
+    with pytest.raises(ScheduleError, match="rank 0 is at RB0, the first use of its link, until rank 1"):
+        check_on_nccl(table, is_rehearsed=False)
+    with pytest.raises(ScheduleError, match="rank 0 is at SF0 behind RB0 and waits for rank"):
+        check_on_nccl(table, communicator=one_communicator_a_pair)
+    with pytest.raises(ScheduleError, match="one hardware queue: rank 0 at RB0, rank 1 at RF0"):
+        check_table(table, 3)
 
 
 def test_evaluation_ends_on_nccl_whatever_was_used_before() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from hf_pipetransformer.schedules.placement import Placement
@@ -132,9 +132,10 @@ def add_transfers(
 ) -> Table:
     """Add sends and receives to the computations of each rank.
 
-    The receive for a computation is posted one computation ahead and before the send that follows the current one, so
-    two neighbors that send to each other have both posted their receives. Where all ranks would otherwise block, a
-    receive is posted as early as necessary: no table deadlocks, even if a send blocks until its receive is posted.
+    A receive is posted one computation ahead, so that the transfer can run while the rank computes, but after the
+    sends of earlier results. No table deadlocks, even if each action of a rank waits for the one before it, as on a
+    GPU with a single hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): there a posted receive delays all that follows
+    until its data has arrived. Where ranks would wait for each other, a receive is posted later, or before a send.
     Messages of two stages have the order of the computations on both sides. Nothing is sent within a rank or into
     frozen stages.
 
@@ -145,92 +146,114 @@ def add_transfers(
 
 
 class _Laying:
-    """Simulation of the computations with blocking sends, which records the transfers that take place.
+    """Execution of the computations and transfers one after another on each rank, which reorders what deadlocks.
 
-    A result is identified by the stage that produces it, the send that would carry it, and the micro-batch.
+    `left` holds the actions of each rank that have not run, in reverse order. A transfer runs when its send is the
+    next action of one rank and its receive that of the other.
     """
 
     def __init__(
         self, action_lists: Sequence[Sequence[Action]], placement: Placement, first_active_stage: int
     ) -> None:
-        self.action_lists = action_lists
         self.placement = placement
         self.first_active_stage = first_active_stage
-        self.stages = [placement.stages_of(rank) for rank in range(len(action_lists))]
+        self.left = [self._with_transfers(rank, actions) for rank, actions in enumerate(action_lists)]
         self.laid: list[list[Action]] = [[] for _ in action_lists]
-        self.position = [0] * len(action_lists)
-        self.num_posted = [0] * len(action_lists)
-        self.leaving: list[Action | None] = [None] * len(action_lists)
-        self.awaited: set[tuple[int, Op, int]] = set()
-        self.given: set[tuple[int, Op, int]] = set()
+        self.computed: set[tuple[int, Op, int]] = set()
+        """Stage, operation and micro-batch of each computation that has run."""
 
     def table(self) -> Table:
-        ranks = range(len(self.action_lists))
-        while any(self.position[rank] < len(self.action_lists[rank]) or self.leaving[rank] for rank in ranks):
+        ranks = range(len(self.left))
+        while any(self.left):
             moved = [self._advance(rank) for rank in ranks]
-            if not any(moved):
-                self._post_for(next((rank for rank in ranks if self.leaving[rank]), None))
+            if any(moved) or any(self._put_off_receives(rank) for rank in ranks) or self._receive_for_send():
+                continue
+            waiting = [str(left[-1]) for left in self.left if left]
+            raise ValueError(f"Computations that wait for each other: {waiting}.")
         return tuple(map(tuple, self.laid))
 
-    def _advance(self, rank: int) -> bool:
-        """Add the pending send, or else the next computation; return False if the rank has to wait."""
-        if leaving := self.leaving[rank]:
-            if self._result(rank, leaving) not in self.awaited:
-                return False
-            self.laid[rank].append(leaving)
-            self.leaving[rank] = None
-            return True
-        position = self.position[rank]
-        if position == len(self.action_lists[rank]):
-            return False
-        action = self.action_lists[rank][position]
-        # Two computations ahead: the one about to run, and the one whose data may arrive while it runs.
-        self._post(rank, position + 2)
-        source = self._source(rank, action)
-        if source is not None and (source, GIVES[action.op], action.micro_batch) not in self.given:
-            return False
-        self.laid[rank].append(action)
-        self.position[rank] += 1
-        # Before the send: two neighbors that send to each other must both have posted their receives.
-        self._post(rank, position + 3)
-        if action.op in GIVES:
-            given = action._replace(op=GIVES[action.op])
-            self.given.add(self._result(rank, given))
-            self.leaving[rank] = given if self._is_sent(rank, given) else None
-        return True
+    def _with_transfers(self, rank: int, actions: Sequence[Action]) -> list[Action]:
+        """Return the actions in reverse order, with each receive one computation ahead."""
+        receives = [self._receive_of(rank, action) for action in actions]
+        found: list[Action] = []
+        for position, action in enumerate(actions):
+            upcoming = receives[position + 1 : position + 2] if position else receives[:2]
+            found += [*filter(None, upcoming), action]
+            if action.op in GIVES and self._is_sent(rank, action):
+                found.append(action._replace(op=GIVES[action.op]))
+        return found[::-1]
 
-    def _result(self, rank: int, send: Action) -> tuple[int, Op, int]:
-        return self.stages[rank][send.chunk], send.op, send.micro_batch
+    def _receive_of(self, rank: int, computation: Action) -> Action | None:
+        """Return the receive of a computation's input, None if the input is on this rank."""
+        source = source_of(computation.op, self._stage(rank, computation), self.placement.num_stages)
+        if source is None or self.placement.rank_of(source) == rank:
+            return None
+        return computation._replace(op=NEEDS[computation.op])
 
-    def _source(self, rank: int, action: Action) -> int | None:
-        return source_of(action.op, self.stages[rank][action.chunk], self.placement.num_stages)
-
-    def _is_sent(self, rank: int, send: Action) -> bool:
-        stage = self.stages[rank][send.chunk]
-        if send.op is Op.SEND_FORWARD:
+    def _is_sent(self, rank: int, computation: Action) -> bool:
+        stage = self._stage(rank, computation)
+        if computation.op is Op.FORWARD:
             return self.placement.is_crossed(stage)
         return stage > self.first_active_stage and self.placement.is_crossed(stage - 1)
 
-    def _post(self, rank: int, until: int) -> None:
-        """Post the receives of this rank's first `until` computations."""
-        for action in self.action_lists[rank][self.num_posted[rank] : until]:
-            source = self._source(rank, action)
-            if source is not None and self.placement.rank_of(source) != rank:
-                self.awaited.add((source, GIVES[action.op], action.micro_batch))
-                self.laid[rank].append(action._replace(op=NEEDS[action.op]))
-        self.num_posted[rank] = max(self.num_posted[rank], until)
+    def _stage(self, rank: int, action: Action) -> int:
+        return self.placement.stages_of(rank)[action.chunk]
 
-    def _post_for(self, rank: int | None) -> None:
-        """Post the receive for the blocked send of `rank`, to resolve a deadlock; fail if `rank` is None."""
-        if rank is None or (leaving := self.leaving[rank]) is None:
-            waiting = [
-                str(actions[at])
-                for actions, at in zip(self.action_lists, self.position, strict=True)
-                if at < len(actions)
-            ]
-            raise ValueError(f"Computations that wait for each other: {waiting}.")
-        stage, send, i = self._result(rank, leaving)
-        target = stage + (1 if send is Op.SEND_FORWARD else -1)
-        receiver, chunk = self.placement.rank_of(target), self.placement.chunk_of(target)
-        taking = [GIVES.get(each.op) is send and each[1:] == (i, chunk) for each in self.action_lists[receiver]]
-        self._post(receiver, taking.index(True) + 1)
+    def _receive_at_peer(self, rank: int, send: Action) -> tuple[int, Action]:
+        """Return the rank that receives a message, and its receive."""
+        is_forward = send.op is Op.SEND_FORWARD
+        target = self._stage(rank, send) + (1 if is_forward else -1)
+        op = Op.RECEIVE_FORWARD if is_forward else Op.RECEIVE_BACKWARD
+        return self.placement.rank_of(target), Action(op, send.micro_batch, self.placement.chunk_of(target))
+
+    def _advance(self, rank: int) -> bool:
+        """Run the rank's next actions until one has to wait; return False if none ran."""
+        count = len(self.laid[rank])
+        while self.left[rank] and self._can_run(rank, self.left[rank][-1]):
+            action = self.left[rank].pop()
+            if action.op in SENDS:
+                peer, receive = self._receive_at_peer(rank, action)
+                self.left[peer].pop()
+                self.laid[peer].append(receive)
+            elif action.op in GIVES:
+                self.computed.add((self._stage(rank, action), GIVES[action.op], action.micro_batch))
+            self.laid[rank].append(action)
+        return len(self.laid[rank]) > count
+
+    def _can_run(self, rank: int, action: Action) -> bool:
+        if action.op in SENDS:
+            peer, receive = self._receive_at_peer(rank, action)
+            return self.left[peer][-1:] == [receive]
+        return action.op in COMPUTATIONS and self._has_local_input(rank, action)
+
+    def _has_local_input(self, rank: int, computation: Action) -> bool:
+        """Return False if another stage of this rank has yet to compute the input."""
+        source = source_of(computation.op, self._stage(rank, computation), self.placement.num_stages)
+        if source is None or self.placement.rank_of(source) != rank:
+            return True
+        return (source, GIVES[computation.op], computation.micro_batch) in self.computed
+
+    def _receive_for_send(self) -> bool:
+        """Move the receive of a waiting send to the front of its rank: the receive that is closest to the front."""
+        held = [(rank, left[-1]) for rank, left in enumerate(self.left) if left and left[-1].op in SENDS]
+        ends = [self._receive_at_peer(rank, send) for rank, send in held]
+        if not ends:
+            return False
+        peer, receive = min(ends, key=lambda end: self.left[end[0]][::-1].index(end[1]))
+        self.left[peer].remove(receive)
+        self.left[peer].append(receive)
+        return True
+
+    def _put_off_receives(self, rank: int) -> bool:
+        """Move the next action that is no receive before the receives it does not need, if nothing else holds it."""
+        left = self.left[rank]
+        receives = list(takewhile(lambda action: action.op in NEEDS.values(), reversed(left)))
+        if not receives:
+            return False
+        action = left[-1 - len(receives)]
+        needs_one = self._receive_of(rank, action) in receives
+        if action.op in COMPUTATIONS and (needs_one or not self._has_local_input(rank, action)):
+            return False
+        left.remove(action)
+        left.append(action)
+        return True
