@@ -264,11 +264,11 @@ def test_an_input_that_needs_no_gradient_leaves_backwards_in_order(mode: str) ->
 
 
 def test_a_thread_that_cannot_begin_ends_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise MemoryError("planted")
 
     pipe = Pipe(on_many_devices(sequential(2)), 2)
-    monkeypatch.setattr("hf_pipetransformer.pipe.workers._ThreadState.entered", fail)
+    monkeypatch.setattr("hf_pipetransformer.pipe.workers._TorchState.enter", fail)
     with pytest.raises(MemoryError, match="planted"):
         pipe(torch.randn(4, 8))
     assert [each.name for each in enumerate_threads() if each.name.startswith("pipe-")] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -59,6 +59,20 @@ def check_values(values: Sequence[Any], where: str, only_tensors: bool = False) 
         raise TypeError(f"{where} must have at least one tensor, found {', '.join(found) or 'nothing'}.")
     if only_tensors and found:
         raise TypeError(f"{where} must be a tensor or a tuple of tensors, found {', '.join(found)} among them.")
+
+
+def replaced(
+    values: Sequence[Any],
+    is_concerned: Callable[[torch.Tensor], bool],
+    step: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> tuple[Any, ...]:
+    """Apply `step` to all concerned tensors of `values` in one call, and put the results in their place."""
+    # By id: a tensor that occurs twice must stay one object, because a module may change it in place.
+    found = {id(each): each for each in values if isinstance(each, torch.Tensor) and is_concerned(each)}
+    if not found:
+        return tuple(values)
+    results = dict(zip(found, step(list(found.values())), strict=True))
+    return tuple(results.get(id(value), value) for value in values)
 
 
 def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
