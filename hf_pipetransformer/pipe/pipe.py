@@ -161,12 +161,7 @@ class Pipelined(nn.Module):
 
 
 def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch_norm: bool) -> nn.Sequential:
-    """Check the arguments of a pipeline before a module is moved, and convert batch norms if requested.
-
-    Raises:
-        TypeError: as in `check_module` and `verify_skippables`.
-        ValueError: as in `check_module`; invalid `chunks` or `checkpoint`; nested pipelines with deferred batch norms.
-    """
+    """Check the arguments of a pipeline before a module is moved, and convert batch norms if requested."""
     check_module(module)
     try:
         is_positive = int(chunks) >= 1
