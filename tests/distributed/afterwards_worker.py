@@ -115,7 +115,7 @@ def told_to_end(folder: Path, schedule: str) -> dict[str, Any]:
 
 @scenario
 def look_afterwards(folder: Path) -> dict[str, Any]:
-    """What this rank found, by name."""
+    """Return what this rank found, by name."""
     args = PipeTransformerArguments(
         output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=2, max_steps=2,
         save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, freeze_policy="none",

@@ -41,7 +41,7 @@ SAVED_AT = 4
 
 @scenario
 def train(folder: Path, names: list[str]) -> dict[str, Any]:
-    """The losses of each case."""
+    """Return the losses of each case."""
     decision.FRESH_BUDGET = 0.0  # It hangs on measured times how many samples are drawn anew.
     found: dict[str, Any] = {}
     for name in names:

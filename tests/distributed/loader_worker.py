@@ -86,7 +86,7 @@ ACTS = (read_alone, refused, train_with_own)
 
 @scenario
 def act_all(folder: Path) -> list[str]:
-    """The names of the acts that ended well."""
+    """Return the names of the acts that ended well."""
     for act in ACTS:
         act(folder / act.__name__ / str(RANK))
     return [act.__name__ for act in ACTS]

@@ -63,7 +63,7 @@ def make_questions(count: int, seed: int) -> Dataset:
 
 @scenario
 def answer(folder: Path, num_stages: int, own_evaluate: bool) -> dict[str, Any]:
-    """The metrics before and after training, and answers; 0 stages: plain Trainer."""
+    """Return the metrics before and after training, and answers; 0 stages: plain Trainer."""
     way = OwnEvaluate if own_evaluate else QuestionAnsweringMixin
     trainer, questions, windows = make_trainer(folder, num_stages, way)
     found: dict[str, Any] = {"before": trainer.evaluate()}

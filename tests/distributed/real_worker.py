@@ -64,7 +64,7 @@ def read(path: Path, num_rows: int) -> Dataset:
 
 @scenario
 def ten_steps(folder: Path, task: str, model: str, data: str, num_stages: int) -> list[dict[str, Any]]:
-    """What is logged; `text`: a BERT on sentences of SST-2, `images`: a ViT on CIFAR-10; 0 stages: plain Trainer."""
+    """Return the log of a BERT on SST-2 (`text`) or a ViT on CIFAR-10 (`images`); 0 stages: plain Trainer."""
     set_seed(42)
     pretrained, dataset, collate = {"text": text, "images": images}[task](Path(model), Path(data))
     options: dict[str, Any] = {

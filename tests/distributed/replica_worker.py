@@ -95,7 +95,7 @@ class Notes(TrainerCallback):
 
 @scenario
 def compare(folder: Path, names: list[str]) -> list[str]:
-    """The names of the usages, once each is the same with both trainers, and what else there is holds."""
+    """Return the names of the usages, each the same with both trainers; check what else there is."""
     for number, name in enumerate(names):
         usage = USAGES[name.removeprefix(DEFAULTS)]
         plain = outcome(usage, Trainer, {}, folder / str(number) / "plain")

@@ -1,11 +1,14 @@
-"""What several processes run in a test: a function that every rank calls, started by one worker with one protocol.
+"""Scenarios: functions that every rank of a launch calls, started by one worker with one protocol.
 
-@scenario
-def answers(folder: Path, num_stages: int) -> dict[str, Any]: ...           # in any module below `tests`
+A scenario stands in any module below `tests`, the worker's command line is `worker.py MODULE:FUNCTION FOLDER OPTIONS`:
 
-records = run(answers, folder, num_processes=2, options={"num_stages": 2})  # what each rank returned
+    @scenario
+    def answers(folder: Path, num_stages: int) -> dict[str, Any]: ...
 
-worker.py MODULE:FUNCTION FOLDER OPTIONS                                    # what `run` starts on each rank
+In a test `run` starts it, with a time limit and every rank's output, and returns what each rank returned. `start` is
+for launches that fail, `run_each` for many cases in as few launches as they allow:
+
+    records = run(answers, folder, num_processes=2, options={"num_stages": 2}, timeout=60)
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def make_trainer(name: str, folder: Path) -> Any:
 
 @scenario
 def train(folder: Path, names: list[str]) -> dict[str, Any]:
-    """What was logged, and the last layout, of each case."""
+    """Return the log and the last layout of each case."""
     found: dict[str, Any] = {}
     for name in names:
         trainer = make_trainer(name, folder / f"{name}-{WORLD_SIZE}")

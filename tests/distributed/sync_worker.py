@@ -38,7 +38,7 @@ class NoteSteps(TrainerCallback):
 def waits(
     folder: Path, num_stages: int, model: str, batches: int = 1, schedule: str = "1f1b", cuda: bool = False
 ) -> dict[str, Any]:
-    """The calls of each optimizer step, and what happened."""
+    """Return the calls of each optimizer step, and what happened."""
     set_seed(0)
     watched = RealDevice() if cuda else DeviceStandIn()
     noted = NoteSteps(watched)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """The losses of each case on two processes."""
+    """Losses of each case on two processes."""
     records = run(train, tmp_path_factory.mktemp("draws"), 2, {"names": list(CASES)}, timeout=200)
     losses_of: dict[str, list[Any]] = records[0]
     return losses_of
