@@ -191,7 +191,18 @@ class Flow:
         received = dict(zip(keys, tied[len(values) :], strict=True))
         with refusing_changes(tied, i < self.num_checkpointed, self._shared.pop(i, set())):
             called = self._called(i, k, batch, received)
-        self._send(i, k, *self._held(i, k, called, waiting))
+
+        output = MicroBatch.of(called.result)
+        check_values(output.values, f"What stage {k} returns", not self.expands)
+        # Inputs without gradients cannot release tokens: the outputs do it instead, before the stage's own backward.
+        values, _ = release((*output.values, *called.left.values()), waiting)
+        if i + 1 < len(self._batches):
+            values, tokens = hold(values)
+            self._tokens[i, k] = (*tokens, *called.tokens)
+        num_values = len(output.values)
+        self._batches[i] = MicroBatch(values[:num_values], output.is_single)
+        if k + 1 < len(self.stages):
+            self._send(i, k, dict(zip(called.left, values[num_values:], strict=True)))
 
     def _called(self, i: int, k: int, batch: MicroBatch, popped: Mapping[Key, Any]) -> Called:
         stage, is_checkpointed = self.stages[k], i < self.num_checkpointed
@@ -204,33 +215,16 @@ class Flow:
         with stage.drawing.noted():
             return call(*batch.values)
 
-    def _held(self, i: int, k: int, called: Called, waiting: Tokens) -> tuple[MicroBatch, dict[Key, Any]]:
-        batch = MicroBatch.of(called.result)
-        check_values(batch.values, f"What stage {k} returns", not self.expands)
-        values = (*batch.values, *called.left.values())
-        # Inputs without gradients cannot release tokens: the outputs do it instead, before the stage's own backward.
-        values, _ = release(values, waiting)
-        if i + 1 < len(self._batches):
-            values, tokens = hold(values)
-            self._tokens[i, k] = (*tokens, *called.tokens)
-        num_values = len(batch.values)
-        return MicroBatch(values[:num_values], batch.is_single), dict(
-            zip(called.left, values[num_values:], strict=True)
-        )
-
-    def _send(self, i: int, k: int, batch: MicroBatch, left: Mapping[Key, Any]) -> None:
-        device = self.stages[k].device
-        self._batches[i] = batch
-        if k + 1 == len(self.stages):
-            return
+    def _send(self, i: int, k: int, left: Mapping[Key, Any]) -> None:
+        device, values = self.stages[k].device, self._batches[i].values
         for key, value in left.items():
             if key not in self.routes:
                 raise RuntimeError(f"Stage {k} stashed {key[1]!r}, which no later stage pops.")
             self._skips[i, key] = depart((value,), device)
         if len(self._batches) > 1 or len({stage.device for stage in self.stages}) > 1:
             pending = [skip.values[0] for (other, _), skip in self._skips.items() if other == i]
-            self._shared[i] = may_be_separated(batch.values, pending)
-        self._sent[i] = depart(batch.values, device)
+            self._shared[i] = may_be_separated(values, pending)
+        self._sent[i] = depart(values, device)
 
 
 def run_undivided(stages: Sequence[Stage], batch: MicroBatch, expands: bool) -> MicroBatch:

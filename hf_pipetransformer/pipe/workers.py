@@ -25,16 +25,16 @@ Task = Callable[[], None]
 @contextmanager
 def workers(devices: Iterable[torch.device], own: torch.device) -> Iterator[Workers]:
     """Start a thread for each device but `own`, which the calling thread serves, and end them on exit."""
-    state = _TorchState(devices)
+    devices = set(devices)
+    submit: dict[torch.device, Callable[..., Future[None]]] = {}
     with ExitStack() as stack:
-        submit: dict[torch.device, Callable[..., Future[None]]] = {}
-        for device in state.devices - {own}:
+        for device in devices - {own}:
             thread = stack.enter_context(ThreadPoolExecutor(1, f"pipe-{device}"))
             # A copy for each thread: a context can be entered by one thread at a time.
             submit[device] = partial(thread.submit, copy_context().run)  # type: ignore[arg-type]
             inside = ExitStack()
             stack.callback(submit[device], inside.close)
-            submit[device](state.enter, device, inside).result()
+            submit[device](_TorchState(devices).enter, device, inside).result()
         yield Workers(own, submit)
 
 
@@ -82,15 +82,12 @@ class _TorchState:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.devices = set(devices)
         self._is_inference, self._is_grad_enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        kinds = {
-            kind for kind in {"cpu", *(each.type for each in self.devices)} if torch.amp.is_autocast_available(kind)
-        }
+        kinds = {kind for kind in {"cpu", *(each.type for each in devices)} if torch.amp.is_autocast_available(kind)}
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._autocast_caches = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
-        self._streams = [torch.cuda.current_stream(each) for each in self.devices if each.type == "cuda"]
+        self._streams = [torch.cuda.current_stream(each) for each in devices if each.type == "cuda"]
 
     def enter(self, device: torch.device, stack: ExitStack) -> None:
         """Enter the state in the present thread, which serves `device`, until the stack is closed."""
