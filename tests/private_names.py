@@ -27,6 +27,8 @@ CALLED = {
     "torch.nn.modules.batchnorm:_BatchNorm": None,  # Instances are asked for.
     "torch.nn.modules.dropout:_DropoutNd": None,
     "torch.utils:_pytree.register_pytree_node": None,
+    "torch.utils:_pytree.tree_leaves": None,
+    "torch.utils:_pytree.tree_map_only": None,
     "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
     "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers:Trainer._get_output_dir": "self, trial",

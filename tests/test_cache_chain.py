@@ -71,8 +71,8 @@ def test_keys_of_fewer_layers_are_the_beginning_of_those_of_more():
 
 def test_the_context_changes_every_key():
     model, users = traced("vit")
-    for one, other in zip(keys_of(model, users)[1:], keys_of(model, users, context="eager")[1:], strict=True):
-        assert one != other
+    pairs = list(zip(keys_of(model, users)[1:], keys_of(model, users, context="eager")[1:], strict=True))
+    assert len(pairs) == NUM_LAYERS and all(one != other for one, other in pairs)
 
 
 def digest(tensor, name="weight"):
@@ -165,13 +165,14 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_watch_notices_a_change_of_any_parameter(model, change):
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            found = watch(model)
-            with torch.no_grad():
-                change(parameter)
-            assert found.has_changed()
-            assert not watch(model).has_changed()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    assert matrices
+    for parameter in matrices:
+        found = watch(model)
+        with torch.no_grad():
+            change(parameter)
+        assert found.has_changed()
+        assert not watch(model).has_changed()
 
 
 def test_the_watch_notices_loading(model):

@@ -251,6 +251,7 @@ def test_an_events_file_with_any_bytes_changed_is_read_or_refused_in_one_sentenc
     a_plan(tmp_path)
     path, draw = tmp_path / EVENTS_FILE, random.Random(30)
     whole = path.read_bytes()
+    num_refused = num_read = 0
     for _ in range(300):
         content = bytearray(whole)
         for _ in range(draw.randrange(1, 4)):
@@ -262,8 +263,11 @@ def test_an_events_file_with_any_bytes_changed_is_read_or_refused_in_one_sentenc
         text = refusal_of(lambda: read_layouts(str(path)))
         if text is not None:
             assert text.startswith(str(path)) and "\n" not in text, text
+            num_refused += 1
         else:
             for step, layout in read_layouts(str(path)).items():
                 assert isinstance(step, int) and step >= 0 and isinstance(layout.num_microbatches, int)
+                num_read += 1
         read_known_microbatches(str(path), LAYOUT, 4)
         read_unfit(str(path), {})
+    assert num_refused and num_read

@@ -97,7 +97,9 @@ def test_each_family_has_its_splitter(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_split_model_passes_the_self_check_with_every_attention(name):
     batch = collate(make_rows(name, 6))
-    for attention in attention_implementations(build_model(name)):
+    attentions = attention_implementations(build_model(name))
+    assert attentions
+    for attention in attentions:
         model = build_model(name, attention=attention)
         assert model.config._attn_implementation == attention
         probe(model, find_splitter(model), batch)

@@ -184,6 +184,7 @@ def test_the_loader_of_a_training_is_a_data_loader_to_callbacks(tmp_path: Path) 
     given = {"train_dataset": data, "data_collator": collate, "callbacks": [look]}
     look.trainer = made(PipeTransformerTrainer, tmp_path, given=given, dataloader_drop_last=True)
     look.trainer.train()
+    assert look.seen
     for loader in look.seen:
         assert isinstance(loader, DataLoader)
         assert (len(loader), len(loader.dataset)) == (5, 22)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.pipe.flow import release
+from hf_pipetransformer.pipe.flow import clock_cycles, release
 from hf_pipetransformer.pipe.micro_batches import NoChunk
 from hf_pipetransformer.pipe.pipe import GPipe, Pipe
 from hf_pipetransformer.pipe.recomputation import checkpointed, is_checkpointing, is_recomputing, waking
 from hf_pipetransformer.pipe.skip import pop, skippable, stash
 from hf_pipetransformer.pipe.stages import WithDevice
+from hf_pipetransformer.schedules import Op, find_schedule
 
 
 MODES = ("always", "except_last", "never")
@@ -215,6 +216,19 @@ def test_backwards_of_a_stage_come_in_the_order_of_the_table(mode: str) -> None:
     found = order_of_backwards(sequential(), 3, 5, mode)
     for stage in range(3):
         assert [i for k, i in found if k == stage] == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 8])
+def test_the_clock_cycles_are_those_of_the_table_of_gpipe(num_micro_batches: int, num_stages: int) -> None:
+    cycles = clock_cycles(num_micro_batches, num_stages)
+    when = {pair: now for now, cycle in enumerate(cycles) for pair in cycle}
+    for stage, actions in enumerate(find_schedule("gpipe").table(num_stages, num_micro_batches)):
+        forwards = [action.micro_batch for action in actions if action.op is Op.FORWARD]
+        assert [when[i, stage] for i in forwards] == [i + stage for i in range(num_micro_batches)]
+        # The order that the tokens of `Flow` keep.
+        backwards = [action.micro_batch for action in actions if action.op is Op.BACKWARD]
+        assert backwards == list(reversed(range(num_micro_batches)))
 
 
 class Planted(Exception):

@@ -13,9 +13,6 @@ from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.skip import pop, skippable, stash
 
 
-CPU = torch.device("cpu")
-
-
 class Clock:
     """Stands until a child moves it."""
 
@@ -265,9 +262,9 @@ def test_param_scale_weighs_parameters_against_activations():
 )
 def test_bytes_of_a_child(child, expected):
     sample = torch.rand(4, 8, dtype=next((p.dtype for p in child.parameters()), torch.float32)).requires_grad_()
-    assert child_costs.bytes_of_children(nn.Sequential(child), sample, 0, CPU, None) == [expected]
+    assert child_costs.bytes_of_children(nn.Sequential(child), sample, 0, device="cpu") == [expected]
     held = sum(parameter.nbytes for parameter in child.parameters())
-    assert child_costs.bytes_of_children(nn.Sequential(child), sample, 3, CPU, None) == [expected + 3 * held]
+    assert child_costs.bytes_of_children(nn.Sequential(child), sample, 3, device="cpu") == [expected + 3 * held]
 
 
 def test_one_micro_batch_is_measured():
@@ -285,7 +282,7 @@ def test_one_micro_batch_is_measured():
 
 def test_a_stashed_tensor_counts_where_it_is_made():
     sample = torch.rand(10, 10)
-    costs = child_costs.bytes_of_children(nn.Sequential(Stash(), nn.Identity(), Pop()), sample, 2, CPU, None)
+    costs = child_costs.bytes_of_children(nn.Sequential(Stash(), nn.Identity(), Pop()), sample, 2, device="cpu")
     assert costs == [400, 0, 400]
 
 

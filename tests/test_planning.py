@@ -548,12 +548,15 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     device_bytes = budget / (1 - MEMORY_RESERVE) + 1
     rules = rules_for(7, compression=compression, device_bytes=device_bytes, initial_largest_size=initial)
     rules = replace(rules, num_chunks=num_chunks)
+    num_kept = 0
     for num_frozen_layers in range(7):
         found = plan_transition(current, num_frozen_layers, PlanInputs(costs, Overheads(), rules, 8))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
         assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
         if found.layout.num_stages > current.num_blocks - found.layout.first_active_block:
             assert found.layout == replace(current, num_frozen_layers=num_frozen_layers)
+            num_kept += 1
+    assert num_kept
 
 
 @pytest.mark.parametrize(

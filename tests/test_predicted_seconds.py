@@ -141,6 +141,7 @@ def test_seconds_are_predicted_for_who_asks_alone(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Decisions, "_predicted_seconds", forbidden)
     layout = layout_of(L, 1, 1)
+    assert "predicted_seconds" in MEASUREMENTS
     for name in MEASUREMENTS:
         policy = Asks(name)
         decisions = decisions_of(tmp_path, policy, layout, None)

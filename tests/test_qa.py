@@ -29,7 +29,8 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerArguments
 from tests.distributed.launcher import REPOSITORY, launch
-from tests.distributed.qa_worker import NUM_EVALUATION, WORDS, make_questions
+from tests.distributed.qa_worker import NUM_EVALUATION, WORDS, answer, make_questions
+from tests.distributed.scenarios import run
 from tests.tiny_bert import make_bert, make_tokenizer, save_tiny_bert
 
 
@@ -481,16 +482,15 @@ def test_the_mixin_refuses_what_it_cannot_evaluate(tmp_path: Path, tokenizer: An
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank of plain Trainer in one process and of two stages found; `own` has an `evaluate` of its own."""
     found = {}
-    for name, num_stages, extra in (("plain", 0, []), ("pipeline", 2, []), ("own", 2, ["--own_evaluate"])):
-        output, count = tmp_path_factory.mktemp(name), max(1, num_stages)
-        launch(
-            Path(__file__).parent / "distributed" / "qa_worker.py",
-            [str(output), "--num_stages", str(num_stages), *extra],
-            num_processes=count,
+    for name, num_stages in (("plain", 0), ("pipeline", 2), ("own", 2)):
+        found[name] = run(
+            answer,
+            tmp_path_factory.mktemp(name),
+            max(1, num_stages),
+            {"num_stages": num_stages, "own_evaluate": name == "own"},
             timeout=150,
             env={"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(SCRIPTS)))},
         )
-        found[name] = [json.loads((output / f"found.rank{rank}.json").read_text()) for rank in range(count)]
     return found
 
 

@@ -189,6 +189,7 @@ def test_ticks_are_round_numbers() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_contender_can_be_run(name: str, tmp_path: Path) -> None:
     settings = SETTINGS[name]
+    assert contenders(settings)
     for contender in contenders(settings).values():
         args = arguments({}, settings, contender, 3, str(tmp_path))
         assert (args.num_train_epochs, args.seed, args.pipeline_size) == (contender.num_epochs, 3, 1)

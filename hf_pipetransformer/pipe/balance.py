@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_pipetransformer.pipe.micro_batches import NoChunk
 from hf_pipetransformer.pipe.skip import Key, SkipExchange, Skippable, exchanging
@@ -22,57 +23,64 @@ from hf_pipetransformer.pipe.stages import Expanding, check_module, normalised, 
 from hf_pipetransformer.planning.partition import partition
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Arguments of a child and the skip tensors that it pops."""
+Device = torch.device | str | int
 
-    arguments: tuple[Any, ...]
-    skips: dict[Key, Tensor | None]
 
-    def renewed(self) -> Inputs:
-        """Return copies: a run may change its inputs in place."""
-        return Inputs(_map(self.arguments, torch.clone), _map(self.skips, torch.clone))
+class Measuring(TypedDict, total=False):
+    """Options of both measurements.
+
+    Args:
+        device: where to measure; by default the first GPU, or the CPU without GPUs.
+        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
+            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
+    """
+
+    device: Device | None
+    unpack: bool | None
 
 
 @dataclass(frozen=True)
 class Child:
-    """Copy of a child, on the device where it is measured."""
+    """Copy of a child on the device where it is measured, its arguments, and the skip tensors that it pops."""
 
     module: nn.Module
-    inputs: Inputs
+    device: torch.device
+    arguments: tuple[Any, ...]
+    skips: dict[Key, Tensor | None]
 
-    def run(self, inputs: Inputs) -> tuple[Any, dict[Key, Tensor | None]]:
+    def copied_inputs(self) -> tuple[tuple[Any, ...], dict[Key, Tensor | None]]:
+        """Return copies of arguments and skip tensors: a run may change its inputs in place."""
+        arguments, skips = tree_map_only(Tensor, torch.clone, (self.arguments, self.skips))
+        return arguments, skips
+
+    def run(self, arguments: tuple[Any, ...], skips: dict[Key, Tensor | None]) -> tuple[Any, dict[Key, Tensor | None]]:
         """Run the forward; return its output and the skip tensors stashed for later children."""
-        with exchanging(SkipExchange(inputs.skips)) as exchange:
-            return self.module(*inputs.arguments), exchange.left
+        with exchanging(SkipExchange(skips)) as exchange:
+            return self.module(*arguments), exchange.left
 
-    def forget_gradients(self) -> None:
-        """Drop the gradients of the previous run: accumulating into them would be timed too."""
-        for tensor in (*self.module.parameters(), *_tensors((self.inputs.arguments, self.inputs.skips))):
-            tensor.grad = None
-
-
-def seconds_of_children(
-    module: nn.Sequential, sample: Any, timeout: float, device: torch.device, unpack: bool | None
-) -> list[float]:
-    """Measure the seconds of a forward and backward of each child, in about `timeout` seconds for all of them."""
-    share = timeout / len(module)
-    with _random_state_kept(device):
-        return [_seconds(child, share, device) for child in _children(module, sample, device, unpack)]
+    def now(self) -> float:
+        """Return the time in seconds when all work of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return perf_counter()
 
 
-def bytes_of_children(
-    module: nn.Sequential, sample: Any, param_scale: float, device: torch.device, unpack: bool | None
-) -> list[float]:
-    """Measure the bytes of each child: output, tensors saved for backward, `param_scale` times its parameters."""
-    with _random_state_kept(device):
-        children = _children(module, sample, device, unpack)
-        return [_activation_bytes(child) + param_scale * _parameter_bytes(child.module) for child in children]
+@contextmanager
+def _children(
+    module: nn.Sequential, sample: Any, device: Device | None = None, unpack: bool | None = None
+) -> Iterator[Iterator[Child]]:
+    """Yield copies of the children, in training mode, with the inputs that reach each when the model runs on `sample`.
+
+    Gradients are enabled inside; the RNG state is restored on exit.
+    """
+    if device is None:
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    with torch.random.fork_rng([place] if place.type == "cuda" else []), torch.enable_grad():
+        yield _each_child(module, sample, place, unpack)
 
 
-def _children(module: nn.Sequential, sample: Any, device: torch.device, unpack: bool | None) -> Iterator[Child]:
-    """Yield a copy of each child, in training mode, with the inputs that reach it when the model runs on `sample`."""
-
+def _each_child(module: nn.Sequential, sample: Any, device: torch.device, unpack: bool | None) -> Iterator[Child]:
     # Every child starts a new graph: its backward must not run into the children before it.
     def cut_off(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
@@ -80,36 +88,37 @@ def _children(module: nn.Sequential, sample: Any, device: torch.device, unpack: 
     value, skips = sample, dict[Key, Tensor | None]()
     for child in module:
         here = copy.deepcopy(child).to(device).train()
-        value = _map(value, cut_off)
+        value = tree_map_only(Tensor, cut_off, value)
         several = isinstance(value, (tuple, list)) and (_takes(here, value) if unpack is None else unpack)
         popped = {key for inner in here.modules() if isinstance(inner, Skippable) for key in inner.poppable()}
         received = {key: skips.pop(key) for key in popped & skips.keys()}
-        measured = Child(here, Inputs(tuple(value) if several else (value,), received))
+        measured = Child(here, device, tuple(value) if several else (value,), received)
         yield measured
-        value, stashed = measured.run(measured.inputs.renewed())
-        skips.update(_map(stashed, cut_off))
+        value, stashed = measured.run(*measured.copied_inputs())
+        skips.update(tree_map_only(Tensor, cut_off, stashed))
 
 
-def _seconds(child: Child, share: float, device: torch.device) -> float:
+def _seconds(child: Child, share: float) -> float:
     """Return the median time of the runs in `share` seconds, at least two; the first one is a warm-up."""
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < share:
-        child.forget_gradients()
-        inputs = child.inputs.renewed()
-        start = _now(device)
-        outputs = child.run(inputs)
+        for tensor in (*child.module.parameters(), *_tensors((child.arguments, child.skips))):
+            tensor.grad = None  # Accumulating into that of the previous run would be timed too.
+        inputs = child.copied_inputs()
+        start = child.now()
+        outputs = child.run(*inputs)
         roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        seconds.append(_now(device) - start)
+        seconds.append(child.now() - start)
     return median(seconds[1:])
 
 
 def _activation_bytes(child: Child) -> int:
     """Count each storage that a forward leaves behind once, without parameters, buffers and inputs."""
-    inputs = child.inputs.renewed()
-    given = [(each.arguments, each.skips) for each in (child.inputs, inputs)]
-    others = (*child.module.parameters(), *child.module.buffers(), *_tensors(given))
+    inputs = child.copied_inputs()
+    given = _tensors((child.arguments, child.skips, inputs))
+    others = (*child.module.parameters(), *child.module.buffers(), *given)
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
     # Keep the storages alive: the address of a freed one may be reused, and the two would count as one.
     kept: dict[int, torch.UntypedStorage] = {}
@@ -121,16 +130,12 @@ def _activation_bytes(child: Child) -> int:
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = child.run(inputs)
+        outputs = child.run(*inputs)
     for tensor in _tensors(outputs):
         note(tensor)
         for leaf in _leaves(tensor):
             note(leaf)
     return sum(storage.nbytes() for storage in kept.values())
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
@@ -156,43 +161,8 @@ def _takes(module: nn.Module, values: Sequence[Any]) -> bool:
     return True
 
 
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        found = [_map(each, function) for each in value]
-        return found if isinstance(value, list) else tuple(found)
-    if isinstance(value, dict):
-        return {key: _map(each, function) for key, each in value.items()}
-    return value
-
-
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _map(value, note)
-    return found
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Enable gradients inside and restore the RNG state on exit."""
-    devices: Iterable[torch.device] = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        yield
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
-
-
-Device = torch.device | str | int
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def balance_by_time(
@@ -201,8 +171,7 @@ def balance_by_time(
     sample: Tensor | tuple[Any, ...],
     *,
     timeout: float = 1.0,
-    device: Device | None = None,
-    unpack: bool | None = None,
+    **measuring: Unpack[Measuring],
 ) -> list[int]:
     """Split a model into stages such that the slowest stage is as fast as possible.
 
@@ -212,9 +181,7 @@ def balance_by_time(
     Args:
         sample: input of the model, one micro-batch in size.
         timeout: seconds of measurement for all children together; each child runs at least twice.
-        device: where to measure; by default the first GPU, or the CPU without GPUs.
-        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
-            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
+        measuring: `device` and `unpack`, see `Measuring`.
 
     Returns:
         Number of children of each stage.
@@ -232,8 +199,8 @@ def balance_by_time(
                 f"some parameter already has gradient: {name!r}. Measuring starts without: call "
                 "module.zero_grad(set_to_none=True) before."
             )
-    sample = _first_micro_batch(sample, 1)
-    return _cut(partitions, seconds_of_children(module, sample, timeout, _place(device), unpack))
+    with _children(module, _first_micro_batch(sample, 1), **measuring) as children:
+        return _cut(partitions, [_seconds(child, timeout / len(module)) for child in children])
 
 
 def balance_by_size(
@@ -243,8 +210,7 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
-    device: Device | None = None,
-    unpack: bool | None = None,
+    **measuring: Unpack[Measuring],
 ) -> list[int]:
     """Split a model into stages such that the largest stage needs as little memory as possible.
 
@@ -256,7 +222,7 @@ def balance_by_size(
         chunks: micro-batches of a mini-batch; the first one is measured.
         param_scale: memory of parameters, gradients and optimizer state in multiples of the parameters: 2 to 3 for
             SGD, 4 to 5 for Adam.
-        device, unpack: as in `balance_by_time`.
+        measuring: `device` and `unpack`, see `Measuring`.
 
     Returns:
         Number of children of each stage.
@@ -270,8 +236,18 @@ def balance_by_size(
         raise ValueError(f"Found chunks={chunks}: expected at least one micro-batch.")
     if not 0 <= param_scale < math.inf:
         raise ValueError(f"Found param_scale={param_scale}: expected a number, 0 or more.")
-    sample = _first_micro_batch(input, chunks)
-    return _cut(partitions, bytes_of_children(module, sample, param_scale, _place(device), unpack))
+    return _cut(partitions, bytes_of_children(module, _first_micro_batch(input, chunks), param_scale, **measuring))
+
+
+def bytes_of_children(
+    module: nn.Sequential, sample: Any, param_scale: float, **measuring: Unpack[Measuring]
+) -> list[float]:
+    """Measure the bytes of each child: output, tensors saved for backward, `param_scale` times its parameters."""
+    with _children(module, sample, **measuring) as children:
+        return [
+            _activation_bytes(child) + param_scale * sum(parameter.nbytes for parameter in child.module.parameters())
+            for child in children
+        ]
 
 
 def _check(partitions: int, module: nn.Sequential) -> None:
@@ -299,14 +275,8 @@ def _cut(partitions: int, costs: Sequence[float]) -> list[int]:
     return [end - start for start, end in pairwise(partition(costs, partitions))]
 
 
-def _place(device: Device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(device)
-
-
 def partition_model(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device | str | int] | None = None
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[Device] | None = None
 ) -> nn.Sequential:
     """Move the children of a Sequential to the devices of their stages and group them by stage.
 

@@ -1,123 +1,89 @@
-"""Forward of a mini-batch through the stages, by clock cycles, and the order of its backward.
+"""Forward of a mini-batch through the stages, by clock cycles, and the order of its backward: the schedule of GPipe.
 
 Extra edges in the autograd graph order backwards that are otherwise independent: each stage runs the backwards of its
-micro-batches in the order of the schedule table. This bounds the activations that recomputation keeps at a time, keeps
+micro-batches from the last to the first. This bounds the activations that recomputation keeps at a time, keeps
 the devices in step, and sums gradients in the same order in every run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import lru_cache, partial
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values
+from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, replaced
 from hf_pipetransformer.pipe.recomputation import checkpointed, waking
 from hf_pipetransformer.pipe.skip import Key, SkipExchange, exchanging
 from hf_pipetransformer.pipe.stages import Stage
-from hf_pipetransformer.pipe.workers import Departed, Workers, arrive, depart
-from hf_pipetransformer.schedules import GPIPE, Op, source_of
+from hf_pipetransformer.pipe.workers import Departed, arrive, depart, workers
 
 
-Clock = tuple[tuple[int, int], ...]
-"""(micro-batch, stage) pairs that are computed in one clock cycle."""
+def clock_cycles(num_micro_batches: int, num_stages: int) -> list[list[tuple[int, int]]]:
+    """Return the (micro-batch, stage) pairs of each clock cycle of GPipe's forward, by stage within a cycle.
 
-
-@lru_cache(maxsize=64)
-def clock_cycles(num_micro_batches: int, num_stages: int) -> tuple[Clock, ...]:
-    """Group the forwards of GPipe's table into clock cycles, ordered by stage within a cycle.
-
-    Three micro-batches, two stages (micro-batch, stage):
+    Three micro-batches, two stages:
 
         (0, 0) | (1, 0) (0, 1) | (2, 0) (1, 1) | (2, 1)
     """
-    times: dict[tuple[int, int], int] = {}
-    for stage, actions in enumerate(GPIPE.table(num_stages, num_micro_batches)):
-        now = -1
-        for op, micro_batch, _ in actions:
-            if op is Op.FORWARD:
-                source = source_of(op, stage, num_stages)
-                arrived = -1 if source is None else times[micro_batch, source]
-                now = 1 + max(now, arrived)
-                times[micro_batch, stage] = now
-    clocks: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(times.values()))]
-    for entry in sorted(times, key=lambda entry: entry[1]):
-        clocks[times[entry]].append(entry)
-    return tuple(map(tuple, clocks))
+    return [
+        [(now - k, k) for k in range(num_stages) if 0 <= now - k < num_micro_batches]
+        for now in range(num_micro_batches + num_stages - 1)
+    ]
 
 
-@lru_cache(maxsize=64)
-def next_backwards(num_micro_batches: int, num_stages: int, stage: int) -> dict[int, int]:
-    """Map each micro-batch to the one whose backward comes next on the stage; the last one is left out."""
-    actions = GPIPE.table(num_stages, num_micro_batches)[stage]
-    order = [micro_batch for op, micro_batch, _ in actions if op is Op.BACKWARD]
-    return dict(pairwise(order))
+class _Ordering(torch.autograd.Function):
+    """Identity on tensors that also takes tokens and returns one.
 
-
-class _Held(torch.autograd.Function):
-    """Identity on tensors that also returns a token, and whose backward waits for the token's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return *(tensor.detach() for tensor in tensors), tensors[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return gradients[:-1]
-
-
-class _Releasing(torch.autograd.Function):
-    """Identity on tensors that takes tokens, and whose backward releases what waits for them."""
+    Its backward waits for the gradient of the token that it returns, and comes before the nodes of those it takes.
+    """
 
     @staticmethod
     def forward(ctx: Any, num_tokens: int, *tokens_and_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.num_tokens = num_tokens
-        return tuple(tensor.detach() for tensor in tokens_and_tensors[num_tokens:])
+        tensors = tokens_and_tensors[num_tokens:]
+        return *(tensor.detach() for tensor in tensors), tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # None is enough for a token: autograd counts the edge as done, and no gradient is allocated for it.
-        return None, *([None] * ctx.num_tokens), *gradients
+        return None, *([None] * ctx.num_tokens), *gradients[:-1]
 
 
-def _needing_gradients(values: Sequence[Any]) -> dict[int, torch.Tensor]:
-    # By id: a tensor that occurs twice must stay one object, because a module may change it in place.
-    return {id(value): value for value in values if isinstance(value, torch.Tensor) and value.requires_grad}
+Tokens = tuple[torch.Tensor, ...]
 
 
-def _replaced(
-    values: Sequence[Any], found: dict[int, torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> tuple[Any, ...]:
-    results = dict(zip(found, tensors, strict=True))
-    return tuple(results.get(id(value), value) for value in values)
+def _ordered(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Tokens]:
+    """Return `values`, whose backward precedes that of the `tokens`, and their token if any needs a gradient."""
+    made: list[torch.Tensor] = []
+
+    def step(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        *outputs, token = _Ordering.apply(len(tokens), *tokens, *tensors)  # type: ignore[no-untyped-call]
+        made.append(token)
+        return outputs
+
+    values = replaced(values, lambda tensor: tensor.requires_grad, step)
+    return values, tuple(made)
 
 
-def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+def hold(values: Sequence[Any]) -> tuple[tuple[Any, ...], Tokens]:
     """Return `values`, whose backward waits until their token is released, and the token if any needs a gradient."""
-    found = _needing_gradients(values)
-    if not found:
-        return tuple(values), ()
-    *tensors, token = _Held.apply(*found.values())  # type: ignore[no-untyped-call]
-    return _replaced(values, found, tensors), (token,)
+    return _ordered(values, ())
 
 
-def release(values: Sequence[Any], tokens: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+def release(values: Sequence[Any], tokens: Tokens) -> tuple[tuple[Any, ...], Tokens]:
     """Return `values`, whose backward precedes that of the values held by `tokens`, and the tokens not yet released.
 
     No token is released if no value needs a gradient: one would be computed only to keep the order.
     """
-    found = _needing_gradients(values) if tokens else {}
-    if not found:
-        return tuple(values), tuple(tokens)
-    tensors = _Releasing.apply(len(tokens), *tokens, *found.values())  # type: ignore[no-untyped-call]
-    return _replaced(values, found, tensors), ()
+    if not tokens:
+        return tuple(values), ()
+    values, made = _ordered(values, tokens)
+    return values, () if made else tokens
 
 
 def may_be_separated(values: Sequence[Any], others: Sequence[Any]) -> set[int]:
@@ -139,38 +105,31 @@ def _memory(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if has_memory and value.numel() else None
 
 
-class InPlaceCheck:
-    """Detect in-place changes of a stage's inputs during its forward, by tensor versions.
+@contextmanager
+def refusing_changes(values: Sequence[Any], is_checkpointed: bool, shared: set[int]) -> Iterator[None]:
+    """Raise a RuntimeError if the forward inside changes one of the `values`, its inputs, in place.
 
-    Checks all inputs of a checkpointed forward, which will run again, else those that share memory (`shared`).
+    Looks at the versions of all inputs of a checkpointed forward, which will run again, else of those that share
+    memory (`shared`).
     """
-
-    def __init__(self, values: Sequence[Any], is_checkpointed: bool, shared: set[int]) -> None:
-        self._is_checkpointed = is_checkpointed
-        watched = [
-            value
-            for i, value in enumerate(values)
-            if isinstance(value, torch.Tensor) and not value.is_inference() and (is_checkpointed or i in shared)
-        ]
-        self._before = [(tensor, tensor._version) for tensor in watched]
-
-    def end(self) -> None:
-        """Raise a RuntimeError if the forward changed an input in place."""
-        if all(tensor._version == version for tensor, version in self._before):
-            return
-        remedy = "Write the stage's first operation out of place (nn.ReLU() for nn.ReLU(inplace=True))"
-        if self._is_checkpointed:
-            raise RuntimeError(
-                "A stage changes its input in place, which checkpointing would compute again from what is left of it. "
-                f"{remedy}, or use checkpoint='never'."
-            )
+    before = [
+        (value, value._version)
+        for i, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and not value.is_inference() and (is_checkpointed or i in shared)
+    ]
+    yield
+    if all(tensor._version == version for tensor, version in before):
+        return
+    remedy = "Write the stage's first operation out of place (nn.ReLU() for nn.ReLU(inplace=True))"
+    if is_checkpointed:
         raise RuntimeError(
-            "A stage changes its input in place, and another tensor of the micro-batch, one that is stashed or "
-            f"returned twice, is the same memory. {remedy}."
+            "A stage changes its input in place, which checkpointing would compute again from what is left of it. "
+            f"{remedy}, or use checkpoint='never'."
         )
-
-
-Tokens = tuple[torch.Tensor, ...]
+    raise RuntimeError(
+        "A stage changes its input in place, and another tensor of the micro-batch, one that is stashed or "
+        f"returned twice, is the same memory. {remedy}."
+    )
 
 
 class Called(NamedTuple):
@@ -205,7 +164,7 @@ class Flow:
         self._sent: dict[int, Departed] = {}
         self._skips: dict[tuple[int, Key], Departed] = {}
         self._shared: dict[int, set[int]] = {}
-        self._tokens: dict[tuple[int | None, int], Tokens] = {}
+        self._tokens: dict[tuple[int, int], Tokens] = {}
         devices = [stage.device for stage in stages]
         # The calling thread serves the CPU if a stage runs there; a single device needs no further thread.
         self._own = torch.device("cpu") if any(device.type == "cpu" for device in devices) else devices[0]
@@ -213,12 +172,11 @@ class Flow:
     def run(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the last stage's output of each micro-batch. An error is raised after all worker threads stopped."""
         self._batches = list(micro_batches)
-        self._nexts = [next_backwards(len(micro_batches), len(self.stages), k) for k in range(len(self.stages))]
         # Worker threads set their device; the calling thread's current GPU may not be the one that it serves.
         own = torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext()
-        with own, Workers([stage.device for stage in self.stages], self._own) as workers:
+        with own, workers([stage.device for stage in self.stages], self._own) as threads:
             for clock in clock_cycles(len(micro_batches), len(self.stages)):
-                workers.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
+                threads.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
         return self._batches
 
     def _compute(self, i: int, k: int) -> None:
@@ -226,21 +184,30 @@ class Flow:
         values = arrive(self._sent.pop(i), device) if k else self._batches[i].values
         keys = [key for key, (stashes, pops) in self.routes.items() if stashes < pops == k]
         popped = [arrive(self._skips.pop((i, key)), device)[0] for key in keys]
-        # Keep this stage's backwards in the order of the table: the micro-batch after `i` waits for this one.
-        waiting = self._tokens.pop((self._nexts[k].get(i), k), ())
+        # A stage's backwards run from the last micro-batch to the first: the one before waits for this one.
+        waiting = self._tokens.pop((i - 1, k), ())
         tied, waiting = release((*values, *popped), waiting)
-        values, popped = tied[: len(values)], list(tied[len(values) :])
+        batch = MicroBatch(tied[: len(values)], self._batches[i].is_single)
+        received = dict(zip(keys, tied[len(values) :], strict=True))
+        with refusing_changes(tied, i < self.num_checkpointed, self._shared.pop(i, set())):
+            called = self._called(i, k, batch, received)
 
-        check = InPlaceCheck(tied, i < self.num_checkpointed, self._shared.pop(i, set()))
-        batch = MicroBatch(values, self._batches[i].is_single)
-        called = self._called(i, k, batch, dict(zip(keys, popped, strict=True)))
-        check.end()
-        self._send(i, k, *self._held(i, k, called, waiting))
+        output = MicroBatch.of(called.result)
+        check_values(output.values, f"What stage {k} returns", not self.expands)
+        # Inputs without gradients cannot release tokens: the outputs do it instead, before the stage's own backward.
+        values, _ = release((*output.values, *called.left.values()), waiting)
+        if i + 1 < len(self._batches):
+            values, tokens = hold(values)
+            self._tokens[i, k] = (*tokens, *called.tokens)
+        num_values = len(output.values)
+        self._batches[i] = MicroBatch(values[:num_values], output.is_single)
+        if k + 1 < len(self.stages):
+            self._send(i, k, dict(zip(called.left, values[num_values:], strict=True)))
 
     def _called(self, i: int, k: int, batch: MicroBatch, popped: Mapping[Key, Any]) -> Called:
         stage, is_checkpointed = self.stages[k], i < self.num_checkpointed
-        wakes = is_checkpointed and self._leaves(k)
-        call = _forward(stage.module, popped, self.expands, batch.is_single, wakes)
+        leaves = k + 1 < len(self.stages) and stage.device != self.stages[k + 1].device
+        call = _forward(stage.module, popped, self.expands, batch.is_single, is_checkpointed and leaves)
         if is_checkpointed:
             return checkpointed(call, *batch.values, drawing=stage.drawing)
         if not self.num_checkpointed:
@@ -248,36 +215,16 @@ class Flow:
         with stage.drawing.noted():
             return call(*batch.values)
 
-    def _held(self, i: int, k: int, called: Called, waiting: Tokens) -> tuple[MicroBatch, dict[Key, Any]]:
-        batch = MicroBatch.of(called.result)
-        check_values(batch.values, f"What stage {k} returns", not self.expands)
-        values = (*batch.values, *called.left.values())
-        # Inputs without gradients cannot release tokens: the outputs do it instead, before the stage's own backward.
-        values, _ = release(values, waiting)
-        if i in self._nexts[k].values():
-            values, tokens = hold(values)
-            self._tokens[i, k] = (*tokens, *called.tokens)
-        num_values = len(batch.values)
-        return MicroBatch(values[:num_values], batch.is_single), dict(
-            zip(called.left, values[num_values:], strict=True)
-        )
-
-    def _leaves(self, k: int) -> bool:
-        return k + 1 < len(self.stages) and self.stages[k].device != self.stages[k + 1].device
-
-    def _send(self, i: int, k: int, batch: MicroBatch, left: Mapping[Key, Any]) -> None:
-        device = self.stages[k].device
-        self._batches[i] = batch
-        if k + 1 == len(self.stages):
-            return
+    def _send(self, i: int, k: int, left: Mapping[Key, Any]) -> None:
+        device, values = self.stages[k].device, self._batches[i].values
         for key, value in left.items():
             if key not in self.routes:
                 raise RuntimeError(f"Stage {k} stashed {key[1]!r}, which no later stage pops.")
             self._skips[i, key] = depart((value,), device)
         if len(self._batches) > 1 or len({stage.device for stage in self.stages}) > 1:
             pending = [skip.values[0] for (other, _), skip in self._skips.items() if other == i]
-            self._shared[i] = may_be_separated(batch.values, pending)
-        self._sent[i] = depart(batch.values, device)
+            self._shared[i] = may_be_separated(values, pending)
+        self._sent[i] = depart(values, device)
 
 
 def run_undivided(stages: Sequence[Stage], batch: MicroBatch, expands: bool) -> MicroBatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,11 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class NoChunk:
-    """Tensor that every micro-batch gets whole.
-
-    Raises:
-        TypeError: the value is not a tensor.
-    """
+    """Tensor that every micro-batch gets whole."""
 
     tensor: torch.Tensor
 
@@ -27,11 +23,7 @@ class NoChunk:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Values of one micro-batch that pass between two stages.
-
-    Args:
-        is_single: True for a single value, False for a tuple, even a tuple of one.
-    """
+    """Values of one micro-batch that pass between two stages: one (`is_single`) or a tuple, even a tuple of one."""
 
     values: tuple[Any, ...]
     is_single: bool
@@ -49,10 +41,9 @@ class MicroBatch:
 
 
 def check_values(values: Sequence[Any], where: str, only_tensors: bool = False) -> None:
-    """Check the values that pass between stages; `where` is the subject of the error message.
+    """Raise a TypeError if no value between stages is a tensor, or with `only_tensors`, not every value is one.
 
-    Raises:
-        TypeError: no value is a tensor, or with `only_tensors`, not every value is one.
+    `where` is the subject of the error message.
     """
     found = [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
     if len(found) == len(values):
@@ -61,16 +52,26 @@ def check_values(values: Sequence[Any], where: str, only_tensors: bool = False) 
         raise TypeError(f"{where} must be a tensor or a tuple of tensors, found {', '.join(found)} among them.")
 
 
+def replaced(
+    values: Sequence[Any],
+    is_concerned: Callable[[torch.Tensor], bool],
+    step: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> tuple[Any, ...]:
+    """Apply `step` to all concerned tensors of `values` in one call, and put the results in their place."""
+    # By id: a tensor that occurs twice must stay one object, because a module may change it in place.
+    found = {id(each): each for each in values if isinstance(each, torch.Tensor) and is_concerned(each)}
+    if not found:
+        return tuple(values)
+    results = dict(zip(found, step(list(found.values())), strict=True))
+    return tuple(results.get(id(value), value) for value in values)
+
+
 def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
     """Cut tensors along their first dimension like `torch.chunk`; other values go to every micro-batch unchanged.
 
     A batch with fewer samples than `chunks` gives one micro-batch per sample.
-
-    Raises:
-        ValueError: a tensor has no dimensions.
-        RuntimeError: the tensors give different numbers of micro-batches, or different shares of the batch.
     """
-    columns: list[tuple[torch.Tensor, ...] | Any] = []
+    columns: list[Any] = []
     counts: dict[int, int] = {}
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -111,11 +112,7 @@ def _check_shares(columns: Sequence[tuple[torch.Tensor, ...]]) -> None:
 
 
 def gather(micro_batches: Sequence[MicroBatch]) -> Any:
-    """Join the outputs of the last stage: concatenate tensors, list other values by micro-batch.
-
-    Raises:
-        ValueError: micro-batches return different numbers of values, or several return a tensor without dimensions.
-    """
+    """Join the outputs of the last stage: concatenate tensors, list other values by micro-batch."""
     lengths = sorted({len(each.values) for each in micro_batches})
     if len(lengths) > 1:
         raise ValueError(f"The last stage returned {lengths} values for different micro-batches.")

@@ -7,8 +7,9 @@ keeps forwards that draw from it, and recomputations that reset it, from interle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -57,22 +58,22 @@ class Drawing:
     @contextmanager
     def noted(self) -> Iterator[States]:
         """Yield the RNG states before the forward that runs inside, alone on the CPU generator if it may use it."""
-        with ExitStack() as stack:
-            if self.is_on_cpu is not False:
-                stack.enter_context(_alone())
-            states = States(self.device, self.is_on_cpu is not False)
-            yield states
-            if self.is_on_cpu is None and states.of_cpu is not None:
-                self.is_on_cpu = not torch.equal(torch.get_rng_state(), states.of_cpu)
+        may_use_cpu = self.is_on_cpu is not False
+        with _alone() if may_use_cpu else nullcontext():
+            of_cpu = torch.get_rng_state() if may_use_cpu else None
+            of_cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+            yield States(self.device, of_cpu, of_cuda)
+            if self.is_on_cpu is None and of_cpu is not None:
+                self.is_on_cpu = not torch.equal(torch.get_rng_state(), of_cpu)
 
 
+@dataclass(frozen=True, eq=False)
 class States:
-    """Current RNG states of a device, and of the CPU too if `has_cpu`."""
+    """RNG states of a device, and of the CPU if a forward may draw from it."""
 
-    def __init__(self, device: torch.device, has_cpu: bool) -> None:
-        self.device = device
-        self.of_cpu = torch.get_rng_state() if has_cpu else None
-        self.of_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    device: torch.device
+    of_cpu: torch.Tensor | None
+    of_cuda: torch.Tensor | None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -104,15 +105,10 @@ def is_recomputing() -> bool:
     return _IS_RECOMPUTING.get()
 
 
-def _contexts() -> tuple[Setting[bool], Setting[bool]]:
-    return Setting(_IS_CHECKPOINTING, True), Setting(_IS_RECOMPUTING, True)
-
-
 def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | None = None) -> Any:
     """Call `function(*values)` and keep only `values` for its backward, which calls it again with the same RNG state.
 
-    Args:
-        drawing: generators of the stage; by default the CPU's.
+    `drawing` names the generators of the stage, by default the CPU's.
     """
     states: list[States] = []
     drawing = drawing or Drawing(torch.device("cpu"))
@@ -125,8 +121,11 @@ def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | 
             states.append(found)
             return function(*values)
 
+    def contexts() -> tuple[Setting[bool], Setting[bool]]:
+        return Setting(_IS_CHECKPOINTING, True), Setting(_IS_RECOMPUTING, True)
+
     # torch's preserve_rng_state is not safe here: other threads draw from the CPU generator meanwhile.
-    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class _Waking(torch.autograd.Function):

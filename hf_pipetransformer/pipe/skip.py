@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import chain
 from types import MappingProxyType, new_class
 from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
@@ -46,11 +45,7 @@ class SkipExchange:
         self.left[key] = value
 
     def pop(self, key: Key) -> Tensor | None:
-        """Remove and return the value stashed under `key`.
-
-        Raises:
-            RuntimeError: nothing is stashed under `key`.
-        """
+        """Remove and return the value stashed under `key`; raise a RuntimeError if there is none."""
         for kept in (self.left, self._received):
             if key in kept:
                 return kept.pop(key)
@@ -63,20 +58,15 @@ class SkipExchange:
         )
 
 
-class _PlainExchange(threading.local):
-    """Exchange of modules that run outside a pipeline; one per thread, as a model may run on several at once."""
-
-    def __init__(self) -> None:
-        self.exchange = SkipExchange()
-
-
 _CURRENT: ContextVar[SkipExchange | None] = ContextVar("skip_exchange", default=None)
-_PLAIN = _PlainExchange()
+# Of modules that run outside a pipeline; one per thread, as a model may run on several at once.
+_PLAIN = threading.local()
 
 
 def current_exchange() -> SkipExchange:
     """Return the exchange that modules of this thread use now."""
-    return _CURRENT.get() or _PLAIN.exchange
+    exchange: SkipExchange = _CURRENT.get() or vars(_PLAIN).setdefault("exchange", SkipExchange())
+    return exchange
 
 
 def exchanging(exchange: SkipExchange) -> AbstractContextManager[SkipExchange]:
@@ -103,48 +93,49 @@ class pop:
     name: str
 
 
-@dataclass
 class _Forward:
-    module: Skippable
-    stashed: set[str] = field(default_factory=set)
-    popped: set[str] = field(default_factory=set)
+    """Execution of one forward's commands."""
+
+    def __init__(self, module: Skippable) -> None:
+        self.module = module
+        self.kind = type(module).__name__
+        self.declared = {"stash": module.stashable_names, "pop": module.poppable_names}
+        self.used: dict[str, set[str]] = {"stash": set(), "pop": set()}
 
     def answer(self, command: object) -> Tensor | None:
         """Execute a command and return the value of its `yield` expression."""
-        kind, exchange = _name_of(self.module), current_exchange()
-        if isinstance(command, stash):
-            if command.name not in self.module.stashable_names:
-                raise RuntimeError(_undeclared(kind, "stash", command.name, self.module.stashable_names))
-            if not (command.tensor is None or isinstance(command.tensor, Tensor)):
-                raise TypeError(
-                    f"{kind} stashed an object of {type(command.tensor).__name__} as {command.name!r}: expected a "
-                    "tensor or None. Hand other values on as outputs."
-                )
-            exchange.stash(self.module.skip_key(command.name), command.tensor)
-            self.stashed.add(command.name)
-            return None
+        if not isinstance(command, (stash, pop)):
+            raise TypeError(
+                f"{self.kind}.forward yielded an object of {type(command).__name__}: expected stash(name, tensor) or "
+                "pop(name). What the module computes is returned, not yielded."
+            )
+        verb, name = type(command).__name__, command.name
+        if name not in self.declared[verb]:
+            raise RuntimeError(
+                f"{self.kind}.forward yielded {verb}({name!r}), but the class declares {_listed(self.declared[verb])} "
+                f"for {verb}: add the name to @skippable({verb}=[...])."
+            )
+        exchange, key, popped = current_exchange(), self.module.skip_key(name), None
         if isinstance(command, pop):
-            if command.name not in self.module.poppable_names:
-                raise RuntimeError(_undeclared(kind, "pop", command.name, self.module.poppable_names))
-            tensor = exchange.pop(self.module.skip_key(command.name))
-            self.popped.add(command.name)
-            return tensor
-        raise TypeError(
-            f"{kind}.forward yielded an object of {type(command).__name__}: expected stash(name, tensor) or "
-            "pop(name). What the module computes is returned, not yielded."
-        )
+            popped = exchange.pop(key)
+        elif command.tensor is None or isinstance(command.tensor, Tensor):
+            exchange.stash(key, command.tensor)
+        else:
+            raise TypeError(
+                f"{self.kind} stashed an object of {type(command.tensor).__name__} as {name!r}: expected a tensor or "
+                "None. Hand other values on as outputs."
+            )
+        self.used[verb].add(name)
+        return popped
 
     def check_all_used(self) -> None:
         """Raise if the forward left out a declared name, which other modules rely on."""
-        kind = _name_of(self.module)
-        for verb, declared, used in (
-            ("stash", self.module.stashable_names, self.stashed),
-            ("pop", self.module.poppable_names, self.popped),
-        ):
-            if declared - used:
+        for verb, declared in self.declared.items():
+            missing = declared - self.used[verb]
+            if missing:
                 raise RuntimeError(
-                    f"{kind} declared {_listed(declared)} for {verb}, but its forward did not {verb} "
-                    f"{_listed(declared - used)}: `yield` the command {verb}(...) on each way through the forward "
+                    f"{self.kind} declared {_listed(declared)} for {verb}, but its forward did not {verb} "
+                    f"{_listed(missing)}: `yield` the command {verb}(...) on each way through the forward "
                     f"(None can be stashed), or leave the name out of @skippable({verb}=...)."
                 )
 
@@ -183,8 +174,8 @@ class Skippable(nn.Module):
         names = declared if only is None else _names(only)
         if names - declared:
             raise ValueError(
-                f"{_name_of(self)} cannot isolate {_listed(names - declared)}: expected some of the names that it "
-                f"declares, {_listed(declared)}."
+                f"{type(self).__name__} cannot isolate {_listed(names - declared)}: expected some of the names that "
+                f"it declares, {_listed(declared)}."
             )
         self.namespaces = {**self.namespaces, **dict.fromkeys(names, namespace)}
         return self
@@ -275,23 +266,12 @@ def _rename_wrapped(module: nn.Module, state: dict[str, Any], prefix: str, *_: o
             state[prefix + name.removeprefix(wrapped)] = state.pop(name)
 
 
-def _undeclared(kind: str, verb: str, name: str, declared: frozenset[str]) -> str:
-    return (
-        f"{kind}.forward yielded {verb}({name!r}), but the class declares {_listed(declared)} for {verb}: add the "
-        f"name to @skippable({verb}=[...])."
-    )
-
-
 def _names(given: str | Iterable[str]) -> frozenset[str]:
     return frozenset([given] if isinstance(given, str) else given)
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names))) or "nothing"
-
-
-def _name_of(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 # Child indices along the enclosing Sequentials. All modules inside any other container share its place.
@@ -316,8 +296,10 @@ def verify_skippables(module: nn.Sequential) -> None:
         TypeError: lists every mismatch.
     """
     modules = list(_skippables(module))
-    stashed = _first_places(((place, module.stashable()) for _, place, module in modules))
-    popped = _first_places(((place, module.poppable()) for _, place, module in modules))
+    stashed: dict[Key, Place] = {}
+    for _, place, skippable in modules:
+        for key in skippable.stashable():
+            stashed.setdefault(key, place)
     problems: list[str] = []
     stash_seen: set[Key] = set()
     pop_seen: set[Key] = set()
@@ -335,20 +317,13 @@ def verify_skippables(module: nn.Sequential) -> None:
                 problems.append(f"'{name}' declared '{key[1]}' as poppable but it was not stashed before")
         stash_seen.update(stashes)
         pop_seen.update(pops)
-    problems += [f"no module declared '{key[1]}' as poppable but stashed" for key in stashed if key not in popped]
+    problems += [f"no module declared '{key[1]}' as poppable but stashed" for key in stashed if key not in pop_seen]
     if problems:
         raise TypeError(
             "Skip connections do not match. Expected one module that stashes each name and one later that pops it; "
             "the same name for several tensors needs module.isolate(Namespace()):\n"
             + "\n".join(f"  * {problem}" for problem in problems)
         )
-
-
-def _first_places(found: Iterator[tuple[Place, Iterator[Key]]]) -> dict[Key, Place]:
-    places: dict[Key, Place] = {}
-    for key, place in chain.from_iterable(((key, place) for key in keys) for place, keys in found):
-        places.setdefault(key, place)
-    return places
 
 
 def _skippables(module: nn.Module, prefix: str = "", place: Place = ()) -> Iterator[tuple[str, Place, Skippable]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -36,25 +35,15 @@ class WithDevice(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@dataclass(eq=False)
 class Stage:
     """Consecutive children of the Sequential, their device, and the generators that they draw from."""
 
-    module: nn.Sequential
-    device: torch.device
-    drawing: Drawing = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drawing = Drawing(self.device)
+    def __init__(self, module: nn.Sequential, device: torch.device) -> None:
+        self.module, self.device, self.drawing = module, device, Drawing(device)
 
 
 def check_module(module: Any) -> None:
-    """Check the type and the children of a pipeline's module.
-
-    Raises:
-        TypeError: `module` is not an `nn.Sequential`.
-        ValueError: a child appears twice.
-    """
+    """Refuse a pipeline's module that is not an `nn.Sequential`, or in which a child appears twice."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"The module must be nn.Sequential to be partitioned, found {type(module).__name__}.")
     first: dict[nn.Module, str] = {}
@@ -88,9 +77,6 @@ def split_by_device(module: nn.Sequential) -> list[Stage]:
     """Split a Sequential by the devices of its children.
 
     Consecutive children on one GPU form a stage. On the CPU each child is a stage, to try a pipeline without GPUs.
-
-    Raises:
-        ValueError: a child is on several devices, or shares a parameter with a child on another device.
     """
     groups: list[tuple[OrderedDict[str, nn.Module], torch.device]] = []
     for name, child in module.named_children():
@@ -121,12 +107,7 @@ def check_shared(groups: Sequence[tuple[Mapping[str, nn.Module], torch.device]])
 
 
 def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
-    """Split a Sequential into stages of `balance[k]` children, moved to `devices[k]`; a tuple stays one argument.
-
-    Raises:
-        ValueError: `balance` does not fit the module, or children on different devices share a parameter.
-        IndexError: fewer devices than stages.
-    """
+    """Split a Sequential into stages of `balance[k]` children, moved to `devices[k]`; a tuple stays one argument."""
     children = list(module.named_children())
     if len(children) != sum(balance):
         raise ValueError(
@@ -137,9 +118,7 @@ def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Seq
         raise ValueError(f"Each stage must have one child or more, found the balance {list(balance)}.")
     if len(devices) < len(balance):
         raise IndexError(f"Too few devices for {len(balance)} stages: found {', '.join(map(str, devices)) or 'none'}.")
-    groups, start = [], 0
-    for length, device in zip(balance, devices, strict=False):
-        groups.append((OrderedDict(children[start : start + length]), device))
-        start += length
+    rest = iter(children)
+    groups = [(OrderedDict(islice(rest, length)), device) for length, device in zip(balance, devices, strict=False)]
     check_shared(groups)
     return [Stage(nn.Sequential(part).to(device), device) for part, device in groups]

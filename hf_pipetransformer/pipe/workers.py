@@ -6,49 +6,44 @@ same streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Lock, Thread
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
+
+from hf_pipetransformer.pipe.micro_batches import replaced
 
 
 Task = Callable[[], None]
 
 
-class Workers:
-    """Pool of one thread per device for the duration of a `with` block; the calling thread runs the tasks of `own`."""
-
-    def __init__(self, devices: Sequence[torch.device], own: torch.device) -> None:
-        self.own = own
-        self._devices = set(devices)
-        self._queues: dict[torch.device, SimpleQueue[tuple[Future[None], Task] | None]] = {
-            device: SimpleQueue() for device in devices if device != own
-        }
-        self._threads: list[Thread] = []
-
-    def __enter__(self) -> Workers:
-        for device, queue in self._queues.items():
+@contextmanager
+def workers(devices: Iterable[torch.device], own: torch.device) -> Iterator[Workers]:
+    """Start a thread for each device but `own`, which the calling thread serves, and end them on exit."""
+    devices = set(devices)
+    submit: dict[torch.device, Callable[..., Future[None]]] = {}
+    with ExitStack() as stack:
+        for device in devices - {own}:
+            thread = stack.enter_context(ThreadPoolExecutor(1, f"pipe-{device}"))
             # A copy for each thread: a context can be entered by one thread at a time.
-            context, state = copy_context(), _ThreadState(device, self._devices)
-            thread = Thread(target=context.run, args=(_work, queue, state), name=f"pipe-{device}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return self
+            submit[device] = partial(thread.submit, copy_context().run)  # type: ignore[arg-type]
+            inside = ExitStack()
+            stack.callback(submit[device], inside.close)
+            submit[device](_TorchState(devices).enter, device, inside).result()
+        yield Workers(own, submit)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for queue in self._queues.values():
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
+
+class Workers:
+    """Threads that run tasks, named by their devices; the calling thread runs the tasks of `own`."""
+
+    def __init__(self, own: torch.device, submit: Mapping[torch.device, Callable[[Task], Future[None]]]) -> None:
+        self._own = own
+        self._submit = submit
 
     def run(self, tasks: Sequence[tuple[torch.device, Task]]) -> None:
         """Run the tasks, devices in parallel and each device's tasks in order, and return when all are done.
@@ -56,18 +51,11 @@ class Workers:
         Raises:
             BaseException: an error of a task. Tasks that have not started are dropped.
         """
-        if not self._queues:
-            for _, task in tasks:
-                task()
-            return
         futures: list[Future[None]] = []
         try:
+            futures += [self._submit[device](task) for device, task in tasks if device != self._own]
             for device, task in tasks:
-                if device != self.own:
-                    futures.append(Future())
-                    self._queues[device].put((futures[-1], task))
-            for device, task in tasks:
-                if device == self.own:
+                if device == self._own:
                     _raise_first([each for each in futures if each.done()])
                     task()
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -87,71 +75,32 @@ def _raise_first(done: list[Future[None]]) -> None:
         raise errors.pop(0)
 
 
-def _work(queue: SimpleQueue[tuple[Future[None], Task] | None], state: _ThreadState) -> None:
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(state.entered())
-        except BaseException as error:
-            # Fail all tasks with this error: if the thread just ended, the caller would wait forever.
-            while (entry := queue.get()) is not None:
-                if entry[0].set_running_or_notify_cancel():
-                    entry[0].set_exception(error)
-            return
-        while (entry := queue.get()) is not None:
-            future, task = entry
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                task()
-            except BaseException as error:
-                # A reference left in this frame would keep the error's frames, and the tensors in them.
-                future.set_exception(error)
-                del error
-            else:
-                future.set_result(None)
-            # queue.get() blocks next; do not keep the last task's tensors meanwhile.
-            del entry, future, task
-
-
-class _ThreadState:
-    """Thread-local torch state of the calling thread, for another one: grad mode, autocast, default device, streams.
+class _TorchState:
+    """Thread-local torch state of the calling thread, for others: grad mode, autocast, default device, streams.
 
     Only streams of the pipeline's `devices` are read: the first use of a GPU allocates memory on it.
     """
 
-    def __init__(self, device: torch.device, devices: Iterable[torch.device]) -> None:
-        self.device = device
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self._is_inference, self._is_grad_enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        kinds = [kind for kind in {"cpu", device.type} if torch.amp.is_autocast_available(kind)]
+        kinds = {kind for kind in {"cpu", *(each.type for each in devices)} if torch.amp.is_autocast_available(kind)}
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._autocast_caches = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
         self._streams = [torch.cuda.current_stream(each) for each in devices if each.type == "cuda"]
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            contexts: list[Any] = [torch.inference_mode(self._is_inference)]
-            contexts += [torch.set_grad_enabled(self._is_grad_enabled)]
-            contexts += [
-                torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._autocast_caches)
-                for kind, (is_enabled, dtype) in self._autocast.items()
-            ]
-            contexts += [torch.cuda.stream(stream) for stream in self._streams]
-            contexts += [] if self._default_device == torch.device("cpu") else [self._default_device]
-            if self.device.type == "cuda":
-                contexts.append(torch.cuda.device(self.device))
-            for context in contexts:
-                stack.enter_context(context)
-            yield
-
-
-class Stream(Protocol):
-    """Methods of `torch.cuda.Stream` that transfers use."""
-
-    def record_event(self) -> Any: ...
-
-    def wait_event(self, event: Any) -> None: ...
+    def enter(self, device: torch.device, stack: ExitStack) -> None:
+        """Enter the state in the present thread, which serves `device`, until the stack is closed."""
+        contexts: list[Any] = [torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._is_grad_enabled)]
+        contexts += [
+            torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._autocast_caches)
+            for kind, (is_enabled, dtype) in self._autocast.items()
+        ]
+        contexts += [torch.cuda.stream(stream) for stream in self._streams]
+        contexts += [] if self._default_device == torch.device("cpu") else [self._default_device]
+        contexts += [torch.cuda.device(device)] if device.type == "cuda" else []
+        for context in contexts:
+            stack.enter_context(context)
 
 
 class Lanes(NamedTuple):
@@ -185,107 +134,39 @@ def is_same_place(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.type == "cpu" or one.index == other.index)
 
 
-def _used_on(stream: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Keep the caching allocator from reusing the memory of `tensors` before the stream is done with them."""
-    for tensor in tensors:
-        if tensor is not None and tensor.is_cuda:
-            tensor.record_stream(stream)
+Events = dict[str, Any]
+"""CUDA events of a transfer: `ready` and `arrived` of activations, `gradient is ready` and `returned` of gradients."""
+
+Tensors = Sequence[torch.Tensor | None]
 
 
-def _marked(ctx: Any, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Mark outputs as non-differentiable where the input needs no gradient."""
-    # forward takes two arguments before the tensors.
-    needed = ctx.needs_input_grad[2:]
-    ctx.mark_non_differentiable(*(output for output, is_needed in zip(outputs, needed, strict=True) if not is_needed))
-    return tuple(outputs)
+def _noted(events: Events, what: str, stream: Any, tensors: Tensors) -> Tensors:
+    """Record the event `what` on the stream, and return the tensors."""
+    if stream is not None:
+        events[what] = stream.record_event()
+    return tensors
 
 
-@dataclass(eq=False)
-class Journey:
-    """Transfer of tensors between two devices, ordered by CUDA events. `target` is known on arrival only.
-
-    Events: `ready` and `arrived` for activations, `gradient is ready` and `returned` for gradients.
-    """
-
-    source: torch.device
-    target: torch.device | None = None
-    events: dict[str, Any] = field(default_factory=dict)
-
-    def note(self, what: str, stream: Stream | None) -> None:
-        """Record the event `what` on the stream."""
-        if stream is not None:
-            self.events[what] = stream.record_event()
-
-    def wait(self, what: str, stream: Stream | None, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Make later work of the stream wait for the event `what`, and let it use the tensors."""
-        if stream is not None:
-            if what in self.events:
-                stream.wait_event(self.events[what])
-            _used_on(stream, tensors)
-
-    def lanes(self) -> tuple[Stream | None, Stream | None]:
-        """Return the outgoing stream of the source and the incoming one of the target."""
-        assert self.target is not None
-        leaving, coming = lanes(self.source), lanes(self.target)
-        return leaving and leaving.outgoing, coming and coming.incoming
+def _waited(events: Events, what: str, stream: Any, tensors: Tensors) -> Tensors:
+    """Make later work of the stream wait for the event `what`, and return the tensors, which it may then use."""
+    if stream is not None:
+        if what in events:
+            stream.wait_event(events[what])
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                # Or the caching allocator reuses the memory before the stream is done with it.
+                tensor.record_stream(stream)
+    return tensors
 
 
-class Departing(torch.autograd.Function):
-    """Source end: forward records that the tensors are ready, backward waits for their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, journey: Journey, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.journey, ctx.stream = journey, stream
-        journey.note("ready", stream)
-        return _marked(ctx, [tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.journey.wait("returned", ctx.stream, gradients)
-        return None, None, *gradients
-
-
-class Copying(torch.autograd.Function):
-    """Middle: forward copies tensors to the target, backward copies gradients to the source."""
-
-    @staticmethod
-    def forward(ctx: Any, journey: Journey, target: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.journey, ctx.sources = journey, [tensor.device for tensor in tensors]
-        journey.target = target
-        leaving, coming = journey.lanes()
-        journey.wait("ready", leaving, tensors)
-        copies = [_copied(tensor, target, (leaving, coming)) for tensor in tensors]
-        journey.note("arrived", coming or leaving)
-        return _marked(ctx, copies)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        leaving, coming = ctx.journey.lanes()
-        ctx.journey.wait("gradient is ready", coming, gradients)
-        copies = [
-            None if gradient is None else _copied(gradient, source, (leaving, coming))
-            for gradient, source in zip(gradients, ctx.sources, strict=True)
-        ]
-        ctx.journey.note("returned", leaving or coming)
-        return None, None, *copies
-
-
-class Arriving(torch.autograd.Function):
-    """Target end: forward waits for the copies, backward records that their gradients are ready."""
-
-    @staticmethod
-    def forward(ctx: Any, journey: Journey, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.journey, ctx.stream = journey, stream
-        journey.wait("arrived", stream, tensors)
-        return _marked(ctx, [tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.journey.note("gradient is ready", ctx.stream)
-        return None, None, *gradients
+def _sent(
+    events: Events, begin: str, end: str, streams: tuple[Any, Any], target: torch.device, tensors: Tensors
+) -> Tensors:
+    """Copy tensors to `target` on the streams of both devices, after the event `begin`, and record the event `end`."""
+    first, last = streams
+    _waited(events, begin, first, tensors)
+    copies = [None if tensor is None else _copied(tensor, target, streams) for tensor in tensors]
+    return _noted(events, end, last or first, copies)
 
 
 def _copied(tensor: torch.Tensor, target: torch.device, streams: tuple[Any, Any]) -> torch.Tensor:
@@ -304,37 +185,68 @@ def on_streams(streams: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+class _Passing(torch.autograd.Function):
+    """Pass tensors through `there` in the forward, and their gradients through `back` in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, there: Callable[[Tensors], Tensors], back: Callable[[Tensors], Tensors], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.back = back
+        outputs = tuple(output.detach() for output in there(tensors) if output is not None)
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(each for each, is_needed in zip(outputs, needed, strict=True) if not is_needed))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.back(gradients)
+
+
 class Departed(NamedTuple):
     """Values that a stage has sent."""
 
     values: tuple[Any, ...]
-    journey: Journey
+    source: torch.device
+    events: Events
 
 
 def depart(values: Sequence[Any], source: torch.device) -> Departed:
     """Mark a stage's `values` as ready for a transfer. Call in the thread that has just computed them."""
-    journey, here = Journey(source), computing(source)
-    if here is None:
-        return Departed(tuple(values), journey)
-    return Departed(_through(values, source, lambda tensors: Departing.apply(journey, here, *tensors)), journey)  # type: ignore[no-untyped-call]
+    events, here = Events(), computing(source)
+    if here is not None:
+        there, back = partial(_noted, events, "ready", here), partial(_waited, events, "returned", here)
+        values = _passed(values, source, there, back)
+    return Departed(tuple(values), source, events)
 
 
 def arrive(departed: Departed, target: torch.device) -> tuple[Any, ...]:
-    """Return the values on `target`, wherever they are. Call in the thread that is about to run the next stage."""
-    (values, journey), here = departed, computing(target)
-    if not is_same_place(journey.source, target):
-        values = _through(values, journey.source, lambda tensors: Copying.apply(journey, target, *tensors))  # type: ignore[no-untyped-call]
+    """Return the values on `target`, wherever they are. Call in the thread that is about to run the next stage.
+
+    Three autograd nodes, one for `depart` and two here: each waits for its events in the thread and on the stream of
+    its device only when the backward gets there, so neither device waits for the other early.
+    """
+    (values, source, events), here = departed, computing(target)
+    if not is_same_place(source, target):
+        leaving, coming = lanes(source), lanes(target)
+        out, into = leaving and leaving.outgoing, coming and coming.incoming
+        there = partial(_sent, events, "ready", "arrived", (out, into), target)
+        back = partial(_sent, events, "gradient is ready", "returned", (into, out), source)
+        values = _passed(values, source, there, back)
         if here is not None:
-            values = _through(values, target, lambda tensors: Arriving.apply(journey, here, *tensors))  # type: ignore[no-untyped-call]
-    if all(not isinstance(value, torch.Tensor) or is_same_place(value.device, target) for value in values):
-        return values
-    return tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in values)
+            there, back = partial(_waited, events, "arrived", here), partial(_noted, events, "gradient is ready", here)
+            values = _passed(values, target, there, back)
+    return tuple(
+        value.to(target) if isinstance(value, torch.Tensor) and not is_same_place(value.device, target) else value
+        for value in values
+    )
 
 
-def _through(values: Sequence[Any], device: torch.device, step: Any) -> tuple[Any, ...]:
-    """Apply `step` to all distinct tensors of `values` on `device` in one call, and put the results in their place."""
-    found = {id(v): v for v in values if isinstance(v, torch.Tensor) and is_same_place(v.device, device)}
-    if not found:
-        return tuple(values)
-    results = dict(zip(found, step(list(found.values())), strict=True))
-    return tuple(results.get(id(value), value) for value in values)
+def _passed(values: Sequence[Any], device: torch.device, there: Any, back: Any) -> tuple[Any, ...]:
+    """Pass all distinct tensors of `values` on `device` in one node of the graph."""
+    return replaced(
+        values,
+        lambda tensor: is_same_place(tensor.device, device),
+        lambda tensors: _Passing.apply(there, back, *tensors),  # type: ignore[no-untyped-call]
+    )

@@ -1,17 +1,8 @@
-"""Run rows of features in one launch, with the pipeline or with plain Trainer, and write down what came out.
-
-    conformance_worker.py ROWS.json FOLDER --trainer pipeline|plain --num_stages K
-
-Each rank writes `FOLDER/<row>.rank<r>.json`, rank 0 also `FOLDER/<row>.safetensors`. A row that is refused
-(ValueError, alike on all ranks) is noted and the next one runs; any other error is noted and ends the launch.
-"""
+"""Run rows of features in one launch, with the pipeline or with plain Trainer, and write down what came out."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -29,11 +19,10 @@ from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH
 from tests.distributed.equality_worker import (
     EVAL_SEED,
     MODEL_SEED,
-    RANK,
-    WORLD_SIZE,
     CountEvents,
     digest,
 )
+from tests.distributed.scenarios import RANK, WORLD_SIZE, run_case, scenario
 from tests.models import build_model, collate, make_rows
 
 
@@ -212,47 +201,13 @@ def tensorboard_scalars(output: Path) -> dict[str, list[tuple[int, float]]]:
 RunOne = Callable[[Mapping[str, str], int | None, Path], tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
 
-def run_row(features: Mapping[str, str], num_stages: int | None, output: Path) -> Any:
-    """One row of the covering array."""
-    return run(setup_of(features), num_stages, output)
+@scenario
+def run_rows(folder: Path, listed: str, num_stages: int | None = None) -> None:
+    """Run rows of the covering array with the pipeline, or without `num_stages` with plain Trainer."""
+    run_listed(folder, listed, num_stages, lambda features, stages, output: run(setup_of(features), stages, output))
 
 
-def main(run_one: RunOne) -> None:
-    """Run all that a file lists and note the outcomes, as the head of this file says."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--trainer", choices=["pipeline", "plain"], required=True)
-    parser.add_argument("--num_stages", type=int)
-    options = parser.parse_args()
-    num_stages = options.num_stages if options.trainer == "pipeline" else None
-    folder = options.folder
-    torch.set_num_threads(1)
-    for row in json.loads(options.rows.read_text()):
-        name, start = row["name"], time.monotonic()
-        print(f"row {name}", flush=True)
-        try:
-            values, tensors = run_one(row["features"], num_stages, folder / f"{name}-output")
-        except ValueError:
-            note(folder, name, {"error": traceback.format_exc()})
-            continue
-        except BaseException:
-            note(folder, name, {"error": traceback.format_exc()})
-            raise
-        if RANK == 0:
-            save_file(tensors, folder / f"{name}.safetensors")
-        note(folder, name, {**values, "seconds": time.monotonic() - start})
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def note(folder: Path, name: str, values: dict[str, Any]) -> None:
-    path = folder / f"{name}.rank{RANK}.json"
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(values))
-    unfinished.rename(path)
-
-
-if __name__ == "__main__":
-    main(run_row)
+def run_listed(folder: Path, listed: str, num_stages: int | None, run_one: RunOne) -> None:
+    for row in json.loads(Path(listed).read_text()):
+        name = row["name"]
+        run_case(folder, name, partial(run_one, row["features"], num_stages, folder / f"{name}-output"), ValueError)

@@ -1,4 +1,4 @@
-"""Training with `push_to_hub`, before a hub that notes what it is given; started as `conformance_worker.py`."""
+"""Training with `push_to_hub`, before a hub that notes what it is given."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import transformers.trainer
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from tests.conformance.conformance_worker import arguments_of, base_classes, main, named
+from tests.conformance.conformance_worker import arguments_of, base_classes, named, run_listed
 from tests.conformance.features import Setup
 from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED
+from tests.distributed.scenarios import scenario
 from tests.models import build_model, collate, make_dataset
 
 
@@ -84,5 +85,6 @@ def run_pushes(features: Mapping[str, str], num_stages: int | None, output: Path
     return {"uploads": hub.uploads, "pushes": counter.pushes}, hub.weights
 
 
-if __name__ == "__main__":
-    main(run_pushes)
+@scenario
+def push_all(folder: Path, listed: str, num_stages: int | None = None) -> None:
+    run_listed(folder, listed, num_stages, run_pushes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launcher import launch
+from tests.distributed.scenarios import read_notes, run_each
 from tests.distributed.test_equality import relative_difference, untimed
 
 
@@ -69,13 +68,13 @@ class Launches:
     """Launches the selected runs, all of one layout together, when the first of them is asked for.
 
     Args:
-        worker: a script that calls `conformance_worker.main`.
+        scenario: calls `conformance_worker.run_listed`.
         folder: for what the runs write.
         runs: those of all layouts; with `Run.reference` for what is compared.
     """
 
-    def __init__(self, worker: Path, folder: Path, runs: Sequence[Run]) -> None:
-        self.worker = worker
+    def __init__(self, scenario: Callable[..., None], folder: Path, runs: Sequence[Run]) -> None:
+        self.scenario = scenario
         self.folder = folder
         self.runs = runs
         self.output: dict[Layout | None, str] = {}
@@ -87,11 +86,7 @@ class Launches:
             folder.mkdir()
             self.output[run.layout] = self._launch_all(run.layout, folder)
         num_ranks = run.layout[0] * run.layout[1] if run.layout else 1
-        paths = [folder / f"{run.name}.rank{rank}.json" for rank in range(num_ranks)]
-        missing = [path.name for path in paths if not path.exists()]
-        if missing:
-            pytest.fail(f"{missing} were not written.\n{self.output[run.layout]}", pytrace=False)
-        return [json.loads(path.read_text()) for path in paths]
+        return read_notes(folder, run.name, num_ranks, self.output[run.layout], allows_errors=True)
 
     def outcome(self, run: Run) -> Outcome:
         ranks = self.ranks(run)
@@ -104,26 +99,18 @@ class Launches:
         return self.folder / (f"{layout[0]}x{layout[1]}" if layout else "reference")
 
     def _launch_all(self, layout: Layout | None, folder: Path) -> str:
-        """Run all of a layout; one that ends its launch does not take those behind it along. Returns all output."""
-        left, output = [run for run in self.runs if run.layout == layout], ""
-        while left:
-            listed = folder / "runs.json"
-            listed.write_text(json.dumps([{"name": run.name, "features": dict(run.features)} for run in left]))
-            trainer = ["--trainer", "pipeline", "--num_stages", str(layout[0])] if layout else ["--trainer", "plain"]
-            result = launch(
-                self.worker,
-                [listed, folder, *trainer],
-                num_processes=layout[0] * layout[1] if layout else 1,
-                timeout=START_SECONDS + RUN_SECONDS * len(left),
-                check=False,
-                grace=70,
-            )
-            output += result.output
-            if result.returncode == 0:
-                break
-            done = [run for run in left if (folder / f"{run.name}.rank0.json").exists()]
-            left = left[max(len(done), 1) :]
-        return output
+        return run_each(
+            self.scenario,
+            folder,
+            {
+                run.name: {"name": run.name, "features": dict(run.features)}
+                for run in self.runs
+                if run.layout == layout
+            },
+            layout[0] * layout[1] if layout else 1,
+            (START_SECONDS, RUN_SECONDS),
+            options={"num_stages": layout[0]} if layout else {},
+        )
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Subclasses of Trainer as scripts define them, run with either base class; started as `conformance_worker.py`."""
+"""Subclasses of Trainer as scripts define them, run with either base class."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from tests.conformance.conformance_worker import arguments_of, base_classes, main, named
+from tests.conformance.conformance_worker import arguments_of, base_classes, named, run_listed
 from tests.conformance.features import Setup
 from tests.conformance.pieces import Scores
 from tests.distributed.cases import GLOBAL_EVAL_BATCH
-from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED, WORLD_SIZE
+from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.models import build_model, collate, make_dataset
 
 
@@ -122,5 +123,6 @@ def run_subclass(features: Mapping[str, str], num_stages: int | None, output: Pa
     return values, weights | named("predictions", predicted.predictions)
 
 
-if __name__ == "__main__":
-    main(run_subclass)
+@scenario
+def swap_all(folder: Path, listed: str, num_stages: int | None = None) -> None:
+    run_listed(folder, listed, num_stages, run_subclass)

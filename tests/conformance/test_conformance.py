@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conformance.conformance_worker import run_rows
 from tests.conformance.covering import allowed_pairs, pairs_of, rows_with_every_level
 from tests.conformance.features import FACTORS, REFUSED, Refusal, all_rows, exclusions
 from tests.conformance.runs import (
@@ -31,8 +31,6 @@ from tests.conformance.runs import (
 from tests.distributed.test_equality import relative_difference, tensor_difference, untimed
 from tests.models import IGNORED, MODELS, has_zero_gradient
 
-
-WORKER = Path(__file__).with_name("conformance_worker.py")
 
 TWO_STAGES, TWO_REPLICAS, BOTH = (2, 1), (1, 2), (2, 2)
 
@@ -77,7 +75,7 @@ def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             selected[str(run)] = run
             if "plain" in item.fixturenames:
                 selected[str(run.reference)] = run.reference
-    return Launches(WORKER, tmp_path_factory.mktemp("conformance"), list(selected.values()))
+    return Launches(run_rows, tmp_path_factory.mktemp("conformance"), list(selected.values()))
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.conformance.hub_worker import push_all
 from tests.conformance.runs import TOLERANCE, Launches, Run
 from tests.distributed.test_equality import tensor_difference
 from tests.models import has_zero_gradient
 
 
-WORKER = Path(__file__).with_name("hub_worker.py")
 RUNS = [Run(strategy, {"strategy": strategy}, (2, 1)) for strategy in ("every_save", "checkpoint", "end")]
 
 # What the pipeline writes of its own, beside the files of Trainer.
@@ -22,7 +20,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(WORKER, tmp_path_factory.mktemp("hub"), [*RUNS, *(run.reference for run in RUNS)])
+    return Launches(push_all, tmp_path_factory.mktemp("hub"), [*RUNS, *(run.reference for run in RUNS)])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)

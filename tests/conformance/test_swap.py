@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.conformance.runs import TOLERANCE, Launches, Layout, Run, differences, differs, logged
+from tests.conformance.swap_worker import swap_all
 from tests.distributed.test_equality import tensor_difference, untimed
 from tests.models import has_zero_gradient
 
 
-WORKER = Path(__file__).with_name("swap_worker.py")
 MODEL = "bert_sequence"
 
 ALONE, TWO_STAGES, TWO_REPLICAS = (1, 1), (2, 1), (1, 2)
@@ -47,7 +46,7 @@ def _marked(run: Run) -> object:
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     runs = [item.callspec.params["run"] for item in request.session.items if item.path == request.path]
     selected = {str(run): run for one in runs for run in (one, one.reference)}
-    return Launches(WORKER, tmp_path_factory.mktemp("swap"), list(selected.values()))
+    return Launches(swap_all, tmp_path_factory.mktemp("swap"), list(selected.values()))
 
 
 @pytest.mark.parametrize("run", list(map(_marked, WORKING)))

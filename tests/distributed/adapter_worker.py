@@ -1,7 +1,5 @@
 """Models with adapters in pipelines, beside plain Trainer or one stage of ours on one process.
 
-    adapter_worker.py FOLDER CASE...
-
 Rank 0 writes `FOLDER/<case>-<K>x<R>.json`: losses, gradient norms, the last layout, whether saved adapters give the
 same logits. Every rank writes what it keeps for the training (see `Holdings`), into `<case>-<K>x<R>-<rank>.json`.
 """
@@ -9,8 +7,6 @@ same logits. Every rank writes what it keeps for the training (see `Holdings`), 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -23,9 +19,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.planning.costs import trained_elements
 from tests.adapted import METHODS, adapted, base_of, data_of
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 
 
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, SAVED_AT = 6, 4
 ONE_STAGE = (1, 1)
 
@@ -171,16 +167,10 @@ def run(name: str, case: AdapterCase, layout: tuple[int, int], folder: Path) -> 
         (folder / f"{where}.json").write_text(json.dumps(found))
 
 
-def main() -> None:
-    for name in sys.argv[2:]:
+@scenario
+def run_all(folder: Path, names: list[str]) -> None:
+    for name in names:
         case = CASES[name]
         for layout in case.layouts if WORLD_SIZE > 1 else (ONE_STAGE,):
             if layout[0] * layout[1] == WORLD_SIZE:
-                run(name, case, layout, Path(sys.argv[1]))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+                run(name, case, layout, folder)

@@ -1,29 +1,19 @@
-"""What a training on several stages leaves behind: one that was refused, one that ended well, one that failed.
-
-    afterwards_worker.py FOLDER
-
-Each rank writes `FOLDER/rank<r>.json`, what it found by name.
-"""
+"""What a training on several stages leaves behind: one that was refused, one that ended well, one that failed."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
 from tests.test_trainers_checkpoints import Told
 
 
-RANK = int(os.environ.get("RANK", "0"))
-FOLDER = Path(sys.argv[1])
 MODEL = "bert_sequence"
 EVALUATED = 11
 
@@ -89,9 +79,9 @@ def losses_of(trainer: PipeTransformerTrainer) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-def told_to_end(schedule: str) -> dict[str, Any]:
+def told_to_end(folder: Path, schedule: str) -> dict[str, Any]:
     """A signal comes to rank 1 alone, amid its third step; and the run that goes on from what is saved then."""
-    output = FOLDER / f"told-{schedule}"
+    output = folder / f"told-{schedule}"
 
     def make(**options: Any) -> PipeTransformerTrainer:
         args = PipeTransformerArguments(
@@ -123,10 +113,11 @@ def told_to_end(schedule: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+@scenario
+def look_afterwards(folder: Path) -> dict[str, Any]:
+    """Return what this rank found, by name."""
     args = PipeTransformerArguments(
-        output_dir=str(FOLDER / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=2, max_steps=2,
+        output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=2, max_steps=2,
         save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, freeze_policy="none",
         pipeline_parallel_size=2, pipeline_timeout=30,
     )  # fmt: skip
@@ -146,7 +137,7 @@ def main() -> None:
     found["predicted"] = look(trainer)
 
     for schedule in ("1f1b", "async_1f1b"):
-        found[schedule] = told_to_end(schedule)
+        found[schedule] = told_to_end(folder, schedule)
 
     acts.fails = True
     found["failure"] = error_of(trainer.train)
@@ -154,12 +145,6 @@ def main() -> None:
     found["num_missing"] = sum(p.is_meta for p in trainer.model.parameters())
     with trainer.whole_model():
         found["num_missing_of_whole"] = sum(p.is_meta for p in trainer.model.parameters())
-    resume = str(FOLDER / "output" / "checkpoint-2")
+    resume = str(folder / "output" / "checkpoint-2")
     found["resumption"] = error_of(lambda: trainer.train(resume_from_checkpoint=resume))
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,7 +1,5 @@
 """Asynchronous trainings in pipelines, and the same in one process, with every version of the weights kept.
 
-    async_worker.py FOLDER CASE...
-
 On several processes rank 0 writes `FOLDER/<case>-<K>x<R>.json` and `.safetensors`: losses, who owns which parameter,
 and the weights at the end. On one process, for each of these that is there, the same under
 `<case>-<K>x<R>-simulated`.
@@ -10,9 +8,7 @@ and the weights at the end. On one process, for each of these that is there, the
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +24,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.weights.rows import casting_again
 from tests.async_simulation import SimulatedStage, versions
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.models import build_model, collate, make_dataset
 
 
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 MODEL, GLOBAL_BATCH, NUM_EVALUATED = "bert_sequence", 8, 6
 KINDS = ("pipeoptim", "vanilla", "stashing", "double_buffer", "spectrain", "xpipe")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -428,9 +424,9 @@ def train_plainly(name: str, folder: Path) -> None:
     save(trainer, where)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+@scenario
+def run_all(folder: Path, names: list[str]) -> None:
+    for name in names:
         if WORLD_SIZE == 1 and name == "still":
             train_plainly(name, folder)
         for layout in CASES[name].layouts:
@@ -440,7 +436,3 @@ def main() -> None:
                 train(name, folder, layout)
                 if CASES[name].resumes is not None:
                     train(name, folder, layout, CASES[name].resumes)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,16 @@
 """Try to make the activation cache give something old or wrong, and note what each run did.
 
-    cache_worker.py FOLDER SCENARIO ...
-
-Each scenario trains with the cache and, where numbers are compared, without it. Each rank writes
-`FOLDER/<scenario>.rank<r>.json`, rank 0 also `FOLDER/<scenario>.<run>.safetensors`.
+Each scenario trains with the cache and, where numbers are compared, without it. Each rank notes what
+its runs did, rank 0 also writes `FOLDER/<act>.<run>.safetensors`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -31,12 +29,10 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import cache
 from hf_pipetransformer.cache.folder import StoreFolder
+from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
 from tests.distributed.transition_observer import encoder_parts
 from tests.models import build_model, collate, make_rows
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 # 37 samples are five steps an epoch.
 NUM_SAMPLES = 37
@@ -598,28 +594,20 @@ ALONE = [interrupted]
 MEETING = [meets_first, meets_second]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("scenarios", nargs="+")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+@scenario
+def act_all(folder: Path, listed: str) -> None:
     known = {act.__name__: act for act in [*PAIRED, *ALONE, *MEETING]}
-    for name in options.scenarios:
+    names = json.loads(Path(listed).read_text())
+    for name in names:
         print(f"scenario {name}", flush=True)
-        scenario = Scenario(options.folder, name)
-        result: dict[str, Any] = {"runs": scenario.runs}
+        here = Scenario(folder, name)
+        result: dict[str, Any] = {"runs": here.runs}
         try:
-            known[name](scenario)
+            known[name](here)
         except BaseException:
             result["error"] = traceback.format_exc()
             raise
         finally:
-            (options.folder / f"{name}.rank{RANK}.json").write_text(json.dumps(result))
-    if torch.distributed.is_initialized() and a_rank_fails.__name__ not in options.scenarios:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+            note(folder, name, result)
+    if a_rank_fails.__name__ in names:
+        sys.exit()  # The ranks can no longer meet at the end.

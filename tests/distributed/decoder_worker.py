@@ -1,15 +1,11 @@
 """Causal language models in pipelines, with whole sequences and with slices, beside plain Trainer on one process.
 
-    decoder_worker.py FOLDER CASE...
-
 Rank 0 writes `FOLDER/<case>-<K>x<R>.json`: losses, gradient norms, the loss of an evaluation and the last layout.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +15,9 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.decoders import DECODERS, collate_tokens, make_decoder, make_packed_rows, make_rows, ties_embeddings
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 
 
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 8
 
 
@@ -149,16 +145,10 @@ def run(name: str, case: DecoderCase, layout: tuple[int, int], folder: Path) -> 
         (folder / f"{where}.json").write_text(json.dumps(found))
 
 
-def main() -> None:
-    for name in sys.argv[2:]:
+@scenario
+def run_all(folder: Path, names: list[str]) -> None:
+    for name in names:
         case = CASES[name]
         for layout in case.layouts if WORLD_SIZE > 1 else ((1, 1),):
             if layout[0] * layout[1] == WORLD_SIZE:
-                run(name, case, layout, Path(sys.argv[1]))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+                run(name, case, layout, folder)

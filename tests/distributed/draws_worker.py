@@ -1,21 +1,14 @@
-"""Trainings on data that draw random numbers, on two processes: K stages, replicas, both in turn, and gone on with.
-
-    draws_worker.py FOLDER CASE ...
-
-Rank 0 writes the losses of each case to FOLDER/CASE.json.
-"""
+"""Trainings on data that draw random numbers, on two processes: K stages, replicas, both in turn, and gone on with."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.planning import storing as decision
 from tests.distributed.resume_worker import write_plan
+from tests.distributed.scenarios import scenario
 from tests.drawing import losses, trainer_of
 
 
@@ -46,12 +39,13 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
 SAVED_AT = 4
 
 
-def main() -> None:
+@scenario
+def train(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Return the losses of each case."""
     decision.FRESH_BUDGET = 0.0  # It hangs on measured times how many samples are drawn anew.
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+    found: dict[str, Any] = {}
+    for name in names:
         data, runs = CASES[name]
-        found: list[Any] = []
         for index, options in enumerate(runs):
             options = {"freeze_policy": "none", **options}
             if "layout_plan" in options:
@@ -61,11 +55,5 @@ def main() -> None:
             saves = SAVED_AT if len(runs) > 1 else None
             trainer = trainer_of(data, PipeTransformerTrainer, folder / name, 2, save_at=saves, **options)
             trainer.train(resume_from_checkpoint=index > 0)
-            found = losses(trainer)
-        if os.environ["RANK"] == "0":
-            (folder / f"{name}.json").write_text(json.dumps(found))
-    trainer.end()
-
-
-if __name__ == "__main__":
-    main()
+            found[name] = losses(trainer)
+    return found

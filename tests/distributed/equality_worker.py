@@ -1,39 +1,29 @@
 """Run a list of cases in one launch, with the pipeline or with plain Trainer, and write down what came out.
 
-    equality_worker.py CASES.json FOLDER --trainer pipeline|plain --num_stages K
-
-Starting Python and importing torch takes longer than a case, hence many cases a launch. Each rank writes
-`FOLDER/<case>.rank<r>.json`, rank 0 also `FOLDER/<case>.safetensors`. A refused case (ValueError, alike on all ranks)
-is noted and the next one runs; any other error is noted and ends the launch.
+Starting Python and importing torch takes longer than a case, hence many cases a launch.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import os
 import re
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from safetensors.torch import save_file
 from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, Case
+from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
 from tests.models import IGNORED, MODELS, QA_LENGTH, build_model, collate, make_dataset, make_rows
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 MODEL_SEED = 11
 EVAL_SEED = 1
@@ -258,44 +248,9 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return state.hexdigest()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--trainer", choices=["pipeline", "plain"], required=True)
-    parser.add_argument("--num_stages", type=int)
-    options = parser.parse_args()
-    num_stages = options.num_stages if options.trainer == "pipeline" else None
-    torch.set_num_threads(1)
-    for fields in json.loads(options.cases.read_text()):
+@scenario
+def run_all(folder: Path, listed: str, num_stages: int | None = None) -> None:
+    """Run a list of cases with the pipeline, or without `num_stages` with plain Trainer."""
+    for fields in json.loads(Path(listed).read_text()):
         case = Case(**fields)
-        start = time.monotonic()
-        print(f"case {case.name}", flush=True)
-        try:
-            values, tensors = run(case, num_stages, options.folder / f"{case.name}-output")
-        except ValueError:
-            note(options.folder, case, {"error": traceback.format_exc()})
-            continue
-        except BaseException:
-            note(options.folder, case, {"error": traceback.format_exc()})
-            raise
-        if RANK == 0:
-            save_file(
-                {name: value.contiguous() for name, value in tensors.items()},
-                options.folder / f"{case.name}.safetensors",
-            )
-        note(options.folder, case, {**values, "seconds": time.monotonic() - start})
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def note(folder: Path, case: Case, values: dict[str, Any]) -> None:
-    path = folder / f"{case.name}.rank{RANK}.json"
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(values))
-    unfinished.rename(path)
-
-
-if __name__ == "__main__":
-    main()
+        run_case(folder, case.name, partial(run, case, num_stages, folder / f"{case.name}-output"), ValueError)

@@ -37,12 +37,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.family_worker import SECONDS_A_MODEL, noted
-from tests.distributed.launcher import launch
+from tests.distributed.family_worker import SECONDS_A_MODEL, train_all
+from tests.distributed.scenarios import noted, start
 from tests.every_family import LEFT_OUT, Subject, every_subject
 
-
-WORKER = Path(__file__).with_name("family_worker.py")
 
 BAD = ("crash", "wrong", "barred")
 
@@ -111,18 +109,24 @@ def _launch_all(names: Sequence[str], folder: Path, mode: str, num_processes: in
     """All models, in one launch if it can be; one that ends its launch does not take those behind it along."""
     found: dict[str, Found] = {}
     left = list(names)
-    for path in (noted(folder, name, m, rank) for name in names for m in (mode, f"{mode}.begun") for rank in (0, 1)):
+    for path in (noted(folder, f"{name}.{m}", r) for name in names for m in (mode, f"{mode}.begun") for r in (0, 1)):
         path.unlink(missing_ok=True)  # Of an earlier run in this folder.
     while left:
         listed = folder / f"{left[0]}.{mode}.list"
         listed.write_text(json.dumps(left))
         limit = SECONDS_A_MODEL * len(left) + 120
-        result = launch(
-            WORKER, [listed, folder, "--mode", mode], num_processes, timeout=limit, check=False, grace=SECONDS_A_MODEL
+        result = start(
+            train_all,
+            folder,
+            num_processes,
+            {"listed": str(listed), "mode": mode},
+            timeout=limit,
+            check=False,
+            grace=SECONDS_A_MODEL,
         )
-        begun = [name for name in left if noted(folder, name, f"{mode}.begun", 0).exists()]
+        begun = [name for name in left if noted(folder, f"{name}.{mode}.begun", 0).exists()]
         for name in begun or left[:1]:
-            paths = [noted(folder, name, mode, rank) for rank in range(num_processes)]
+            paths = [noted(folder, f"{name}.{mode}", rank) for rank in range(num_processes)]
             ended = {"died": {"error": _died(result.output)}}
             found[name] = [json.loads(path.read_text()) if path.exists() else ended for path in paths]
         left = left[max(len(begun), 1) :]

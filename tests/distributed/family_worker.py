@@ -1,18 +1,15 @@
 """Train a list of tiny models for three steps each and write down what came out.
 
-    family_worker.py SUBJECTS.json FOLDER --mode plain|parts|split|defaults|replicas
-
 `plain`: Trainer in one process; `parts`: also our trainer there, with two micro-batches. `split`: two stages on two
 processes. `defaults`: our trainer with all its defaults on two processes; `replicas`: Trainer on two.
 
-Each rank writes `FOLDER/<name>.<mode>.rank<r>.json`, rank 0 also the weights. After a model the ranks look whether
+Each rank notes `<name>.<mode>`, rank 0 also writes the weights. After a model the ranks look whether
 both came to the same end in order: where they did not, the launch ends, and whoever started it goes on in another one
 with the next model. A model that takes too long ends its launch with every thread's stack on stderr.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
@@ -29,11 +26,9 @@ import transformers
 from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from tests.distributed.scenarios import RANK, WORLD_SIZE, note, noted, scenario
 from tests.every_family import Subject, build, collate, every_subject, rows
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 NUM_STEPS = 3
 GLOBAL_BATCH = 8
@@ -162,34 +157,26 @@ MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("subjects", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--mode", choices=MODES, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+@scenario
+def train_all(folder: Path, listed: str, mode: str) -> None:
+    """Train the listed models in one of `MODES`."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     known = {subject.name: subject for subject in every_subject()}
-    for name in json.loads(options.subjects.read_text()):
+    for name in json.loads(Path(listed).read_text()):
         faulthandler.dump_traceback_later(SECONDS_A_MODEL, exit=True)
         start = time.monotonic()
-        note(options.folder, name, f"{options.mode}.begun", RANK, {})
-        found = MODES[options.mode](known[name], options.folder)
+        note(folder, f"{name}.{mode}.begun", {})
+        found = MODES[mode](known[name], folder)
         found["seconds"] = round(time.monotonic() - start, 2)
         faulthandler.cancel_dump_traceback_later()
-        note(options.folder, name, options.mode, RANK, found)
-        if WORLD_SIZE > 1 and not both_in_order(options.folder, name, options.mode, found):
+        note(folder, f"{name}.{mode}", found)
+        if WORLD_SIZE > 1 and not both_in_order(noted(folder, f"{name}.{mode}", 1 - RANK), found):
             os._exit(3)  # The process groups may be in the middle of something.
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
-def both_in_order(folder: Path, name: str, mode: str, found: dict[str, Any]) -> bool:
+def both_in_order(other: Path, found: dict[str, Any]) -> bool:
     """Whether both ranks trained, or were refused with the same words before they met."""
-    other = noted(folder, name, mode, 1 - RANK)
     deadline = time.monotonic() + SECONDS_FOR_THE_OTHER
     while not other.exists():
         if time.monotonic() > deadline:
@@ -203,18 +190,3 @@ def both_in_order(folder: Path, name: str, mode: str, found: dict[str, Any]) -> 
 def ends_of(found: dict[str, Any]) -> dict[str, Any]:
     errors = {key: part.get("error") for key, part in found.items() if isinstance(part, dict)}
     return {key: error and [error["type"], error["is_sentence"], error["text"]] for key, error in errors.items()}
-
-
-def noted(folder: Path, name: str, mode: str, rank: int) -> Path:
-    return folder / f"{name}.{mode}.rank{rank}.json"
-
-
-def note(folder: Path, name: str, mode: str, rank: int, values: dict[str, Any]) -> None:
-    path = noted(folder, name, mode, rank)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(values))
-    unfinished.rename(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,7 @@
-"""A training run in which one planted thing goes wrong.
-
-    fault_worker.py FAULT OUTPUT --num_stages K --rank r --timeout seconds
-
-`FAULT` is a key of `FAULTS`; `r` is the rank it happens on.
-"""
+"""A training run in which one planted thing goes wrong."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -18,11 +12,9 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 MODEL = "bert_sequence"
 READY = "past the third step"
@@ -153,52 +145,46 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("fault", choices=FAULTS)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--num_stages", type=int, default=2)
-    parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=15)
-    parser.add_argument("--max_steps", type=int, default=1_000_000)
-    parser.add_argument("--schedule", default="1f1b")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    fault = FAULTS[options.fault]
-    if options.rank != RANK and not fault.get("everywhere"):
-        fault = {}
+@scenario
+def train_with(
+    folder: Path,
+    fault: str,
+    *,
+    rank: int = 1,
+    num_stages: int = 2,
+    timeout: float = 15,
+    max_steps: int = 1_000_000,
+    schedule: str = "1f1b",
+) -> None:
+    """Train with one of `FAULTS` on a rank."""
+    what = FAULTS[fault]
+    if rank != RANK and not what.get("everywhere"):
+        what = {}
     settings = {
-        "output_dir": str(options.output),
+        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
-        "max_steps": options.max_steps,
+        "max_steps": max_steps,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "pipeline_parallel_size": options.num_stages,
-        "pipeline_parallel_num_microbatches": 1 if options.schedule == "async_1f1b" else 4,
-        "pipeline_schedule": options.schedule,
-        "pipeline_timeout": options.timeout,
+        "pipeline_parallel_size": num_stages,
+        "pipeline_parallel_num_microbatches": 1 if schedule == "async_1f1b" else 4,
+        "pipeline_schedule": schedule,
+        "pipeline_timeout": timeout,
         "freeze_policy": "none",
     }
     trainer = FaultyTrainer(
         model=build_model(MODEL),
-        args=PipeTransformerArguments(**(settings | fault.get("options", {}))),
-        train_dataset=fault.get("train_dataset", make_dataset(MODEL, 53)),
-        data_collator=fault.get("data_collator", collate),
-        callbacks=fault.get("callbacks", [Announce()]),
+        args=PipeTransformerArguments(**(settings | what.get("options", {}))),
+        train_dataset=what.get("train_dataset", make_dataset(MODEL, 53)),
+        data_collator=what.get("data_collator", collate),
+        callbacks=what.get("callbacks", [Announce()]),
     )
-    trainer.happening = fault.get("happening", go_on)
-    trainer.happens_at = 1 if options.schedule == "async_1f1b" else 2
-    trainer.saves_slowly = fault.get("saves_slowly", False)
+    trainer.happening = what.get("happening", go_on)
+    trainer.happens_at = 1 if schedule == "async_1f1b" else 2
+    trainer.saves_slowly = what.get("saves_slowly", False)
     if trainer.saves_slowly and RANK == 1:
         time.sleep(SLOW_SECONDS)  # As if it prepared its data.
     trainer.train()
     print(f"rank {RANK} trained to the end", flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

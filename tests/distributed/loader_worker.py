@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,10 @@ from torch.utils.data import DataLoader, Subset
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
+from tests.distributed.scenarios import RANK, scenario
 from tests.models import collate, make_dataset
 from tests.test_loaders import MODEL, close, logs_of, made
 from tests.usages import untimed
-
-
-RANK = int(os.environ["RANK"])
 
 
 def with_own_loaders(base: type) -> type:
@@ -85,13 +81,12 @@ def train_with_own(folder: Path) -> None:
     assert close(results[1], results[0]), results
 
 
-def main() -> None:
-    for act in (read_alone, refused, train_with_own):
-        act(Path(sys.argv[1]) / act.__name__ / str(RANK))
-        print(f"done: {act.__name__}", flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+ACTS = (read_alone, refused, train_with_own)
 
 
-if __name__ == "__main__":
-    main()
+@scenario
+def act_all(folder: Path) -> list[str]:
+    """Return the names of the acts that ended well."""
+    for act in ACTS:
+        act(folder / act.__name__ / str(RANK))
+    return [act.__name__ for act in ACTS]

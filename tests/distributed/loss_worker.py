@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.models import QA_LENGTH, build_model, collate, make_dataset, make_rows
 
 
@@ -68,68 +67,51 @@ class SharpPipelineTrainer(PipeTransformerMixin, SharpTrainer):
     pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("plain", "ours"))
-    parser.add_argument("model")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--world_size", type=int, default=2)
-    parser.add_argument("--num_stages", default="2")
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--pad_to_the_longest", action="store_true")
-    parser.add_argument("--predict_first", action="store_true", help="predict without labels before training")
-    parser.add_argument("--evaluate_three", action="store_true", help="evaluate with a sampler of three samples")
-    parser.add_argument("--taught", action="store_true", help="a loss that reads the images")
-    parser.add_argument("--sharp", action="store_true", help="a pipeline for somebody else's trainer")
-    options = parser.parse_args()
+@scenario
+def losses(folder: Path, kind: str, model: str, num_stages: str = "2", change: str = "") -> dict[str, Any]:
+    """Losses and metrics of the trainer of one `kind`, `plain` or `ours`.
 
+    Changes: `pad_to_the_longest`; `predict_first`, without labels before training; `evaluate_three`, with a sampler of
+    three samples; `taught`, a loss that reads the images; `sharp`, somebody else's trainer.
+    """
     set_seed(0)
     common: dict[str, Any] = {
-        "output_dir": str(options.output), "max_steps": 20, "learning_rate": 1e-3, "weight_decay": 0.1,
+        "output_dir": str(folder), "max_steps": 20, "learning_rate": 1e-3, "weight_decay": 0.1,
         "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none",
-        "seed": 1, "fp16": options.precision == "fp16", "bf16": options.precision == "bf16",
-        "gradient_accumulation_steps": 2 if options.predict_first else 1,
+        "seed": 1, "gradient_accumulation_steps": 2 if change == "predict_first" else 1,
     }  # fmt: skip
     data: dict[str, Any] = {
-        "train_dataset": make_dataset(options.model, NUM_SAMPLES),
-        "eval_dataset": make_dataset(options.model, 10, seed=1),
-        "data_collator": pad_to_the_longest if options.pad_to_the_longest else collate,
+        "train_dataset": make_dataset(model, NUM_SAMPLES),
+        "eval_dataset": make_dataset(model, 10, seed=1),
+        "data_collator": pad_to_the_longest if change == "pad_to_the_longest" else collate,
         "compute_metrics": lambda prediction: {
             "count": len(prediction.label_ids),
             "sharpness": float(abs(prediction.predictions).mean()),
         },
     }
-    model = build_model(options.model)
-    if options.kind == "plain":
+    built = build_model(model)
+    if kind == "plain":
         arguments = TrainingArguments(per_device_train_batch_size=8, **common)
-        plain_class = SharpTrainer if options.sharp else TaughtTrainer if options.taught else Trainer
-        trainer = plain_class(model, arguments, **data)
-        trainer.model_accepts_loss_kwargs = options.model == "vit"
+        plain_class = SharpTrainer if change == "sharp" else TaughtTrainer if change == "taught" else Trainer
+        trainer = plain_class(built, arguments, **data)
+        trainer.model_accepts_loss_kwargs = model == "vit"
     else:
         args = PipeTransformerArguments(
-            per_device_train_batch_size=8 // options.world_size, pipeline_parallel_size=options.num_stages,
-            pipeline_parallel_num_microbatches="2", pipeline_schedule=options.schedule, pipeline_timeout=60,
+            per_device_train_batch_size=8 // WORLD_SIZE, pipeline_parallel_size=num_stages,
+            pipeline_parallel_num_microbatches="2", pipeline_timeout=60,
             freeze_policy="none", **common,
         )  # fmt: skip
-        trainer_class = EveryThird if options.evaluate_three else PipeTransformerTrainer
-        trainer_class = TaughtPipeTransformerTrainer if options.taught else trainer_class
-        trainer = (SharpPipelineTrainer if options.sharp else trainer_class)(model, args, **data)
-    if options.predict_first:
-        rows = make_rows(options.model, 5)
+        trainer_class = EveryThird if change == "evaluate_three" else PipeTransformerTrainer
+        trainer_class = TaughtPipeTransformerTrainer if change == "taught" else trainer_class
+        trainer = (SharpPipelineTrainer if change == "sharp" else trainer_class)(built, args, **data)
+    if change == "predict_first":
+        rows = make_rows(model, 5)
         trainer.predict([{key: value for key, value in row.items() if key != "labels"} for row in rows])
     trainer.train()
-    result = {
+    return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "evaluated": trainer.evaluate()["eval_count"] if options.evaluate_three else None,
+        "evaluated": trainer.evaluate()["eval_count"] if change == "evaluate_three" else None,
         "metrics": {name: value for name, value in trainer.evaluate().items() if name in METRICS}
-        if options.sharp
+        if change == "sharp"
         else None,
     }
-    if trainer.is_world_process_zero():
-        (options.output / "result.json").write_text(json.dumps(result))
-    trainer.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,7 @@
-"""Two ranks that talk as a pipeline of two stages does, or with one planted mistake.
-
-    nccl_worker.py FOLDER MISTAKE ...
-
-Each has groups of its own, and its notes in `FOLDER/MISTAKE`.
-"""
+"""Two ranks that talk as a pipeline of two stages does, or with one planted mistake."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -16,6 +10,7 @@ import torch.distributed as dist
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology, let_group_threads_finish
 from hf_pipetransformer.comm.transfers import complete, post, receiving, sending
 from hf_pipetransformer.schedules.placement import Placement
+from tests.distributed.scenarios import scenario
 from tests.doubles import nccl
 
 
@@ -99,7 +94,9 @@ def refused(mistake: str, groups: PipelineGroups) -> None:
         dist.all_reduce(torch.ones(5), group=groups.pipeline_group)
 
 
-def main(folder: Path, mistakes: list[str]) -> None:
+@scenario
+def talk(folder: Path, mistakes: list[str]) -> None:
+    """With each mistake in groups of its own, noted in `folder/MISTAKE`."""
     recorder = nccl.install(folder)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -112,7 +109,4 @@ def main(folder: Path, mistakes: list[str]) -> None:
         except (nccl.NcclRuleError, RuntimeError) as error:
             Path(folder, mistake, f"error{rank}.txt").write_text(str(error))
     let_group_threads_finish()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """Train with the activation cache on several nodes, which are planted: each has a name and a disk of its own.
 
-    node_cache_worker.py FOLDER RANKS_A_NODE ACT ...
-
 Each rank writes `FOLDER/<act>.rank<r>.json`, rank 0 also `FOLDER/<act>.<run>.safetensors`.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,11 +24,9 @@ from hf_pipetransformer.data import sampler as reading
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler
 from hf_pipetransformer.planning import storing as decision
 from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
+from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
 from tests.models import build_model, collate, make_rows
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 # Neither batches nor nodes divide them: five batches an epoch, the last one of five.
 NUM_SAMPLES = 37
@@ -290,17 +285,10 @@ ALL = (
 ACTS = {act.__name__: act for act in ALL}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+@scenario
+def act_all(folder: Path, ranks_a_node: int, names: list[str]) -> None:
     reading.ReplicaBatchSampler = NotingSampler
-    folder, ranks_a_node, *names = sys.argv[1:]
     for name in names:
-        act = Act(Path(folder), name, int(ranks_a_node))
+        act = Act(folder, name, ranks_a_node)
         ACTS[name](act)
-        (act.path.parent / f"{name}.rank{RANK}.json").write_text(json.dumps(act.runs))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        note(act.path.parent, name, act.runs)

@@ -1,15 +1,10 @@
 """Train, evaluate and predict answers with `QuestionAnsweringMixin`, over the pipeline or over plain Trainer.
 
-    qa_worker.py OUTPUT --num_stages K [--own_evaluate]     (0: plain Trainer)
-
-Needs the folder `scripts` on PYTHONPATH. Each rank writes `OUTPUT/found.rank<r>.json`.
+Needs the folder `scripts` on PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +15,9 @@ from run_qa import QuestionDataArguments, answers_of, make_windows, metric_funct
 from transformers import BertForQuestionAnswering, DataCollatorWithPadding, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.tiny_bert import make_bert, make_tokenizer
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 GLOBAL_BATCH = 4
 NUM_TRAINING, NUM_EVALUATION = 12, 9
@@ -68,25 +61,20 @@ def make_questions(count: int, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--num_stages", type=int, default=0)
-    parser.add_argument("--own_evaluate", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    way = OwnEvaluate if options.own_evaluate else QuestionAnsweringMixin
-    trainer, questions, windows = make_trainer(options.output, options.num_stages, way)
+@scenario
+def answer(folder: Path, num_stages: int, own_evaluate: bool) -> dict[str, Any]:
+    """Return the metrics before and after training, and answers; 0 stages: plain Trainer."""
+    way = OwnEvaluate if own_evaluate else QuestionAnsweringMixin
+    trainer, questions, windows = make_trainer(folder, num_stages, way)
     found: dict[str, Any] = {"before": trainer.evaluate()}
     trainer.train()
     found |= {"after": trainer.evaluate(), "log": trainer.state.log_history}
-    if not options.own_evaluate:
+    if not own_evaluate:
         predicted = trainer.predict(windows, questions)
         found["predicted"] = predicted.metrics
         found["answers"] = {answer.name: [answer.text, answer.candidates] for answer in predicted.predictions}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"found.rank{RANK}.json").write_text(json.dumps(found))
     trainer.end()
+    return found
 
 
 def make_trainer(output: Path, num_stages: int, way: type) -> tuple[Trainer, Dataset, Dataset]:
@@ -128,7 +116,3 @@ def make_trainer(output: Path, num_stages: int, way: type) -> tuple[Trainer, Dat
         compute_metrics=metric_function(False, None, RANK),
     )
     return trainer, questions, windows
-
-
-if __name__ == "__main__":
-    main()

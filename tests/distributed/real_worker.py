@@ -1,15 +1,7 @@
-"""Ten steps on real data with a pretrained model, with the pipeline or with plain Trainer.
-
-    real_worker.py TASK MODEL DATA OUTPUT --num_stages K     (0: plain Trainer)
-
-`TASK` is `text` (a BERT on sentences of SST-2) or `images` (a ViT on CIFAR-10). Writes `OUTPUT/log.rank<r>.json`.
-"""
+"""Ten steps on real data with a pretrained model, with the pipeline or with plain Trainer."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +20,8 @@ from transformers import (
     set_seed,
 )
 
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 GLOBAL_BATCH = 8
 NUM_STEPS = 10
@@ -71,19 +62,13 @@ def read(path: Path, num_rows: int) -> Dataset:
     return load_dataset("parquet", data_files=str(path), split=f"train[:{num_rows}]")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", choices=["text", "images"])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--num_stages", type=int, default=0)
-    parsed = parser.parse_args()
-    torch.set_num_threads(1)
+@scenario
+def ten_steps(folder: Path, task: str, model: str, data: str, num_stages: int) -> list[dict[str, Any]]:
+    """Return the log of a BERT on SST-2 (`text`) or a ViT on CIFAR-10 (`images`); 0 stages: plain Trainer."""
     set_seed(42)
-    model, dataset, collate = {"text": text, "images": images}[parsed.task](parsed.model, parsed.data)
+    pretrained, dataset, collate = {"text": text, "images": images}[task](Path(model), Path(data))
     options: dict[str, Any] = {
-        "output_dir": str(parsed.output),
+        "output_dir": str(folder),
         "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
         "max_steps": NUM_STEPS,
         "learning_rate": 5e-5,
@@ -94,30 +79,24 @@ def main() -> None:
         "report_to": "none",
         "disable_tqdm": True,
         # Images are decoded in the collator.
-        "remove_unused_columns": parsed.task == "text",
+        "remove_unused_columns": task == "text",
         "use_cpu": True,
     }
-    if parsed.num_stages:
+    if num_stages:
         from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
         args = PipeTransformerArguments(
             **options,
-            pipeline_parallel_size=parsed.num_stages,
+            pipeline_parallel_size=num_stages,
             pipeline_parallel_num_microbatches=4,
             freeze_policy="none",
         )
-        trainer = PipeTransformerTrainer(model=model, args=args, train_dataset=dataset, data_collator=collate)
+        trainer = PipeTransformerTrainer(model=pretrained, args=args, train_dataset=dataset, data_collator=collate)
     else:
         args = TrainingArguments(**options)
-        trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=collate)
+        trainer = Trainer(model=pretrained, args=args, train_dataset=dataset, data_collator=collate)
         # The loss of BERT ignores `num_items_in_batch`, that of ViT does not.
-        trainer.model_accepts_loss_kwargs = parsed.task == "images"
+        trainer.model_accepts_loss_kwargs = task == "images"
     trainer.train()
-    (parsed.output / f"log.rank{RANK}.json").write_text(json.dumps(trainer.state.log_history))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    history: list[dict[str, Any]] = trainer.state.log_history
+    return history

@@ -1,16 +1,10 @@
-"""Try everything that cannot work with a pipeline, one after the other, and note how it was refused.
-
-    refusal_worker.py FOLDER
-
-Each rank writes `FOLDER/rank<r>.json`: name of the attempt to error class, its bases, text, and steps begun.
-"""
+"""Try everything that cannot work with a pipeline, one after the other, and note how it was refused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,11 +26,8 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policies import Schedule
 from hf_pipetransformer.freeze.policy import DecisionClock
 from hf_pipetransformer.splitters.families import BertSplitter
+from tests.distributed.scenarios import RANK, note, scenario
 from tests.models import build_model, collate, make_dataset
-
-
-RANK = int(os.environ.get("RANK", "0"))
-FOLDER = Path(sys.argv[-1])
 
 
 class CountSteps(TrainerCallback):
@@ -169,11 +160,11 @@ class Blind(Schedule):
         raise ValueError("planted: nobody knows")
 
 
-def plan(line: str) -> Callable[[], str]:
-    """Makes an events file with one line, the same on every rank, and returns its path."""
-    path = FOLDER / f"plan-{hashlib.sha256(line.encode()).hexdigest()[:8]}.jsonl"
+def plan(line: str) -> Callable[[Path], str]:
+    """Makes an events file with one line, the same on every rank, in a folder, and returns its path."""
 
-    def write() -> str:
+    def write(folder: Path) -> str:
+        path = folder / f"plan-{hashlib.sha256(line.encode()).hexdigest()[:8]}.jsonl"
         unfinished = path.with_suffix(f".{RANK}")
         unfinished.write_text(f"{line}\n")
         unfinished.rename(path)
@@ -182,7 +173,7 @@ def plan(line: str) -> Callable[[], str]:
     return write
 
 
-def plan_of(step: int = 0, **changes: Any) -> Callable[[], str]:
+def plan_of(step: int = 0, **changes: Any) -> Callable[[Path], str]:
     """A plan of one layout that fits these two ranks and BERT, but for `changes`."""
     layout = {
         "num_layers": 4,
@@ -205,11 +196,11 @@ def resume(where: Any) -> Callable[[PipeTransformerTrainer], Any]:
 
 
 # Name of the attempt to what is different in it. `options` go to the arguments; `model`, `train_dataset` and `act`
-# (in place of `train()`) are called.
+# (in place of `train()`) are called, functions among the options with the folder.
 ATTEMPTS: dict[str, dict[str, Any]] = {
     "fsdp": {"options": {"fsdp": "full_shard"}},
     "deepspeed": {"options": {"deepspeed": {"zero_optimization": {"stage": 1}}}},
-    "parallelism_config": {"options": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)}},
+    "parallelism_config": {"options": {"parallelism_config": lambda _: ParallelismConfig(tp_size=2)}},
     "auto_find_batch_size": {"options": {"auto_find_batch_size": True}},
     "compiled_graphs": {"options": {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}},
     "compiled_split_backward": {"options": {"torch_compile": True, "pipeline_schedule": "zb_h1"}},
@@ -302,7 +293,9 @@ def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
         "disable_tqdm": True,
         **({} if "arguments" in change else PIPELINE_OPTIONS),
     }
-    changed = {key: value() if callable(value) else value for key, value in change.get("options", {}).items()}
+    changed = {
+        key: value(output.parent) if callable(value) else value for key, value in change.get("options", {}).items()
+    }
     args = change.get("arguments", PipeTransformerArguments)(**(options | changed))
     model = change.get("model", lambda: build_model("bert_sequence"))()
     extra = {"optimizers": change["optimizers"](model)} if "optimizers" in change else {}
@@ -318,9 +311,9 @@ def attempt(change: dict[str, Any], output: Path, counter: CountSteps) -> None:
     change.get("act", lambda trainer: trainer.train())(trainer)
 
 
-def main() -> None:
-    folder = FOLDER
-    torch.set_num_threads(1)
+@scenario
+def attempt_all(folder: Path) -> None:
+    """Note after each attempt its error's class, bases and text, and the steps begun: what hangs is missing."""
     datasets.disable_progress_bars()
     found = {}
     for name, change in ATTEMPTS.items():
@@ -337,11 +330,4 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(environment)
         AcceleratorState._reset_state(reset_partial_state=False)
-        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        note(folder, "record", found)

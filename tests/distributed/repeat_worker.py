@@ -1,18 +1,12 @@
 """Trains several times in one folder, and notes what each training did.
 
-    repeat_worker.py FOLDER RUNS
-
-`RUNS` is a JSON list; each entry has the options of a run, and optionally the `dropout` of its model and, by rank, the
-`device_bytes` and `free_bytes` that its device reports and the `slowness` of its clock. `frozen_by_hand` is the
-layers that plain Trainer freezes at each step. Each rank writes `FOLDER/rank<r>.json`: for every run the loss, the
-number of micro-batches and the layout of each step.
+A run has its options, and optionally the `dropout` of its model and, by rank, the `device_bytes` and `free_bytes` that
+its device reports and the `slowness` of its clock. `frozen_by_hand` is the layers that plain Trainer freezes at each
+step.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +17,11 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial
 from hf_pipetransformer.startup import costs
+from tests.distributed.scenarios import RANK, scenario
 from tests.distributed.transition_worker import FreezeByHand
 from tests.models import build_model, collate, make_dataset
 
 
-RANK = int(os.environ.get("RANK", "0"))
-FOLDER = Path(sys.argv[1])
 MODEL = "bert_sequence"
 
 
@@ -61,6 +54,7 @@ def plant(device_bytes: list[float], free_bytes: list[float], slowness: list[flo
 
 
 def train(
+    folder: Path,
     options: dict[str, Any],
     dropout: float = 0.0,
     planted: dict[str, list[float]] | None = None,
@@ -69,7 +63,7 @@ def train(
     if planted is not None:
         plant(**planted)
     settings = {
-        "output_dir": str(FOLDER / "output"),
+        "output_dir": str(folder / "output"),
         "per_device_train_batch_size": 8,
         "max_steps": 20,
         "logging_steps": 1,
@@ -99,14 +93,7 @@ def train(
     return {"losses": note.losses, "counts": note.counts, "layouts": note.layouts}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    found = [train(**run) for run in json.loads(sys.argv[2])]
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+@scenario
+def train_each(folder: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every run the loss, the number of micro-batches and the layout of each step."""
+    return [train(folder, **run) for run in runs]

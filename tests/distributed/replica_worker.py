@@ -1,7 +1,5 @@
 """Replicas that freeze nothing: usages of a trainer, run with Trainer and with ours, compared on every rank.
 
-    replica_worker.py FOLDER USAGE...
-
 A usage that begins with "defaults: " runs with the options that ours has by itself.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.state.only_run import LOCK_FILE, _here, _start_of
+from tests.distributed.scenarios import scenario
 from tests.test_trainers_checkpoints import TRAINERS, losses, make
 from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
 
@@ -55,7 +53,6 @@ def exchange_checkpoints(folder: Path) -> None:
     resumed.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-3"))
     assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
     assert losses(resumed, 3) == pytest.approx(losses(plain, 3), rel=1e-5)
-    print("exchanged", flush=True)
 
 
 def guard_the_folder(folder: Path) -> None:
@@ -84,7 +81,6 @@ def guard_the_folder(folder: Path) -> None:
     torch.distributed.barrier()
     with pytest.raises(ValueError, match="another run .*is training in this output_dir"):
         trainer_of().train()
-    print("guarded", flush=True)
 
 
 class Notes(TrainerCallback):
@@ -97,21 +93,18 @@ class Notes(TrainerCallback):
         self.steps.append(state.global_step)
 
 
-def main() -> None:
-    for number, name in enumerate(sys.argv[2:]):
-        folder, usage = Path(sys.argv[1]) / str(number), USAGES[name.removeprefix(DEFAULTS)]
-        plain = outcome(usage, Trainer, {}, folder / "plain")
+@scenario
+def compare(folder: Path, names: list[str]) -> list[str]:
+    """Return the names of the usages, each the same with both trainers; check what else there is."""
+    for number, name in enumerate(names):
+        usage = USAGES[name.removeprefix(DEFAULTS)]
+        plain = outcome(usage, Trainer, {}, folder / str(number) / "plain")
         options = {} if name.startswith(DEFAULTS) else OPTIONS
-        ours = outcome(usage, PipeTransformerTrainer, options, folder / "ours")
+        ours = outcome(usage, PipeTransformerTrainer, options, folder / str(number) / "ours")
         assert ours["is_left"], f"{name}: a pipeline ran"
         assert_same(ours, plain)
         print(f"same: {name}", flush=True)
-    refuse_stages_of_prompts(Path(sys.argv[1]) / "stages")
-    exchange_checkpoints(Path(sys.argv[1]))
-    guard_the_folder(Path(sys.argv[1]) / "guarded")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    refuse_stages_of_prompts(folder / "stages")
+    exchange_checkpoints(folder)
+    guard_the_folder(folder / "guarded")
+    return names

@@ -1,26 +1,24 @@
 """Train with checkpoints, go on from them, and note what both runs end with; and try what must be refused.
 
-    resume_worker.py FOLDER --cases NAME ...    on as many processes as the cases need
-    resume_worker.py FOLDER --strangers         on one process: checkpoints that a run on two must refuse
-    resume_worker.py FOLDER --refuse            on two processes, after `--strangers`
-    resume_worker.py FOLDER --elsewhere         on one, then two, then four processes: each goes on from the one before
-    resume_worker.py FOLDER --nodes             on several nodes
-    resume_worker.py FOLDER --die               on two processes: a run, and the same again, killed in the middle
-    resume_worker.py FOLDER --go-on             on two processes, after `--die`
+One launch may run several of these, in this order, and each rank writes JSON files with its number:
 
-One start may do several of these, in this order. Each rank writes JSON files with its number.
+    strangers         on one process: checkpoints that a run on two must refuse
+    refuse            on two processes, after `strangers`
+    elsewhere         on one, then two, then four processes: each goes on from the one before
+    nodes             on several nodes
+    die               on two processes: a run, and the same again, killed in the middle
+    go_on             on two processes, after `die`
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +33,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main as main_of_cli
 from hf_pipetransformer.schedules.layout import Layout
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset
 from tests.settled_policy import Settled
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 # 37 samples make 5 batches of 8 an epoch, the last one of 5 samples.
 NUM_SAMPLES = 37
@@ -689,22 +685,12 @@ def go_on(folder: Path) -> None:
     (folder / f"went-on.rank{RANK}.json").write_text(json.dumps(end_of(trainer, record)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cases", nargs="*", default=[])
-    for name in ("strangers", "refuse", "elsewhere", "nodes", "die", "go-on"):
-        parser.add_argument(f"--{name}", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    equal(options.folder, options.cases)
-    for act in (strangers, refuse, elsewhere, nodes, die, go_on):
-        if getattr(options, act.__name__):
-            act(options.folder)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+ACTS = {act.__name__: act for act in (strangers, refuse, elsewhere, nodes, die, go_on)}
 
 
-if __name__ == "__main__":
-    main()
+@scenario
+def run_all(folder: Path, names: Sequence[str] = (), acts: Sequence[str] = ()) -> None:
+    """Run cases, and then `ACTS`."""
+    equal(folder, list(names))
+    for act in acts:
+        ACTS[act](folder)

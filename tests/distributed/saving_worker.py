@@ -1,17 +1,10 @@
-"""Train and save with a pipeline, load with plain tools, and weigh what each rank holds.
-
-saving_worker.py train FOLDER --num_stages K     on K * R processes
-saving_worker.py load FOLDER                     on one process
-saving_worker.py memory FOLDER --num_stages K    on K processes
-saving_worker.py recomputation FOLDER --num_stages K    on K processes
-"""
+"""Train and save with a pipeline, load with plain tools, and weigh what each rank holds."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,11 +17,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.options.arguments import RECOMPUTE_MODES
 from scripts.saved_bytes import SavedBytes
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 MODELS = ["bert_sequence", "bert_masked", "vit"]
 NUM_STEPS = 6
@@ -105,6 +96,7 @@ class ReadWhole(TrainerCallback):
             self.logits = logits_of(self.trainer.model, self.name)
 
 
+@scenario
 def train(folder: Path, num_stages: int) -> None:
     for name in MODELS:
         args = arguments(folder / name, num_stages, save_strategy="steps", save_steps=3)
@@ -120,6 +112,7 @@ def train(folder: Path, num_stages: int) -> None:
             save_file(logits, folder / name / "logits_after_training.safetensors")
 
 
+@scenario
 def load(folder: Path) -> None:
     for name in MODELS:
         found = {}
@@ -209,6 +202,7 @@ def even_plan(folder: Path, num_layers: int, num_stages: int, num_microbatches: 
     return str(unfinished.rename(path))
 
 
+@scenario
 def memory(folder: Path, num_stages: int) -> None:
     # One after the other, so that no model is in memory while another is weighed.
     builders: dict[str, Callable[[], PreTrainedModel]] = {
@@ -236,6 +230,7 @@ def memory(folder: Path, num_stages: int) -> None:
         del trainer, weigh
 
 
+@scenario
 def recomputation(folder: Path, num_stages: int) -> None:
     """What a stage keeps for the backward under each mode, with four micro-batches."""
     for schedule in ("gpipe", "1f1b"):

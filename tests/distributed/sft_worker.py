@@ -1,26 +1,17 @@
-"""TRL's SFTTrainer in a pipeline, beside itself on one process.
-
-    sft_worker.py FOLDER CASE...
-
-Rank 0 writes `FOLDER/<case>-<processes>.json`: what was logged, and the last layout.
-"""
+"""TRL's SFTTrainer in a pipeline, beside itself on one process."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from trl import SFTTrainer
 
 from tests.adapted import lora
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer
 
 
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 FROZEN = {"freeze_policy": "fixed", "freeze_at": "6:1,11:2", "pipeline_compression": "throughput"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -44,20 +35,14 @@ def make_trainer(name: str, folder: Path) -> Any:
     return make_sft_trainer(SFTPipelineTrainer if is_frozen else SFTTrainer, folder, **own | kept)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+@scenario
+def train(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Return the log and the last layout of each case."""
+    found: dict[str, Any] = {}
+    for name in names:
         trainer = make_trainer(name, folder / f"{name}-{WORLD_SIZE}")
         trainer.train()
-        if trainer.is_world_process_zero():
-            found = {"logged": logged(trainer)}
-            if isinstance(trainer, SFTPipelineTrainer):
-                found["layout"] = trainer.layout.as_event()
-            (folder / f"{name}-{WORLD_SIZE}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        found[name] = {"logged": logged(trainer)}
+        if isinstance(trainer, SFTPipelineTrainer):
+            found[name]["layout"] = trainer.layout.as_event()
+    return found

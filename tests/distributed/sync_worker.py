@@ -1,29 +1,21 @@
 """Train a few epochs with freezing and the activation cache, and note where the host waits for the device.
 
-    sync_worker.py OUTPUT --num_stages K --model NAME [--batches N] [--cuda] [--schedule NAME]
-
-The device is a stand-in (`tests/doubles/device.py`), or a GPU. Each rank writes `OUTPUT/waits.rank<r>.json`: the calls
-of each optimizer step.
+The device is a stand-in (`tests/doubles/device.py`), or a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.doubles.device import DEVICE, DeviceStandIn, RealDevice
 from tests.models import build_model, collate, make_rows
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 NUM_SAMPLES = 40
 GLOBAL_BATCH = 8
@@ -42,62 +34,52 @@ class NoteSteps(TrainerCallback):
         self.steps[state.global_step - 1] = self.watched.taken()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--num_stages", type=int, required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--batches", type=int, default=1)
-    parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--schedule", default="1f1b")
-    parsed = parser.parse_args()
-    torch.set_num_threads(1)
+@scenario
+def waits(
+    folder: Path, num_stages: int, model: str, batches: int = 1, schedule: str = "1f1b", cuda: bool = False
+) -> dict[str, Any]:
+    """Return the calls of each optimizer step, and what happened."""
     set_seed(0)
-    watched = RealDevice() if parsed.cuda else DeviceStandIn()
+    watched = RealDevice() if cuda else DeviceStandIn()
     noted = NoteSteps(watched)
-    if not parsed.cuda:
+    if not cuda:
         PipeTransformerArguments.device = property(lambda self: (self._setup_devices, DEVICE)[1])
     trainer = PipeTransformerTrainer(
-        model=build_model(parsed.model, 11),
+        model=build_model(model, 11),
         args=PipeTransformerArguments(
-            output_dir=str(parsed.output / "run"),
-            per_device_train_batch_size=GLOBAL_BATCH // WORLD_SIZE // parsed.batches,
-            gradient_accumulation_steps=parsed.batches,
+            output_dir=str(folder / "run"),
+            per_device_train_batch_size=GLOBAL_BATCH // WORLD_SIZE // batches,
+            gradient_accumulation_steps=batches,
             num_train_epochs=EPOCHS,
             learning_rate=1e-3,
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=not parsed.cuda,
+            use_cpu=not cuda,
             seed=7,
-            pipeline_parallel_size=parsed.num_stages,
+            pipeline_parallel_size=num_stages,
             pipeline_parallel_num_microbatches=2,
             elastic=False,
             freeze_policy="fixed",
             freeze_at=FREEZE_AT,
             freeze_min_active_layers=0,
-            activation_cache="auto" if parsed.schedule == "async_1f1b" else "on",
-            pipeline_schedule=parsed.schedule,
-            activation_cache_dir=str(parsed.output / "cache"),
+            activation_cache="auto" if schedule == "async_1f1b" else "on",
+            pipeline_schedule=schedule,
+            activation_cache_dir=str(folder / "cache"),
         ),
-        train_dataset=make_rows(parsed.model, NUM_SAMPLES),
+        train_dataset=make_rows(model, NUM_SAMPLES),
         data_collator=collate,
         callbacks=[noted],
     )
     with watched.active():
         trainer.train()
-    events = (parsed.output / "run" / "pipetransformer_events.jsonl") if RANK == 0 else None
+    events = (folder / "run" / "pipetransformer_events.jsonl") if RANK == 0 else None
     cache = [json.loads(line) for line in events.read_text().splitlines()] if events is not None else []
-    report = {
+    trainer.end()
+    return {
         "steps": noted.steps,
         "mixtures": watched.mixtures,
         "transitions": [event["step"] for event in cache if event["event"] == "transition"],
         "cache": [event for event in cache if event["event"] == "cache"],
     }
-    (parsed.output / f"waits.rank{RANK}.json").write_text(json.dumps(report))
-    trainer.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,11 +12,19 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
-from tests.distributed.adapter_worker import CASES, ON_EVERY_CHANGE, OTHERS, SAVED_AT, STEPS, make_trainer, run
-from tests.distributed.launcher import launch
+from tests.distributed.adapter_worker import (
+    CASES,
+    ON_EVERY_CHANGE,
+    OTHERS,
+    SAVED_AT,
+    STEPS,
+    make_trainer,
+    run,
+    run_all,
+)
+from tests.distributed.scenarios import start
 
 
-WORKER = Path(__file__).with_name("adapter_worker.py")
 TOLERANCE = 1e-5
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "training_args.bin"}
 
@@ -28,7 +36,7 @@ def ends(folder: Path, num_processes: int, names: list[str]) -> Path:
     for name in names:
         if not (folder / f"{name}-1x1.json").exists():
             run(name, CASES[name], (1, 1), folder)
-    launch(WORKER, [folder, *names], num_processes=num_processes, timeout=300)
+    start(run_all, folder, num_processes, {"names": names}, timeout=300)
     return folder
 
 

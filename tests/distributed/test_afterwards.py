@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.afterwards_worker import EVALUATED
-from tests.distributed.launcher import launch
+from tests.distributed.afterwards_worker import EVALUATED, look_afterwards
+from tests.distributed.scenarios import run
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
-
-WORKER = Path(__file__).with_name("afterwards_worker.py")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("afterwards")
-    launch(WORKER, [folder], 2, timeout=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return run(look_afterwards, tmp_path_factory.mktemp("afterwards"), 2, timeout=120)
 
 
 def test_a_callback_is_refused_while_the_model_is_whole(ranks: list[dict[str, Any]]) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.async_worker import CASES, KINDS
-from tests.distributed.launcher import launch
+from tests.distributed.async_worker import CASES, KINDS, run_all
+from tests.distributed.scenarios import start
 
 
 # In every run of CI, on two processes.
@@ -20,13 +20,12 @@ QUICK = (
     *("pipeoptim-sgd-a2", "drained", "by-stage", "by-last", "asked", "accumulated", "recomputed", "still"),
     *("saved", "elastic", "kept-cuts-stashing-momentum", "short"),
 )
-WORKER = Path(__file__).with_name("async_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 def run(folder: Path, num_processes: int, names: list[str]) -> Path:
-    launch(WORKER, [folder, *names], num_processes=num_processes, timeout=120, strict_nccl=True)
+    start(run_all, folder, num_processes, {"names": names}, timeout=120, strict_nccl=True)
     return folder
 
 

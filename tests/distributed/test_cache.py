@@ -5,7 +5,6 @@ Nearly every test compares a run with the cache and the same run without: no wro
 
 from __future__ import annotations
 
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,15 +25,15 @@ from tests.distributed.cache_worker import (
     PAIRED,
     SAVED_AT,
     STEPS_PER_EPOCH,
+    act_all,
 )
-from tests.distributed.launcher import launch
+from tests.distributed.scenarios import read_notes, run_each
 from tests.distributed.test_equality import relative_difference, tensor_difference
 from tests.models import has_zero_gradient
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-WORKER = Path(__file__).with_name("cache_worker.py")
 TOLERANCE = 1e-5
 START_SECONDS = 90
 SCENARIO_SECONDS = 20
@@ -78,17 +77,8 @@ class Outcomes:
     def of(self, act: Any, num_ranks: int) -> Outcome:
         if num_ranks not in self._output:
             self._output[num_ranks] = self._launch_all(num_ranks)
-        return self._read(act.__name__, num_ranks)
-
-    def _read(self, name: str, num_ranks: int) -> Outcome:
-        paths = [self.folder / f"{name}.rank{rank}.json" for rank in range(num_ranks)]
-        if not all(path.exists() for path in paths):
-            pytest.fail(f"{name} was not written.\n{self._output[num_ranks]}", pytrace=False)
-        ranks = [json.loads(path.read_text()) for path in paths]
-        errors = [rank["error"] for rank in ranks if "error" in rank]
-        if errors:
-            pytest.fail("\n".join(errors), pytrace=False)
-        return Outcome(ranks, self.folder / name)
+        ranks = read_notes(self.folder, act.__name__, num_ranks, self._output[num_ranks])
+        return Outcome(ranks, self.folder / act.__name__)
 
     def _launch_all(self, num_ranks: int) -> str:
         if num_ranks == 2:
@@ -102,21 +92,8 @@ class Outcomes:
             return "\n".join(pool.map(lambda names: self._launch(names, 1), groups))
 
     def _launch(self, names: list[str], num_ranks: int) -> str:
-        """Run all; a scenario that ends its launch does not take the ones behind it along."""
-        output, left = "", list(names)
-        while left:
-            result = launch(
-                WORKER,
-                [self.folder, *left],
-                num_ranks,
-                timeout=START_SECONDS + SCENARIO_SECONDS * len(left),
-                check=False,
-                grace=70,
-            )
-            output += result.output
-            done = [name for name in left if (self.folder / f"{name}.rank0.json").exists()]
-            left = [] if result.returncode == 0 else left[max(len(done), 1) :]
-        return output
+        seconds = START_SECONDS, SCENARIO_SECONDS
+        return run_each(act_all, self.folder, {name: name for name in names}, num_ranks, seconds)
 
 
 @pytest.fixture(scope="module")

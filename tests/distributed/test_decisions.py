@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.launcher import launch
+from tests.distributed.repeat_worker import train_each
+from tests.distributed.scenarios import records, start
 
-
-WORKER = Path(__file__).with_name("repeat_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 
-def train(folder: Path, *runs: dict[str, Any]) -> tuple[list[list[dict[str, Any]]], str]:
+def train(folder: Path, *runs: dict[str, Any], num_processes: int = 2) -> tuple[list[list[dict[str, Any]]], str]:
     """Runs one after the other in one folder: for each rank what each run did, and rank 0's output."""
-    result = launch(WORKER, [folder, json.dumps(runs)], num_processes=2, timeout=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], result.outputs[0]
+    result = start(train_each, folder, num_processes, {"runs": runs}, timeout=120)
+    return records(folder, num_processes), result.outputs[0]
 
 
 def test_a_seeded_run_with_dropout_is_the_same_twice_in_one_folder(tmp_path: Path):
@@ -64,6 +62,5 @@ def test_unequal_ranks_train_under_rank_0s_layouts_as_trainer_does(tmp_path: Pat
     assert rank0[0]["counts"][15] == 2
     assert rank0[0]["layouts"][-1]["num_frozen_layers"] == 2
     plain = {"options": {"per_device_train_batch_size": 16}, "frozen_by_hand": {"16": 2}}
-    launch(WORKER, [tmp_path, json.dumps([plain])], num_processes=1, timeout=120)
-    (by_hand,) = json.loads((tmp_path / "rank0.json").read_text())
+    ((by_hand,),), _ = train(tmp_path, plain, num_processes=1)
     assert rank0[0]["losses"] == pytest.approx(by_hand["losses"], rel=1e-5)

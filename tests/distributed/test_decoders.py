@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS, STORED
-from tests.distributed.launcher import launch
+from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS, STORED, run_all
+from tests.distributed.scenarios import start
 
 
 # In every run of CI: positions that are learned, rotary ones, and layers of two kinds; on two processes only.
 FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "packed-llama", "stored-packed")
 OTHERS = [name for name in CASES if name not in {*FAMILIES, *SLICED, *ELASTIC}]
-WORKER = Path(__file__).with_name("decoder_worker.py")
 TOLERANCE = 1e-5
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 def ends(folder: Path, num_processes: int, names: list[str]) -> Path:
     """Where the ends of runs on so many processes lie, beside those on one."""
-    launch(WORKER, [folder, *names], num_processes=num_processes, timeout=300)
+    start(run_all, folder, num_processes, {"names": names}, timeout=300)
     return folder
 
 
@@ -45,9 +44,9 @@ def on_four(on_one: Path) -> Path:
 @pytest.fixture(scope="module")
 def families(on_one: Path) -> Path:
     """All of them on two and four processes, a few with each launch."""
-    for start in range(0, len(OTHERS), 8):
+    for first in range(0, len(OTHERS), 8):
         for num_processes in (1, 2, 4):
-            ends(on_one, num_processes, OTHERS[start : start + 8])
+            ends(on_one, num_processes, OTHERS[first : first + 8])
     return ends(on_one, 4, list(FAMILIES))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.planning import storing as decision
-from tests.distributed.draws_worker import CASES
-from tests.distributed.launcher import launch
+from tests.distributed.draws_worker import CASES, train
+from tests.distributed.scenarios import run
 from tests.drawing import losses, trainer_of
 
 
-WORKER = Path(__file__).with_name("draws_worker.py")
 WITH_VIEWS = [name for name, (_, runs) in CASES.items() if "activation_cache_views" in runs[0]]
 OF_TRAINER = ("train_sampling_strategy", "dataloader_num_workers")
 
@@ -24,36 +22,32 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("draws")
-    launch(WORKER, [folder, *CASES], num_processes=2, timeout=200)
-    return folder
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Losses of each case on two processes."""
+    records = run(train, tmp_path_factory.mktemp("draws"), 2, {"names": list(CASES)}, timeout=200)
+    losses_of: dict[str, list[Any]] = records[0]
+    return losses_of
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_VIEWS])
-def test_data_draw_what_they_draw_in_one_process(name: str, folder: Path, tmp_path: Path) -> None:
+def test_data_draw_what_they_draw_in_one_process(name: str, found: dict[str, list[Any]], tmp_path: Path) -> None:
     data, runs = CASES[name]
     plain = trainer_of(data, Trainer, tmp_path, **{key: value for key, value in runs[0].items() if key in OF_TRAINER})
     plain.train()
-    assert_equal(_losses_of(folder, name), losses(plain))
+    assert_equal(found[name], losses(plain))
 
 
 @pytest.mark.parametrize("name", WITH_VIEWS)
 def test_stored_draws_are_those_of_one_process_without_a_halt(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, found: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decision, "FRESH_BUDGET", 0.0)
     data, runs = CASES[name]
     alone = trainer_of(data, PipeTransformerTrainer, tmp_path, **{**runs[0], "pipeline_parallel_size": 1})
     alone.train()
     # What an evaluation draws is not seeded by sample.
-    found, expected = ([loss for loss in of if loss[1] == "loss"] for of in (_losses_of(folder, name), losses(alone)))
-    assert_equal(found, expected)
-
-
-def _losses_of(folder: Path, name: str) -> list[Any]:
-    found: list[Any] = json.loads((folder / f"{name}.json").read_text())
-    return found
+    own, expected = ([loss for loss in of if loss[1] == "loss"] for of in (found[name], losses(alone)))
+    assert_equal(own, expected)
 
 
 def assert_equal(found: list[Any], expected: list[Any]) -> None:

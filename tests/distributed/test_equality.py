@@ -6,7 +6,6 @@ in another; the tests below look at what they wrote down.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +19,11 @@ from safetensors.torch import load_file
 
 from hf_pipetransformer.schedules import find_schedule
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
-from tests.distributed.equality_worker import EVAL_SEED
-from tests.distributed.launcher import LaunchError, launch
+from tests.distributed.equality_worker import EVAL_SEED, run_all
+from tests.distributed.launcher import LaunchError
+from tests.distributed.scenarios import read_notes, run_each
 from tests.models import MODELS, has_zero_gradient, real_positions
 
-
-WORKER = Path(__file__).with_name("equality_worker.py")
 
 # Seconds a launch may take: to start, and for each case.
 START_SECONDS = 120
@@ -102,39 +100,20 @@ class Runs:
         if layout in self.refused:
             pytest.fail(self.refused[layout], pytrace=False)
         num_ranks = layout[0] * layout[1] if layout else 1
-        paths = [folder / f"{case.name}.rank{rank}.json" for rank in range(num_ranks)]
-        missing = [path.name for path in paths if not path.exists()]
-        if missing:
-            pytest.fail(f"{missing} were not written.\n{self.launched[layout]}", pytrace=False)
-        ranks = [json.loads(path.read_text()) for path in paths]
-        errors = [f"rank {rank}:\n{values['error']}" for rank, values in enumerate(ranks) if "error" in values]
-        if errors:
-            pytest.fail("\n".join(errors), pytrace=False)
+        ranks = read_notes(folder, case.name, num_ranks, self.launched[layout])
         return Outcome(ranks, load_file(folder / f"{case.name}.safetensors"))
 
     def _launch_all(self, layout: Layout | None, cases: Sequence[Case], folder: Path) -> str:
-        """Run all cases; a case that ends its launch does not take the ones behind it along. Returns all output."""
         num_stages, num_replicas = layout or (1, 1)
-        left, output = list(cases), ""
-        while left:
-            listed = folder / "cases.json"
-            listed.write_text(json.dumps([case.as_json() for case in left]))
-            trainer = ["--trainer", "pipeline", "--num_stages", str(num_stages)] if layout else ["--trainer", "plain"]
-            result = launch(
-                WORKER,
-                [listed, folder, *trainer],
-                num_processes=num_stages * num_replicas,
-                timeout=START_SECONDS + CASE_SECONDS * len(left),
-                check=False,
-                grace=70,
-                strict_nccl=layout in UNDER_NCCLS_RULES,
-            )
-            output += result.output
-            if result.returncode == 0:
-                break
-            done = [case for case in left if (folder / f"{case.name}.rank0.json").exists()]
-            left = left[max(len(done), 1) :]
-        return output
+        return run_each(
+            run_all,
+            folder,
+            {case.name: case.as_json() for case in cases},
+            num_stages * num_replicas,
+            (START_SECONDS, CASE_SECONDS),
+            options={"num_stages": num_stages} if layout else {},
+            strict_nccl=layout in UNDER_NCCLS_RULES,
+        )
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.options.refusals import check_launch
-from tests.distributed.fault_worker import PLANTED, READY, SILENT, SLOW_SECONDS
-from tests.distributed.launcher import LaunchResult, accelerate_launch, launch
-from tests.distributed.refusal_worker import ATTEMPTS
+from tests.distributed.fault_worker import PLANTED, READY, SILENT, SLOW_SECONDS, train_with
+from tests.distributed.launcher import LaunchResult, accelerate_launch
+from tests.distributed.refusal_worker import ATTEMPTS, attempt_all
+from tests.distributed.scenarios import WORKER, arguments_of, run, start
 
-
-FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
-REFUSAL_WORKER = Path(__file__).with_name("refusal_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -37,12 +35,14 @@ INTERRUPT_SECONDS = 10
 def run_with_fault(
     fault: str, output: Path, num_processes: int = 2, num_stages: int = 2, rank: int = 1, **options: Any
 ) -> LaunchResult:
-    timeout = options.pop("pipeline_timeout", PIPELINE_TIMEOUT)
-    arguments = [fault, output, "--num_stages", str(num_stages), "--rank", str(rank), "--timeout", str(timeout)]
-    arguments += ["--schedule", options.pop("schedule", "1f1b")]
-    return launch(
-        FAULT_WORKER, arguments, num_processes=num_processes, timeout=120, check=False, **{"grace": GRACE} | options
-    )
+    faulty = {
+        "fault": fault,
+        "num_stages": num_stages,
+        "rank": rank,
+        "timeout": options.pop("pipeline_timeout", PIPELINE_TIMEOUT),
+        "schedule": options.pop("schedule", "1f1b"),
+    }
+    return start(train_with, output, num_processes, faulty, timeout=120, check=False, **{"grace": GRACE} | options)
 
 
 def assert_all_ended_by_themselves(result: LaunchResult, seconds: float) -> None:
@@ -63,7 +63,7 @@ PLACES = [
 
 def test_a_sound_run_ends_well(tmp_path: Path):
     """Else the tests below would show nothing."""
-    result = launch(FAULT_WORKER, ["none", tmp_path, "--max_steps", "5"], num_processes=2, timeout=100)
+    result = start(train_with, tmp_path, 2, {"fault": "none", "max_steps": 5}, timeout=100)
     for rank, text in enumerate(result.outputs):
         assert f"rank {rank} trained to the end" in text
 
@@ -71,8 +71,8 @@ def test_a_sound_run_ends_well(tmp_path: Path):
 @pytest.mark.slow
 def test_what_takes_long_between_steps_ends_no_run(tmp_path: Path):
     """Preparing, logging, saving and what follows it, each on one rank and longer than `pipeline_timeout`."""
-    arguments = ["slow", tmp_path, "--max_steps", "5", "--timeout", str(SLOW_SECONDS - 3)]
-    result = launch(FAULT_WORKER, arguments, num_processes=2, timeout=100)
+    options = {"fault": "slow", "max_steps": 5, "timeout": SLOW_SECONDS - 3}
+    result = start(train_with, tmp_path, 2, options, timeout=100)
     for rank, text in enumerate(result.outputs):
         assert f"rank {rank} trained to the end" in text
 
@@ -223,8 +223,7 @@ def last_error(text: str) -> str:
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """How each rank of two refused each attempt; an attempt that hung or crashed is missing."""
     folder = tmp_path_factory.mktemp("refusals")
-    launch(REFUSAL_WORKER, [folder], num_processes=2, timeout=150, check=False)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return run(attempt_all, folder, 2, timeout=150, check=False)
 
 
 # What the text of the refusal must name.
@@ -303,8 +302,8 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(refusals: lis
 
 def test_an_exception_on_rank_0_is_the_first_cause_on_others_under_a_launcher_that_kills_them(tmp_path: Path):
     """The agent of `accelerate launch` and torchrun ends all processes as soon as one has failed."""
-    arguments = ["exception", tmp_path, "--rank", "0"]
-    result = accelerate_launch(FAULT_WORKER, arguments, num_processes=2, timeout=100, check=False)
+    arguments = arguments_of(train_with, tmp_path, {"fault": "exception", "rank": 0})
+    result = accelerate_launch(WORKER, arguments, num_processes=2, timeout=100, check=False)
     assert not result.timed_out
     assert re.search(rf"The run end(s|ed) on rank 1. First cause: rank 0: RuntimeError: {PLANTED}", result.output)
 
@@ -312,7 +311,7 @@ def test_an_exception_on_rank_0_is_the_first_cause_on_others_under_a_launcher_th
 def test_processes_without_gpus_train_together_without_being_told_of_the_cpu(tmp_path: Path):
     """accelerate would make each of them a world of its own, and they would train twice."""
     untold = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
-    result = launch(FAULT_WORKER, ["none", tmp_path, "--max_steps", "2"], num_processes=2, timeout=60, env=untold)
+    result = start(train_with, tmp_path, 2, {"fault": "none", "max_steps": 2}, timeout=60, env=untold)
     assert "2 stages x" in result.outputs[0]
 
 
@@ -326,8 +325,8 @@ def test_processes_that_each_believe_to_be_alone_are_refused(monkeypatch: pytest
 def test_accelerate_that_starts_one_process_instead_of_two_is_refused(tmp_path: Path):
     """`accelerate launch --cpu --num_processes 2` starts one, silently."""
     result = accelerate_launch(
-        FAULT_WORKER,
-        ["none", tmp_path, "--num_stages", "1", "--max_steps", "2"],
+        WORKER,
+        arguments_of(train_with, tmp_path, {"fault": "none", "num_stages": 1, "max_steps": 2}),
         num_processes=2,
         timeout=60,
         check=False,

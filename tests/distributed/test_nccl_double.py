@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launcher import LaunchError, launch
+from tests.distributed.nccl_worker import talk
+from tests.distributed.scenarios import run
 from tests.doubles.replay import ReplayError, check_notes
 
-
-WORKER = Path(__file__).with_name("nccl_worker.py")
 
 HANGS = {
     "unbatched": [
@@ -42,7 +42,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("notes")
     # The one that hangs on gloo, too, comes last.
     mistakes = ["none", *REFUSED, *sorted(HANGS, key="missing collective".__eq__)]
-    launch(WORKER, [folder, *mistakes], num_processes=2, timeout=100)
+    run(talk, folder, 2, {"mistakes": mistakes}, timeout=100)
     return folder
 
 

@@ -11,13 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launcher import launch
-from tests.distributed.node_cache_worker import EPOCHS, GLOBAL_BATCH, LOST_AT, NUM_SAMPLES, SAVED_AT, STEPS_PER_EPOCH
+from tests.distributed.node_cache_worker import (
+    EPOCHS,
+    GLOBAL_BATCH,
+    LOST_AT,
+    NUM_SAMPLES,
+    SAVED_AT,
+    STEPS_PER_EPOCH,
+    act_all,
+)
+from tests.distributed.scenarios import start
 from tests.distributed.test_equality import relative_difference, tensor_difference
 from tests.models import has_zero_gradient
 
 
-WORKER = Path(__file__).with_name("node_cache_worker.py")
 TOLERANCE = 1e-5
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -54,6 +61,11 @@ class Outcome:
         return load_file(f"{self.path}.{run}.safetensors")
 
 
+def act_on(folder: Path, num_processes: int, ranks_a_node: int, *names: str, timeout: float) -> None:
+    options = {"ranks_a_node": ranks_a_node, "names": names}
+    start(act_all, folder, num_processes, options, timeout=timeout)
+
+
 def outcome_of(folder: Path, act: str, num_ranks: int = 2) -> Outcome:
     ranks = [json.loads((folder / f"{act}.rank{rank}.json").read_text()) for rank in range(num_ranks)]
     return Outcome(ranks, folder / act)
@@ -78,7 +90,7 @@ def assert_each_sample_once(epochs: list[list[int]]) -> None:
 
 
 def test_rows_are_on_the_node_that_needs_them(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path, "1", "frozen_from_the_start"], 2, timeout=100)
+    act_on(tmp_path, 2, 1, "frozen_from_the_start", timeout=100)
     outcome = outcome_of(tmp_path, "frozen_from_the_start")
     # As on one node: what the first epoch computes and stores is read from then on.
     assert outcome.of("with", "hit_rates") == [0, *[1] * (EPOCHS - 1)]
@@ -111,7 +123,7 @@ def test_rows_are_on_the_node_that_needs_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_and_on_other_nodes(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path, "1", "resumed"], 2, timeout=100)
+    act_on(tmp_path, 2, 1, "resumed", timeout=100)
     resumed = outcome_of(tmp_path, "resumed")
     whole = resumed.batches("whole")
     assert resumed.batches("rest") == whole[SAVED_AT:]
@@ -119,13 +131,13 @@ def test_a_run_goes_on_to_the_bit_and_on_other_nodes(tmp_path: Path) -> None:
     found, expected = resumed.weights("rest"), resumed.weights("whole")
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     # On one node: the epoch ends as it was begun, and the next one is Trainer's.
-    launch(WORKER, [tmp_path, "2", "resumed_elsewhere"], 2, timeout=100)
+    act_on(tmp_path, 2, 2, "resumed_elsewhere", timeout=100)
     elsewhere = outcome_of(tmp_path, "resumed_elsewhere")
     second = SAVED_AT - STEPS_PER_EPOCH
     assert elsewhere.batches("rest")[: STEPS_PER_EPOCH - second] == whole[SAVED_AT : 2 * STEPS_PER_EPOCH]
     assert elsewhere.epochs("rest", second)[1] == elsewhere.epochs("whole")[2] != resumed.epochs("whole")[2]
     # And back.
-    launch(WORKER, [tmp_path, "1", "resumed_back"], 2, timeout=100)
+    act_on(tmp_path, 2, 1, "resumed_back", timeout=100)
     back = outcome_of(tmp_path, "resumed_back")
     assert back.epochs("rest", second)[0] == elsewhere.epochs("whole")[1][second * GLOBAL_BATCH :]
     assert back.epochs("rest", second)[1] == resumed.epochs("whole")[2]
@@ -133,8 +145,8 @@ def test_a_run_goes_on_to_the_bit_and_on_other_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_views_are_drawn_on_several_nodes_as_on_one(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path / "two", "1", "views"], 2, timeout=100)
-    launch(WORKER, [tmp_path / "one", "2", "views"], 2, timeout=100)
+    act_on(tmp_path / "two", 2, 1, "views", timeout=100)
+    act_on(tmp_path / "one", 2, 2, "views", timeout=100)
     tokens: list[dict[str, set[int]]] = []
     for folder in ("two", "one"):
         outcome = outcome_of(tmp_path / folder, "views")
@@ -154,7 +166,7 @@ def test_views_are_drawn_on_several_nodes_as_on_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_one_node_lost_is_given_up_on_all(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path, "1", "a_node_loses_its_rows", "a_link_on_one_node"], 2, timeout=100)
+    act_on(tmp_path, 2, 1, "a_node_loses_its_rows", "a_link_on_one_node", timeout=100)
     outcome = outcome_of(tmp_path, "a_node_loses_its_rows")
     assert_equal_runs(outcome)
     assert_each_sample_once(outcome.epochs("with"))
@@ -175,7 +187,7 @@ def test_a_store_that_one_node_lost_is_given_up_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path, "2", "shorter_pipelines"], 4, timeout=150)
+    act_on(tmp_path, 4, 2, "shorter_pipelines", timeout=150)
     outcome = outcome_of(tmp_path, "shorter_pipelines", 4)
     lengths = outcome.of("with", "lengths")
     assert lengths[0] == 2 and lengths[-1] == 1
@@ -185,7 +197,7 @@ def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_node_stores_as_much_as_it_has_devices(tmp_path: Path) -> None:
-    launch(WORKER, [tmp_path, "2", "unequal_nodes"], 3, timeout=150)
+    act_on(tmp_path, 3, 2, "unequal_nodes", timeout=150)
     outcome = outcome_of(tmp_path, "unequal_nodes", 3)
     for run in ("with", "grouped"):
         assert outcome.of(run, "hit_rates") == [0, 1, 1]

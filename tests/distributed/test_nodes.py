@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import launch, launch_nodes
+from tests.distributed import resume_worker, transition_worker
+from tests.distributed.launcher import launch_nodes
+from tests.distributed.scenarios import WORKER, arguments_of, start
 from tests.distributed.test_equality import relative_difference, tensor_difference
 from tests.distributed.transition_cases import NODES, WORLD_SIZE
-from tests.distributed.transition_runs import WORKER, read_outcome
+from tests.distributed.transition_runs import REFERENCES, read_outcome
 from tests.models import has_zero_gradient
 
-
-RESUME_WORKER = WORKER.with_name("resume_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -24,8 +24,10 @@ def test_two_nodes_train_as_one_process(tmp_path: Path):
     cases, references = tmp_path / "cases.json", tmp_path / "references.json"
     cases.write_text(json.dumps([NODES.as_json()]))
     references.write_text(json.dumps([NODES.reference.as_json()]))
-    there = launch_nodes(WORKER, [cases, tmp_path, "--trainer", "pipeline"], 2, WORLD_SIZE // 2, timeout=150)
-    alone = launch(WORKER, [references, tmp_path, "--trainer", "references"], timeout=100)
+    arguments = arguments_of(transition_worker.run_all, tmp_path, {"listed": str(cases), "kinds": ["pipeline"]})
+    there = launch_nodes(WORKER, arguments, 2, WORLD_SIZE // 2, timeout=150)
+    options = {"listed": str(references), "kinds": REFERENCES}
+    alone = start(transition_worker.run_all, tmp_path, options=options, timeout=100)
     ours = read_outcome(tmp_path, NODES, WORLD_SIZE, there.output)
     # A pipeline never spans nodes, so it begins with a node's two stages.
     lengths = [entry["places"][0] for entry in ours.ranks[0]["steps"]]
@@ -43,7 +45,7 @@ def test_two_nodes_train_as_one_process(tmp_path: Path):
 
 
 def test_output_folders_that_nodes_do_not_share_are_noticed_at_the_start(tmp_path: Path):
-    launch_nodes(RESUME_WORKER, [tmp_path, "--nodes"], 2, 1, timeout=150)
+    launch_nodes(WORKER, arguments_of(resume_worker.run_all, tmp_path, {"acts": ["nodes"]}), 2, 1, timeout=150)
     for rank in range(2):
         found = json.loads((tmp_path / f"nodes.rank{rank}.json").read_text())
         assert re.search(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import launch
-from tests.distributed.real_worker import NUM_STEPS
+from tests.distributed.real_worker import NUM_STEPS, ten_steps
+from tests.distributed.scenarios import run
 
 
-WORKER = Path(__file__).with_name("real_worker.py")
 TOLERANCE = 1e-5
 
 pytestmark = [pytest.mark.distributed, pytest.mark.shared_data, pytest.mark.timeout(300)]
@@ -19,11 +17,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.shared_data, pytest.mark.time
 
 def logged_steps(task: str, model: Path, data: Path, output: Path, num_stages: int, num_processes: int):
     output.mkdir(parents=True)
-    arguments = [task, model, data, output, "--num_stages", str(num_stages)]
+    options = {"task": task, "model": str(model), "data": str(data), "num_stages": num_stages}
     # One cache of data sets per run, so that nothing is written outside of the test's folder.
     env = {"HF_DATASETS_CACHE": str(output / "cache")}
-    launch(WORKER, arguments, num_processes=num_processes, timeout=140, env=env)
-    histories = [json.loads((output / f"log.rank{rank}.json").read_text()) for rank in range(num_processes)]
+    histories = run(ten_steps, output, num_processes, options, timeout=140, env=env)
     steps = [[entry for entry in history if "loss" in entry] for history in histories]
     assert all(entries == steps[0] for entries in steps)
     return steps[0]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import launch
+from tests.distributed.replica_worker import compare
+from tests.distributed.scenarios import run
 
-
-WORKER = Path(__file__).with_name("replica_worker.py")
 
 USED = (
     "a tuple with the loss first",
@@ -53,6 +52,4 @@ pytestmark = pytest.mark.distributed
 
 
 def test_what_no_pipeline_runs_is_data_parallel_as_in_trainer(tmp_path: Path) -> None:
-    output = launch(WORKER, [tmp_path, *USED], num_processes=2, timeout=240).output
-    assert [name for name in USED if output.count(f"same: {name}\n") != 2] == []
-    assert output.count("exchanged\n") == output.count("guarded\n") == 2
+    assert run(compare, tmp_path, 2, {"names": USED}, timeout=240) == [list(USED)] * 2

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.checkpoint import latest_sound
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
-from tests.distributed.launcher import LaunchResult, launch
+from tests.distributed.launcher import LaunchResult
 from tests.distributed.resume_worker import (
     ATTEMPTS,
     CASES,
@@ -31,12 +31,12 @@ from tests.distributed.resume_worker import (
     SAVED,
     UNFREEZING,
     Case,
+    run_all,
 )
+from tests.distributed.scenarios import start
 from tests.distributed.test_equality import tensor_difference
 from tests.models import has_zero_gradient
 
-
-WORKER = Path(__file__).with_name("resume_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -52,10 +52,10 @@ def _pairs(cases: dict[str, Case]) -> list[Any]:
     ]
 
 
-def _run(folder: Path, cases: dict[str, Case], num_processes: int, *more: str, check: bool = True) -> LaunchResult:
+def _run(folder: Path, cases: dict[str, Case], num_processes: int, *acts: str, check: bool = True) -> LaunchResult:
     seconds = START_SECONDS + CASE_SECONDS * len(cases)
-    arguments = [folder, "--cases", *cases, *more]
-    return launch(WORKER, arguments, num_processes, timeout=seconds, check=check, strict_nccl=True)
+    options = {"names": list(cases), "acts": acts}
+    return start(run_all, folder, num_processes, options, timeout=seconds, check=check, strict_nccl=True)
 
 
 def _read(folder: Path, cases: dict[str, Case], num_processes: int) -> Outcomes:
@@ -77,20 +77,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_one(folder: Path) -> Outcomes:
     """How the cases on one process ended; beside them lie checkpoints that two processes must refuse."""
-    _run(folder, _cases_on(1), 1, "--strangers", "--elsewhere")
+    _run(folder, _cases_on(1), 1, "strangers", "elsewhere")
     return _read(folder, _cases_on(1), 1)
 
 
 @pytest.fixture(scope="module")
 def dying(folder: Path, on_one: Outcomes) -> LaunchResult:
     """Two processes run their cases and what must be refused; at last they are killed in the middle of a run."""
-    return _run(folder, _cases_on(2), 2, "--refuse", "--elsewhere", "--die", check=False)
+    return _run(folder, _cases_on(2), 2, "refuse", "elsewhere", "die", check=False)
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, on_one: Outcomes, dying: LaunchResult) -> Outcomes:
     """How every case ended on every rank."""
-    _run(folder, _cases_on(4), 4, "--elsewhere")
+    _run(folder, _cases_on(4), 4, "elsewhere")
     return on_one | _read(folder, _cases_on(2), 2) | _read(folder, _cases_on(4), 4)
 
 
@@ -337,6 +337,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_stages(
         layout = Layout.from_event(end["layout"])
         assert (layout.pipeline_size, layout.num_replicas, layout.num_chunks) == pipeline
         assert end["layout"]["num_frozen_layers"] == whole["layout"]["num_frozen_layers"] == 2
+        assert end["history"]
         for entry in end["history"]:
             for what in ("loss", "grad_norm", "learning_rate"):
                 assert entry[what] == pytest.approx(logged[entry["step"]][what], rel=1e-5), (rank, entry)
@@ -451,7 +452,7 @@ def test_a_run_that_was_killed_goes_on(folder: Path, dying: LaunchResult):
     assert set(dying.returncodes) == {-signal.SIGKILL}, dying.output
     left = {path.name for path in (folder / "killed").glob("checkpoint-*")}
     assert left == {"checkpoint-7"}, "save_total_limit=1: the older checkpoint goes when the newer one is whole"
-    _run(folder, {}, 2, "--go-on")
+    _run(folder, {}, 2, "go_on")
     for rank in range(2):
         whole = json.loads((folder / f"undisturbed.rank{rank}.json").read_text())["whole"]
         end = json.loads((folder / f"went-on.rank{rank}.json").read_text())

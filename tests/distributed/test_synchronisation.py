@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,19 @@ import pytest
 import torch
 
 from hf_pipetransformer.engine.timing import WARMUP_STEPS
-from tests.distributed.launcher import launch
+from tests.distributed.scenarios import run
+from tests.distributed.sync_worker import waits
 
 
-WORKER = Path(__file__).with_name("sync_worker.py")
 MAX_WAITS = 2
 # transformers looks in each forward whether a mask hides anything at all, with Trainer as with us.
 MODELS_OWN = " at transformers/masking_utils.py:"
 pytestmark = pytest.mark.distributed
 
 
-def reports(folder: Path, num_stages: int, num_processes: int, model: str, *options: str) -> list[dict[str, Any]]:
-    arguments = [folder, "--num_stages", str(num_stages), "--model", model, *options]
-    use_cpu = str("--cuda" not in options).lower()
-    launch(WORKER, arguments, num_processes=num_processes, env={"ACCELERATE_USE_CPU": use_cpu})
-    return [json.loads((folder / f"waits.rank{rank}.json").read_text()) for rank in range(num_processes)]
+def reports(folder: Path, num_processes: int, **options: Any) -> list[dict[str, Any]]:
+    use_cpu = str(not options.get("cuda", False)).lower()
+    return run(waits, folder, num_processes, options, env={"ACCELERATE_USE_CPU": use_cpu})
 
 
 def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, list[str]]:
@@ -40,17 +37,17 @@ def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, li
 @pytest.mark.parametrize(
     ("num_stages", "num_processes", "model", "options"),
     [
-        (1, 1, "vit", ["--batches", "2"]),
-        (1, 2, "vit", []),
-        (2, 2, "bert_masked", []),
-        pytest.param(2, 4, "bert_masked", [], marks=pytest.mark.slow),
-        pytest.param(2, 4, "vit", ["--batches", "2"], marks=pytest.mark.slow),
+        (1, 1, "vit", {"batches": 2}),
+        (1, 2, "vit", {}),
+        (2, 2, "bert_masked", {}),
+        pytest.param(2, 4, "bert_masked", {}, marks=pytest.mark.slow),
+        pytest.param(2, 4, "vit", {"batches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_waits_for_the_device_at_most_twice(
-    tmp_path: Path, num_stages: int, num_processes: int, model: str, options: list[str]
+    tmp_path: Path, num_stages: int, num_processes: int, model: str, options: dict[str, Any]
 ):
-    found = reports(tmp_path, num_stages, num_processes, model, *options)
+    found = reports(tmp_path, num_processes, num_stages=num_stages, model=model, **options)
     epochs = [event for event in found[0]["cache"] if event["what"] == "epoch"]
     assert sum(event["written"] for event in epochs) and sum(event["hits"] for event in epochs)
     check(found)
@@ -59,14 +56,14 @@ def test_a_step_waits_for_the_device_at_most_twice(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_a_step_without_a_flush_waits_no_more(tmp_path: Path, num_processes: int):
-    check(reports(tmp_path, 2, num_processes, "vit", "--schedule", "async_1f1b"))
+    check(reports(tmp_path, num_processes, num_stages=2, model="vit", schedule="async_1f1b"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, found none")
 @pytest.mark.parametrize("model", ["vit", "bert_masked"])
 def test_a_step_waits_for_a_gpu_at_most_twice(tmp_path: Path, model: str):
-    check(reports(tmp_path, 1, 1, model, "--batches", "2", "--cuda"))
+    check(reports(tmp_path, 1, num_stages=1, model=model, batches=2, cuda=True))
 
 
 def check(found: list[dict[str, Any]]) -> None:

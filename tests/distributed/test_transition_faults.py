@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
-from tests.distributed.launcher import LaunchResult, launch
+from tests.distributed.launcher import LaunchResult
+from tests.distributed.scenarios import start
 from tests.distributed.test_faults import GRACE, PIPELINE_TIMEOUT, assert_all_ended_by_themselves, last_error
-from tests.distributed.transition_fault_worker import READY, TAMPERED
+from tests.distributed.transition_fault_worker import READY, TAMPERED, train_with
 
-
-WORKER = Path(__file__).with_name("transition_fault_worker.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 
-def run_with_fault(fault: str, output: Path, *options: str) -> LaunchResult:
-    arguments = [fault, output, "--timeout", str(PIPELINE_TIMEOUT), *options]
-    return launch(WORKER, arguments, num_processes=2, timeout=120, check=False, grace=GRACE)
+def run_with_fault(fault: str, output: Path, **options: Any) -> LaunchResult:
+    options = {"fault": fault, "timeout": PIPELINE_TIMEOUT, **options}
+    return start(train_with, output, 2, options, timeout=120, check=False, grace=GRACE)
 
 
 def assert_cause(result: LaunchResult, pattern: str) -> None:
@@ -70,7 +70,7 @@ def test_ranks_that_read_different_plans_end_with_the_cause_named(tmp_path: Path
     ids=["rank-0-freezes", "rank-1-would"],
 )
 def test_rank_0_decides_where_a_users_policy_answers_differently(tmp_path: Path, fault: str, num_frozen: int):
-    result = run_with_fault(fault, tmp_path, "--max_steps", "30")
+    result = run_with_fault(fault, tmp_path, max_steps=30)
     assert result.returncode == 0, result.output
     for rank, text in enumerate(result.outputs):
         assert f"rank {rank} trained to the end with {num_frozen} frozen layers" in text
@@ -87,7 +87,7 @@ def test_a_layout_that_ran_out_of_memory_is_not_planned_again(tmp_path: Path):
     (moved,) = [event for event in events if event["event"] == "transition"]
     assert (moved["from"]["num_stages"], moved["to"]["num_stages"]) == (2, 1)
     assert (events[-1]["event"], events[-1]["layout"]) == ("fault", moved["to"])
-    second = run_with_fault("out_of_memory", tmp_path, "--resume")
+    second = run_with_fault("out_of_memory", tmp_path, resume=True)
     assert second.returncode == 0, second.output
     assert "K=1 ran out of memory in an earlier run in this folder" in second.outputs[0]
     for rank, text in enumerate(second.outputs):

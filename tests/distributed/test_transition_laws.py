@@ -103,6 +103,7 @@ def test_the_optimizer_holds_nothing_of_what_is_frozen_and_all_of_what_is_not(mo
     model = build_model(case.model)
     names = {name for name, _ in model.named_parameters()}
     fixed_by_user = {name for name, flag in moved.ranks[0]["flags"][0].items() if not flag}
+    assert moved.ranks[0]["steps"]
     for entries in zip(*(rank["steps"] for rank in moved.ranks), strict=True):
         frozen = frozen_names(model, entries[0]["num_frozen"])
         held: Counter[str] = Counter()

@@ -1,13 +1,7 @@
-"""A run that changes its layout once, on two processes, in which one planted thing goes wrong on rank 1.
-
-    transition_fault_worker.py FAULT OUTPUT --timeout seconds
-
-`FAULT` is a key of `FAULTS`.
-"""
+"""A run that changes its layout once, on two processes, in which one planted thing goes wrong on rank 1."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from collections.abc import Callable
@@ -22,12 +16,10 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.elastic import transition
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.state import resumption as replay
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.distributed.transition_cases import Phase, TransitionCase
 from tests.models import build_model, collate, make_dataset
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 MODEL = "bert_sequence"
 NUM_STEPS = 8
@@ -142,51 +134,40 @@ def write_plan(path: Path, plan: list[Phase]) -> str:
     return str(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("fault", choices=FAULTS)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--timeout", type=float, default=15)
-    parser.add_argument("--max_steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--resume", action="store_true", help="go on after the fault, which does not come again")
-    parsed = parser.parse_args()
-    torch.set_num_threads(1)
-    fault = FAULTS[parsed.fault]
+@scenario
+def train_with(
+    folder: Path, fault: str, timeout: float = 15, max_steps: int = NUM_STEPS, resume: bool = False
+) -> None:
+    """Train with one of `FAULTS`; `resume` goes on after the fault, which does not come again."""
+    what = FAULTS[fault]
     options: dict[str, Any] = {
-        "output_dir": str(parsed.output),
+        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
-        "max_steps": parsed.max_steps,
+        "max_steps": max_steps,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "pipeline_parallel_size": 2,
         "pipeline_parallel_num_microbatches": 2,
-        "pipeline_timeout": parsed.timeout,
+        "pipeline_timeout": timeout,
         "freeze_policy": "none",
         "freeze_warmup": 0,
         "freeze_min_active_layers": 0,
-        **fault.get("options", {}),
+        **what.get("options", {}),
     }
-    if "plan" in fault:
-        options["layout_plan"] = write_plan(parsed.output / "plan.jsonl", fault["plan"])
-    if "reads" in fault and RANK == 1:
-        replay.read_layouts = fault["reads"]
-    callback = BeforeTransition(fault.get("act", nothing) if RANK == 1 and not parsed.resume else nothing)
+    if "plan" in what:
+        options["layout_plan"] = write_plan(folder / "plan.jsonl", what["plan"])
+    if "reads" in what and RANK == 1:
+        replay.read_layouts = what["reads"]
+    callback = BeforeTransition(what.get("act", nothing) if RANK == 1 and not resume else nothing)
     trainer = PipeTransformerTrainer(
         model=build_model(MODEL),
         args=PipeTransformerArguments(**options),
         train_dataset=make_dataset(MODEL, 53),
         data_collator=collate,
-        policy=fault["policy"]() if "policy" in fault else None,
+        policy=what["policy"]() if "policy" in what else None,
         callbacks=[callback],
     )
     callback.trainer = trainer
-    trainer.train(resume_from_checkpoint=parsed.resume)
+    trainer.train(resume_from_checkpoint=resume)
     print(f"rank {RANK} trained to the end with {trainer.layout.num_frozen_layers} frozen layers", flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

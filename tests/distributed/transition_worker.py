@@ -1,29 +1,23 @@
 """Run a list of cases whose layout changes, in one launch, and write down all that the laws speak of.
 
-    transition_worker.py CASES.json FOLDER --trainer pipeline|references
-
-`references` are two, each in a folder of its own: `single`, the same trainer on one process, and `plain`,
-transformers.Trainer with a callback that freezes by hand. Each rank writes `FOLDER/<case>.rank<r>.json`, rank 0 also
-`FOLDER/<case>.safetensors`.
+References are two, each in a folder of its own: `single`, the same trainer on one process, and `plain`,
+transformers.Trainer with a callback that freezes by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
 import multiprocessing
 import os
-import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -31,14 +25,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.elastic import migration
 from hf_pipetransformer.freeze.policy import FreezePolicy
-from tests.distributed.equality_worker import digest, note
+from tests.distributed.equality_worker import digest
+from tests.distributed.scenarios import RANK, WORLD_SIZE, run_case, scenario
 from tests.distributed.transition_cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, TransitionCase
 from tests.distributed.transition_observer import Observer, encoder_parts, observe
 from tests.models import MODELS, build_model, collate, make_rows
 
-
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 MODEL_SEED = 11
 EVAL_SEED = 1
@@ -331,35 +323,12 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
 LARGE_BYTES = migration.LARGE_BYTES
 
 
-def run_and_note(case: TransitionCase, folder: Path, kind: str) -> None:
-    start = time.monotonic()
-    print(f"case {case.name} {kind}", flush=True)
-    try:
-        values, tensors = run(case, folder / f"{case.name}-output", kind)
-    except BaseException:
-        note(folder, case, {"error": traceback.format_exc()})
-        raise
-    if RANK == 0:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{case.name}.safetensors")
-    note(folder, case, {**values, "seconds": time.monotonic() - start})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--trainer", choices=["pipeline", "references"], required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for fields in json.loads(options.cases.read_text()):
-        for kind in ["pipeline"] if options.trainer == "pipeline" else ["single", "plain"]:
-            folder = options.folder if kind == "pipeline" else options.folder / kind
-            folder.mkdir(exist_ok=True)
-            run_and_note(TransitionCase(**fields), folder, kind)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+@scenario
+def run_all(folder: Path, listed: str, kinds: Sequence[str]) -> None:
+    """Run a list of cases with each of the trainers `pipeline`, `single`, `plain`, the last two in their folders."""
+    for fields in json.loads(Path(listed).read_text()):
+        case = TransitionCase(**fields)
+        for kind in kinds:
+            where = folder if kind == "pipeline" else folder / kind
+            where.mkdir(exist_ok=True)
+            run_case(where, case.name, partial(run, case, where / f"{case.name}-output", kind))
