@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.batches import batch_size, cut_tokens, take_rows, take_samples
-from hf_pipetransformer.data.loader import CommonLength
+from hf_pipetransformer.data.batches import CommonLength, batch_size, cut_tokens, take_rows, take_samples
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, Parts, find_loss_rule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
 from hf_pipetransformer.engine.token_program import TokenSliceProgram

@@ -23,9 +23,9 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.data import sampler as reading
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler
 from hf_pipetransformer.planning import storing as decision
+from hf_pipetransformer.training import loaders
 from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
 from tests.models import build_model, collate, make_rows
 
@@ -53,7 +53,7 @@ class NotingSampler(ReplicaBatchSampler):
     def __next__(self) -> list[int]:
         read = super().__next__()
         if not self.repeat_small:
-            self.noted[self.step] = self.drawn[-1].samples
+            self.noted[self.step] = self.unread[-1].samples
         return read
 
 
@@ -292,7 +292,7 @@ ACTS = {act.__name__: act for act in ALL}
 
 def main() -> None:
     torch.set_num_threads(1)
-    reading.ReplicaBatchSampler = NotingSampler
+    loaders.ReplicaBatchSampler = NotingSampler
     folder, ranks_a_node, *names = sys.argv[1:]
     for name in names:
         act = Act(Path(folder), name, int(ranks_a_node))
