@@ -49,7 +49,7 @@ def course(slots: AugmentationSlots, epochs: range) -> tuple[Any, Any]:
     for slots.epoch in epochs:
         items = np.array(slots.items(list(range(slots.code.num_samples))))
         assert (slots.code.samples_of(items) == np.arange(slots.code.num_samples)).all()
-        draws.append(slots.code.draws_of(items))
+        draws.append(slots.code.draw_numbers(items))
         rows.append(slots.code.rows_of(items) - slots.code.num_slots * np.arange(slots.code.num_samples))
     return np.array(draws), np.array(rows)
 

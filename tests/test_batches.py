@@ -16,10 +16,11 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.data.batches import batch_size, count_items, join_outputs, split_batch
-from hf_pipetransformer.data.dispatching import StreamLoader
+from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import replica_slice
-from hf_pipetransformer.data.rng import SharedRngState, States, present_states
-from hf_pipetransformer.data.sampler import ReplicaBatchSampler, Samples
+from hf_pipetransformer.data.reading import PipelineLink, StreamReading
+from hf_pipetransformer.data.rng import SharedRngState, States, random_state
+from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler, Samples
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -31,8 +32,8 @@ def test_replicas_share_a_batch_without_gap_or_double(num_samples: int, num_repl
 
 def test_a_small_evaluation_batch_goes_whole_to_every_replica() -> None:
     batches = [[0, 1, 2, 3], [4]]
-    assert list(ReplicaBatchSampler(batches, 1, 2, repeat_small=True)) == [[2, 3], [4]]
-    assert list(ReplicaBatchSampler(batches, 1, 2)) == [[2, 3], []]
+    assert list(ReplicaBatchSampler(EpochOrder(batches), 1, 2, repeat_small=True)) == [[2, 3], [4]]
+    assert list(ReplicaBatchSampler(EpochOrder(batches), 1, 2)) == [[2, 3], []]
 
 
 def test_a_data_set_is_not_asked_for_nothing() -> None:
@@ -48,12 +49,12 @@ def test_a_data_set_is_not_asked_for_nothing() -> None:
 
 
 def test_a_sample_that_comes_twice_in_an_epoch_is_read_each_time() -> None:
-    once, twice = ReplicaBatchSampler([[0, 1], [2]], 0, 1), ReplicaBatchSampler([[0, 1], [0]], 0, 1)
+    once, twice = (ReplicaBatchSampler(EpochOrder(batches), 0, 1) for batches in ([[0, 1], [2]], [[0, 1], [0]]))
     for sampler in (once, twice):
         sampler.select = lambda samples: []
     assert list(once) == [[], []]
     assert list(twice) == [[0, 1], [0]]
-    assert [drawn.is_single for drawn in (*once.drawn, *twice.drawn)] == [True, True, False, False]
+    assert [batch.is_single for batch in (*once.unread, *twice.unread)] == [True, True, False, False]
 
 
 @given(st.integers(1, 20), st.integers(1, 25))
@@ -152,9 +153,14 @@ class Rows(torch.utils.data.IterableDataset):
 ALONE = PipelineGroups(1, 1, 0, 0, (0,), (0,), None, None, None, None)
 
 
-def stream(num_rows: int, batch: int = 4) -> StreamLoader:
+def loader_over(reader: DataLoader[Any], batch: int, shared: SharedRngState | None) -> PipelineLoader:
+    link = PipelineLink(ALONE, frozenset(), 5.0)
+    return PipelineLoader(reader.dataset, StreamReading(reader, link, shared, 5.0, is_training=True), batch)
+
+
+def stream(num_rows: int, batch: int = 4) -> PipelineLoader:
     loader = DataLoader(Rows(num_rows), batch_size=batch, collate_fn=lambda rows: {"x": torch.tensor(rows)})
-    return StreamLoader(loader, ALONE, frozenset(), 5.0, batch, is_training=True, shared=None)
+    return loader_over(loader, batch, None)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 8, 10])
@@ -166,19 +172,19 @@ def test_a_stream_is_read_once_to_its_end_and_its_last_batch_is_known(num_rows: 
         assert [row for rows, _, _ in seen for row in rows] == list(range(num_rows))
         assert [is_last for _, is_last, _ in seen] == [i == len(seen) - 1 for i in range(len(seen))]
         assert [count for _, _, count in seen] == [[len(rows)] for rows, _, _ in seen]
-        assert loader.dataset.num_read == loader.num_seen == num_rows
+        assert loader.dataset.num_read == loader.progress.num_seen == num_rows
     assert not has_length(loader)
 
 
 def test_a_stream_goes_on_where_a_run_was_saved() -> None:
-    loader = stream(10, batch=2).starting_at(2)
+    loader = stream(10, batch=2).starting_at(EpochStart(2))
     assert [batch["x"].tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
     assert [batch["x"].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def drawing_stream(states: States) -> StreamLoader:
+def drawing_stream(states: States) -> PipelineLoader:
     loader = DataLoader(Rows(12), batch_size=2, collate_fn=lambda rows: {"x": torch.tensor(rows), "y": torch.rand(2)})
-    return StreamLoader(loader, ALONE, frozenset(), 5.0, 2, is_training=True, shared=SharedRngState(states))
+    return loader_over(loader, 2, SharedRngState(states))
 
 
 def drawn(batches: Iterator[Any], most: int = 100) -> list[Any]:
@@ -188,19 +194,21 @@ def drawn(batches: Iterator[Any], most: int = 100) -> list[Any]:
 @pytest.mark.parametrize("num_read", [3, 5, 6, 7])
 @pytest.mark.parametrize("num_ahead", [0, 1, 3])
 def test_batches_that_were_read_ahead_are_drawn_again_by_a_run_that_goes_on(num_read: int, num_ahead: int) -> None:
-    first = drawing_stream(present_states())
+    first = drawing_stream(random_state())
     first.num_under_way = 3
     batches = iter(first)
     before = drawn(batches, num_read)
     first.num_ahead = num_ahead
-    position, states, ahead = min(num_read, 6) - num_ahead, first.shared.states, first.ahead()
+    position, states, ahead = min(num_read, 6) - num_ahead, first.reading.shared.states, first.ahead()
     expected = before[position:] + drawn(batches)
-    second = drawing_stream(states).starting_at(position, ahead=ahead)
+    second = drawing_stream(states).starting_at(EpochStart(position, ahead=ahead))
     batches = iter(second)
     found = drawn(batches, 1)
     if ahead is not None:
         # Saved once more, while some of the batches lie there still.
-        third = drawing_stream(second.shared.states).starting_at(position + 1, ahead=second.ahead())
+        third = drawing_stream(second.reading.shared.states).starting_at(
+            EpochStart(position + 1, ahead=second.ahead())
+        )
         assert drawn(iter(third)) == expected[1:]
     assert found + drawn(batches) == expected
-    assert torch.equal(second.shared.torch_state, first.shared.torch_state)
+    assert torch.equal(second.reading.shared.torch_state, first.reading.shared.torch_state)

@@ -13,7 +13,13 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.data.rng import SharedRngState, draws_at_random, generators_kept, present_states, set_states
+from hf_pipetransformer.data.rng import (
+    SharedRngState,
+    draws_at_random,
+    generators_kept,
+    random_state,
+    set_random_state,
+)
 from tests.drawing import Augmented, Masked, losses, masking, trainer_of
 from tests.models import collate, make_dataset
 
@@ -42,7 +48,7 @@ class Seeded:
 
 
 def a_state() -> str:
-    return str([str(part.tolist()) for part in present_states()[0].values()]) + str(present_states()[1])
+    return str([str(part.tolist()) for part in random_state()[0].values()]) + str(random_state()[1])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_what_is_drawn_inside_is_drawn_from_the_shared_generators_and_goes_on_th
     def drawn() -> list[float]:
         return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
-    start = present_states()
+    start = random_state()
     expected = [drawn(), drawn()]
     shared = SharedRngState(start)
     found = []
@@ -100,7 +106,7 @@ def test_what_is_drawn_inside_is_drawn_from_the_shared_generators_and_goes_on_th
             found.append(drawn())
         assert a_state() == before
     assert found == expected
-    set_states(shared.states)
+    set_random_state(*shared.states)
     assert a_state() != before
 
 

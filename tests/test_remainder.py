@@ -10,14 +10,14 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
-from hf_pipetransformer.data.sampler import ReplicaBatchSampler
+from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
 from hf_pipetransformer.state.description import are_other_data, describe_data
 from hf_pipetransformer.state.resumption import find_remainder
 
 
-def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> ReplicaBatchSampler:
+def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> EpochOrder:
     order = SeedableRandomSampler(range(num_samples), generator=torch.Generator(), data_seed=5)
-    return ReplicaBatchSampler(BatchSampler(order, batch_size, drops_last), 0, 1)
+    return EpochOrder(BatchSampler(order, batch_size, drops_last))
 
 
 CASES = list(itertools.product((1, 16, 37), (1, 4, 8, 16), (1, 3, 4, 8), (1, 2, 3), (False, True)))
@@ -29,8 +29,8 @@ def test_every_sample_of_an_epoch_comes_once(
 ):
     old, new = make_sampler(num_samples, before, drops_last), make_sampler(num_samples, now, drops_last)
     for num_batches in range(0, len(old), accumulation):
-        old.begin_epoch()
-        done = [index for batch in old.draw()[:num_batches] for index in batch]
+        old.begin_epoch(FROM_FIRST)
+        done = [index for batch in old.batches()[:num_batches] for index in batch]
         # Steps of epochs before this one are not those of batches of the size that they have now.
         step = 1_000 + num_batches // accumulation
         place = {"epoch": 7, "samples": len(done)}
@@ -39,8 +39,8 @@ def test_every_sample_of_an_epoch_comes_once(
             assert rest is None
             continue
         assert rest is not None
-        new.begin_epoch(rest.num_done)
-        left = new.draw()[rest.first :]
+        new.begin_epoch(EpochStart(num_done=rest.num_done))
+        left = new.batches()[rest.first :]
         drawn = [index for batch in left for index in batch]
         assert len(left) == rest.num_batches and rest.num_updates == math.ceil(len(left) / accumulation)
         assert all(0 < len(batch) <= now for batch in left)
@@ -116,19 +116,19 @@ class SortedInGroups:
         return iter([i for first in range(0, len(order), size) for i in sorted(order[first : first + size])])
 
 
-def grouped(batch_size: int) -> ReplicaBatchSampler:
-    return ReplicaBatchSampler(BatchSampler(SortedInGroups(40, batch_size), batch_size, False), 0, 1)
+def grouped(batch_size: int) -> EpochOrder:
+    return EpochOrder(BatchSampler(SortedInGroups(40, batch_size), batch_size, False))
 
 
 def test_an_order_that_hangs_on_the_batch_survives_two_resumes_with_other_batches():
     first = grouped(8)
-    drawn = [index for batch in first.draw() for index in batch]
+    drawn = [index for batch in first.batches() for index in batch]
     second = grouped(4)
-    second.draw_as_from(first.order_state(is_mid_epoch=True), 16, first.arrangement)
+    second.begin_epoch(EpochStart(0, 16, first.rng_state(is_mid_epoch=True), first.arrangement))
     assert second.arrangement.group_size == 8
     third = grouped(2)
-    third.draw_as_from(second.order_state(is_mid_epoch=True), 24, second.arrangement)
-    left = [index for batch in third.draw() for index in batch]
+    third.begin_epoch(EpochStart(0, 24, second.rng_state(is_mid_epoch=True), second.arrangement))
+    left = [index for batch in third.batches() for index in batch]
     assert left == drawn[24:]
-    third.begin_epoch()
+    third.begin_epoch(FROM_FIRST)
     assert third.arrangement.group_size == 2

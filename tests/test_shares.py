@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
-from hf_pipetransformer.data.sampler import ReplicaBatchSampler
+from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
 
 
 def lengths_of(devices: tuple[int, ...]) -> list[int]:
@@ -78,21 +78,21 @@ class Shuffled(RandomSampler):
 
 
 def sampler_over(devices: tuple[int, ...] | None, num_samples: int, batch_size: int, drops: bool = False):
-    sampler = ReplicaBatchSampler(BatchSampler(Shuffled(num_samples), batch_size, drops), 0, 1)
+    sampler = EpochOrder(BatchSampler(Shuffled(num_samples), batch_size, drops))
     sampler.nodes = None if devices is None else NodeOrder(1, devices, batch_size)
     return sampler
 
 
-def flat(sampler: ReplicaBatchSampler) -> list[int]:
-    return [index for batch in sampler.draw() for index in batch]
+def flat(sampler: EpochOrder) -> list[int]:
+    return [index for batch in sampler.batches() for index in batch]
 
 
 def test_a_last_batch_that_is_left_out_leaves_out_other_samples_each_epoch() -> None:
     sampler = sampler_over((2, 1), 20, 6, drops=True)
     epochs = []
     for _ in range(2):
-        sampler.begin_epoch()
-        assert [len(batch) for batch in sampler.draw()] == [6, 6, 6]
+        sampler.begin_epoch(FROM_FIRST)
+        assert [len(batch) for batch in sampler.batches()] == [6, 6, 6]
         epochs.append(set(flat(sampler)))
     assert [len(epoch) for epoch in epochs] == [18, 18] and epochs[0] != epochs[1]
 
@@ -109,13 +109,13 @@ def test_an_epoch_ends_as_it_was_begun_on_other_nodes_and_in_other_batches(
     assert begun_as == first.arrangement
     size = sum(now or (5,))
     second = sampler_over(now, 50, size)
-    second.draw_as_from(first.order_state(is_mid_epoch=True), 24, begun_as)
+    second.begin_epoch(EpochStart(0, 24, first.rng_state(is_mid_epoch=True), begun_as))
     assert flat(second) == drawn[24:]
-    assert sum(map(len, second.draw()[: -math.ceil(26 / size)])) == 0
+    assert sum(map(len, second.batches()[: -math.ceil(26 / size)])) == 0
     third = sampler_over((2, 4), 50, 12)
-    third.draw_as_from(second.order_state(is_mid_epoch=True), 0, second.arrangement)
+    third.begin_epoch(EpochStart(0, 0, second.rng_state(is_mid_epoch=True), second.arrangement))
     assert flat(third) == drawn
-    third.begin_epoch()
+    third.begin_epoch(FROM_FIRST)
     assert third.arrangement.nodes == third.nodes
     owners = third.nodes.owners(50).tolist()
-    assert all([owners[i] for i in batch] == [0] * 4 + [1] * 8 for batch in third.draw()[:4])
+    assert all([owners[i] for i in batch] == [0] * 4 + [1] * 8 for batch in third.batches()[:4])

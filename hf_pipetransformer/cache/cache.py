@@ -224,7 +224,7 @@ class ActivationCache:
         levels, slots = self._levels_of_ids(ids), self.source.slots
         if slots is not None:
             # The record may contain an older augmentation, or that of a run resumed from another checkpoint.
-            levels[draws != slots.draws_of(index)] = 0
+            levels[draws != slots.draw_numbers(index)] = 0
         return levels
 
     def _levels_of_ids(self, ids: Indices) -> Indices:
@@ -340,7 +340,7 @@ class ActivationCache:
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if self.source.keeps_padding else real
         if slots is not None:
-            fields[DRAW_FIELD] = torch.from_numpy(slots.draws_of(samples).astype(np.int32))
+            fields[DRAW_FIELD] = torch.from_numpy(slots.draw_numbers(samples).astype(np.int32))
         # The input of a cached sample was not read, so its digest comes from the record being replaced.
         has_row, found = tags.num_layers[rows].numpy() > 0, tags.digests[rows].numpy().view(np.uint64)
 

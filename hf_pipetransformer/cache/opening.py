@@ -30,9 +30,9 @@ from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
-from hf_pipetransformer.data.dispatching import DispatchingLoader, StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
+from hf_pipetransformer.data.reading import DispatchedReading
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
 from hf_pipetransformer.data.sampler import draws_each_once
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -143,7 +143,7 @@ class CacheInputs:
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
                 "Build it with self._get_dataloader."
             )
-        elif isinstance(loader, StreamLoader):
+        elif loader.is_stream:
             reason = (
                 f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
                 "again. Use a data set with indices."
@@ -166,12 +166,12 @@ class CacheInputs:
             return InputReport(reason)
         probe = self.start_up.probe
         dataset = loader.dataset if loader.slots is None else loader.samples
-        report = examine_inputs(dataset, loader.collate, probe.activation.main_input, probe.placeholders)
+        report = examine_inputs(dataset, loader.collate_fn, probe.activation.main_input, probe.placeholders)
         try:
             RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
             report = InputReport(report.reason or str(error))
-        if report.reason is None and isinstance(loader, DispatchingLoader):
+        if report.reason is None and isinstance(loader.reading, DispatchedReading):
             report = InputReport(
                 "data set or collator draw random numbers, so that one process reads for all and none knows which "
                 "samples it has. Give such that draw none, although what they give is the same each time."

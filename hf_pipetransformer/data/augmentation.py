@@ -36,7 +36,7 @@ class ItemCode:
         """Return the index in the data set, of an integer or `(n,)`."""
         return items % self.num_samples
 
-    def draws_of(self, items: Any) -> Any:
+    def draw_numbers(self, items: Any) -> Any:
         """Return the number of the draw, of an integer or `(n,)`."""
         return items // (self.num_samples * self.num_slots)
 
@@ -129,16 +129,14 @@ class AugmentationSlots:
         fills = epoch < self.first + self.code.num_slots
         is_new = np.full(self.code.num_samples, fills)
         if not fills:
-            is_new |= uniform(self.seed, epoch, self.code.num_samples) < self._share_in(epoch)
+            share = [share for start, share in self.shares if start <= epoch][-1]
+            is_new |= uniform(self.seed, epoch, self.code.num_samples) < share
         oldest = turns.num_draws % self.code.num_slots
         turns.last = np.where(is_new, oldest, (turns.last + 1) % self.code.num_slots)
         drawn = np.flatnonzero(is_new)
         turns.draws[drawn, oldest[drawn]] = epoch
         turns.num_draws = turns.num_draws + is_new
         turns.epoch = epoch
-
-    def _share_in(self, epoch: int) -> float:
-        return [share for start, share in self.shares if start <= epoch][-1]
 
     # ---- a checkpoint ----
 

@@ -87,15 +87,6 @@ def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
 
 
-def with_shifted_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `shift_labels`: the last token of a slice predicts the first token of the next slice."""
-    labels = inputs.get("labels")
-    if not isinstance(labels, torch.Tensor) or "shift_labels" in inputs:
-        return dict(inputs)
-    ended = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
-    return {**inputs, "shift_labels": ended}
-
-
 def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[str, Any]]:
     """Cut a batch whose sequences have `bounds[-1]` tokens into token slices; none without bounds.
 
@@ -129,7 +120,10 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
         # Transformers' losses flatten labels with `view`, which needs contiguous memory.
         return own.contiguous() if name in ("labels", "shift_labels") else own
 
-    whole = with_shifted_labels(inputs)
+    whole, labels = dict(inputs), inputs.get("labels")
+    if isinstance(labels, torch.Tensor) and "shift_labels" not in inputs:
+        # The last token of a slice predicts the first token of the next slice.
+        whole["shift_labels"] = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
     return [
         {name: part(name, value, start, stop) for name, value in whole.items()} for start, stop in pairwise(bounds)
     ]
@@ -196,6 +190,14 @@ def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
     """Return the padded length of a batch of text; 0 for an empty one."""
     value = batch.get(main_input)
     return value.shape[1] if isinstance(value, torch.Tensor) else 0
+
+
+@dataclass(frozen=True)
+class CommonLength:
+    """Rule for padding the batches of all replicas to one length; `main_input` names the token ids, `(batch, seq)`."""
+
+    main_input: str
+    pad_token_id: int
 
 
 def fill_value(key: str, main_input: str, pad_token_id: int) -> int:

@@ -14,9 +14,9 @@ from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, take_rows, take_samples
-from hf_pipetransformer.data.dispatching import is_stream
 from hf_pipetransformer.data.loader import Request
-from hf_pipetransformer.data.rng import SharedRngState, generators_kept, present_states
+from hf_pipetransformer.data.reading import is_stream
+from hf_pipetransformer.data.rng import SharedRngState, generators_kept, random_state
 from hf_pipetransformer.data.sampler import order_of_run
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
@@ -231,7 +231,7 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     if is_stream(dataset):
         return OwnBatches(dataset, collate, size)
     sampler = given.sampler(dataset)
-    order = partial(order_of_run, dataset, sampler, trainer.args, SharedRngState(present_states()))
+    order = partial(order_of_run, dataset, sampler, trainer.args, SharedRngState(random_state()))
     return OwnBatches(dataset, collate, size, order, sampler)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.loader import CommonLength
+from hf_pipetransformer.data.batches import CommonLength
 from hf_pipetransformer.engine.losses import FoundRule
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import (

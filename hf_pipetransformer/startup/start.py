@@ -11,8 +11,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.batches import batch_size
-from hf_pipetransformer.data.loader import CommonLength
+from hf_pipetransformer.data.batches import CommonLength, batch_size
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import Overheads

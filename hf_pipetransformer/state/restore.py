@@ -19,6 +19,7 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import Arrangement
 from hf_pipetransformer.data.rng import SharedRngState, States, of_name, random_state, set_random_state, under_name
+from hf_pipetransformer.data.sampler import EpochStart
 from hf_pipetransformer.elastic.controller import ACTIVATIONS, SAMPLES, WEIGHTS
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.pipeline import Pipeline
@@ -233,7 +234,7 @@ class FirstEpoch:
             self._begin_remainder(rest, arguments)
         elif self.loader is not None:
             # For a start at the beginning of an epoch; inside one, Trainer calls `skip_first_batches`.
-            self.loader.starting_at(0, self.numbers.order)
+            self.loader.starting_at(EpochStart(0, order_state=self.numbers.order))
         with self._skipping_batches():
             yield True
 
@@ -243,7 +244,7 @@ class FirstEpoch:
         if self.loader is not None:
             order = self.numbers.order if is_same_epoch else None
             began_as = Arrangement.from_json(place) if rest.num_done else None
-            self.loader.starting_at(rest.first, order, rest.num_done, began_as)
+            self.loader.starting_at(EpochStart(rest.first, rest.num_done, order, began_as))
         arguments |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
 
     def correct_epoch(self) -> None:
@@ -268,7 +269,8 @@ class FirstEpoch:
             # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
             position = self.numbers.values.get(POSITION, num_batches)
             began_as = Arrangement.from_json(self.resumption.place or {})
-            return loader.starting_at(position, self.numbers.order, arrangement=began_as, ahead=self.numbers.ahead)
+            start = EpochStart(position, None, self.numbers.order, began_as, self.numbers.ahead)
+            return loader.starting_at(start)
 
         stock.skip_first_batches = skip
         try:

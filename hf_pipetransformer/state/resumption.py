@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Any
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.dispatching import StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -198,7 +197,7 @@ class Resumption:
         args, place = self.args, self.place
         if place is None or not isinstance(loader, PipelineLoader):
             return values
-        if isinstance(loader, StreamLoader):
+        if loader.is_stream:
             self._check_same_batches(place["global_batch"], loader)
             return values
         num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps = values

@@ -15,7 +15,6 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
-from hf_pipetransformer.data.dispatching import StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.training.metrics import MetricAccumulator
@@ -56,14 +55,14 @@ class Evaluation:
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
         """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
         self.noted.note("eval")
-        if not isinstance(self.loader, StreamLoader):
+        if not self.loader.is_stream:
             return output
         metrics = dict(output.metrics or {})
         if self.gather.losses:
             metrics[f"{metric_key_prefix}_loss"] = self._loss_of_stream(self.loader)
-        return output._replace(num_samples=self.loader.num_seen, metrics=metrics)
+        return output._replace(num_samples=self.loader.progress.num_seen, metrics=metrics)
 
-    def _loss_of_stream(self, loader: StreamLoader) -> float:
+    def _loss_of_stream(self, loader: PipelineLoader) -> float:
         """Average the batches' losses as Trainer does in one process.
 
         Trainer does not know the length of a stream, so each batch but the last counts as a full one.

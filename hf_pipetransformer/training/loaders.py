@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+from torch.utils.data import BatchSampler
 from transformers import Trainer
+from transformers.trainer_utils import seed_worker
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.dispatching import DispatchingLoader, StreamLoader, is_stream
 from hf_pipetransformer.data.loader import PipelineLoader, Request
-from hf_pipetransformer.data.rng import SharedRngState, States, draws_at_random, present_states
-from hf_pipetransformer.data.sampler import indexed_reader, stream_reader
+from hf_pipetransformer.data.reading import (
+    DispatchedReading,
+    PipelineLink,
+    Reading,
+    ReplicaReading,
+    StreamReading,
+    is_stream,
+)
+from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, draws_at_random, random_state
+from hf_pipetransformer.data.sampler import EpochOrder, ReplicaBatchSampler, Samples, order_of_run, torch_loader
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
@@ -68,27 +77,32 @@ def make_loader(
     dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
     batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
-    place = (groups, placeholders, args.pipeline_timeout, batch_size, request.is_training, shared)
-    loader: PipelineLoader
+    link = PipelineLink(groups, placeholders, args.pipeline_timeout)
+    pins_memory = args.dataloader_pin_memory and is_apart(args.device)
+    reading: Reading
     if is_stream(dataset):
-        loader = StreamLoader(stream_reader(dataset, collate, batch_size, args), *place)
+        reader = torch_loader(dataset, collate, args, batch_size=batch_size)
+        reading = StreamReading(reader, link, shared, args.pipeline_timeout, request.is_training)
+        return PipelineLoader(dataset, reading, batch_size, pins_memory)
+    with drawing_from(shared):
+        sampler = order_of_run(dataset, request.sampler(dataset), args, shared)
+    stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"
+    seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_slots else None
+    samples, of_batch, slots = (
+        (Samples(dataset), collate, None) if seeded is None else (seeded.samples, seeded.collate, seeded.slots)
+    )
+    order = EpochOrder(BatchSampler(sampler, batch_size, args.dataloader_drop_last))
+    batches = ReplicaBatchSampler(order, groups.replica, groups.num_replicas, not request.is_training, slots)
+    seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    worker_init = seed_workers if request.is_training else None
+    reader = torch_loader(samples, of_batch, args, batch_sampler=batches, worker_init_fn=worker_init)
+    # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
+    may_dispatch = seeded is None and not args.dataloader_num_workers
+    if may_dispatch and topology.decide(lambda: draws_at_random(dataset, collate)):
+        reading = DispatchedReading(reader, link, shared, args.pipeline_timeout, request.is_training)
     else:
-        with nullcontext() if shared is None else shared.drawing():
-            sampler = request.sampler(dataset)
-        stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"
-        seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_slots else None
-        reader = indexed_reader(
-            dataset, collate, sampler, batch_size, args, groups, request.is_training, shared, seeded
-        )
-        # Workers have their own RNG states and read for all replicas in parallel: no dealing with workers.
-        if seeded is not None:
-            loader = PipelineLoader(reader, *place, start_up.common_length)
-        elif not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
-            loader = DispatchingLoader(reader, *place)
-        else:
-            loader = PipelineLoader(reader, *place, start_up.common_length)
-    loader.pins_memory = args.dataloader_pin_memory and is_apart(args.device)
-    return loader
+        reading = ReplicaReading(reader, link, shared, start_up.common_length)
+    return PipelineLoader(dataset, reading, batch_size, pins_memory)
 
 
 def share_rng_state(topology: Topology) -> SharedRngState | None:
@@ -96,7 +110,7 @@ def share_rng_state(topology: Topology) -> SharedRngState | None:
 
     The ranks' own RNG states differ in a training (see `Seeds`); these continue those of a single process.
     """
-    return None if topology.world_size == 1 else SharedRngState(states_of_first_rank(topology, present_states()))
+    return None if topology.world_size == 1 else SharedRngState(states_of_first_rank(topology, random_state()))
 
 
 def states_of_first_rank(topology: Topology, own: States) -> States:

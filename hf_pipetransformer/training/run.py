@@ -15,9 +15,8 @@ from transformers.trainer_utils import SaveStrategy
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement, get_topology
-from hf_pipetransformer.data.dispatching import StreamLoader
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
-from hf_pipetransformer.data.rng import set_states
+from hf_pipetransformer.data.rng import set_random_state
 from hf_pipetransformer.elastic.transitions import check_unfreezing, longest_pipeline
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.freeze.policies import make_policy
@@ -355,7 +354,7 @@ class Run:
         shared, pipeline.shared_rng = pipeline.shared_rng, None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
-            set_states(states_of_first_rank(self.topology, shared.states))
+            set_random_state(*states_of_first_rank(self.topology, shared.states))
 
     def _leave(self) -> None:
         """Detach from trainer, model and optimizer after `train()`, also after an error.
@@ -444,7 +443,7 @@ class Run:
         may_store = bool(request.is_training and freezes)
         loader = make_loader(trainer, self.topology, pipeline, request, may_store)
         cache = None if self.in_training is None else self.in_training.cache
-        if cache is not None and not request.is_training and not isinstance(loader, StreamLoader):
+        if cache is not None and not request.is_training and not loader.is_stream:
             cache.serve(loader, request.dataset)
         if persists:
             pipeline.persistent_loaders[str(request.key)] = loader

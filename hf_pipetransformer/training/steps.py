@@ -12,7 +12,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
@@ -133,10 +132,7 @@ class Steps:
 
     @property
     def _has_ended(self) -> bool:
-        loader = self.loader
-        return self._is_short or (
-            loader is not None and (loader.is_at_end or (has_length(loader) and loader.num_read >= len(loader)))
-        )
+        return self._is_short or (self.loader is not None and self.loader.is_at_end)
 
     def _fetch(self, epoch_iterator: Any, num_batches: int) -> Fetched:
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]

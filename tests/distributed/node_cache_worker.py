@@ -20,9 +20,9 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.data import sampler as reading
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler
 from hf_pipetransformer.planning import storing as decision
+from hf_pipetransformer.training import loaders
 from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
 from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
 from tests.models import build_model, collate, make_rows
@@ -48,7 +48,7 @@ class NotingSampler(ReplicaBatchSampler):
     def __next__(self) -> list[int]:
         read = super().__next__()
         if not self.repeat_small:
-            self.noted[self.step] = self.drawn[-1].samples
+            self.noted[self.step] = self.unread[-1].samples
         return read
 
 
@@ -287,7 +287,7 @@ ACTS = {act.__name__: act for act in ALL}
 
 @scenario
 def act_all(folder: Path, ranks_a_node: int, names: list[str]) -> None:
-    reading.ReplicaBatchSampler = NotingSampler
+    loaders.ReplicaBatchSampler = NotingSampler
     for name in names:
         act = Act(folder, name, ranks_a_node)
         ACTS[name](act)

@@ -1,0 +1,419 @@
+"""Reading of batches on the ranks with stage 0, and sending them to the later stages of their pipelines.
+
+Every replica reads its own part of a global batch (`ReplicaReading`), or rank 0 reads whole batches and dispatches the
+parts: `DispatchedReading` for data that draws at random, `StreamReading` for streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol
+
+import datasets
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.transfers import ObjectSender, recv_object
+from hf_pipetransformer.data.batches import (
+    CommonLength,
+    batch_size,
+    detach_tags,
+    pad_batch,
+    sequence_length,
+    take_samples,
+    without_hidden,
+)
+from hf_pipetransformer.data.node_shares import replica_slice
+from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, random_state, set_random_state
+from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler
+
+
+class RowSource(Protocol):
+    """Source of samples that need not be read from the data set: the activation cache."""
+
+    def select(self, samples: list[int]) -> list[int]:
+        """Return the members of `samples` that must be read from the data set."""
+
+    def complete(
+        self, samples: list[int], read: list[int], batch: dict[str, Any], agree: Callable[[int], int]
+    ) -> dict[str, Any]:
+        """Return the batch of all `samples`.
+
+        Args:
+            read: the members of `samples` that `batch` contains, in the order of its rows.
+            agree: maps the padded length of this replica's batch to that of all replicas. Called once.
+        """
+
+    def prefetch(self, samples: list[int]) -> None:
+        """Start to load `samples`, which come next."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A replica's part of a global batch.
+
+    Args:
+        batch: empty for a replica without samples.
+        size: samples of the global batch, over all replicas.
+        is_last: True if no batch follows in this epoch.
+        is_none: True if there was no global batch, since the epoch had ended.
+        rng_state: torch's RNG state after reading; None if each rank knows it.
+    """
+
+    batch: dict[str, Any]
+    size: int
+    is_last: bool
+    is_none: bool = False
+    rng_state: torch.Tensor | None = None
+
+
+class PipelineLink:
+    """Way of the batches from stage 0 of this rank's pipeline to the later stages.
+
+    Args:
+        groups: this rank's pipeline; a transition replaces it.
+        placeholders: names of batch entries that only the embeddings read; later stages get a tensor of the same shape
+            and dtype without storage behind it.
+        timeout: seconds that a stage may wait for its batch.
+    """
+
+    def __init__(self, groups: PipelineGroups, placeholders: frozenset[str], timeout: float) -> None:
+        self.groups = groups
+        self.placeholders = placeholders
+        self._sender = ObjectSender(timeout, "sending a batch to the later stages of this pipeline")
+
+    def send(self, part: Part, num_under_way: int = 0) -> None:
+        """Start to send, and wait until at most `num_under_way` earlier batches are in transit."""
+        self._sender.flush(num_under_way)
+        if self.groups.pipeline_size > 1:
+            batch = {key: self._as_sent(key, value) for key, value in without_hidden(part.batch).items()}
+            message = vars(replace(part, batch=batch))
+            self._sender.isend(message, self.groups.pipeline_ranks[1:], self.groups.pipeline_control)
+
+    def _as_sent(self, key: str, value: Any) -> Any:
+        is_placeholder = key in self.placeholders and isinstance(value, torch.Tensor)
+        return value.new_zeros(1).expand(value.shape) if is_placeholder else value
+
+    def receive(self) -> Part:
+        source = self.groups.pipeline_ranks[0]
+        what = f"receiving a batch from stage 0 (rank {source})"
+        return Part(**recv_object(source, self.groups.pipeline_control, what))
+
+    def flush(self) -> None:
+        self._sender.flush()
+
+
+@dataclass
+class Reading:
+    """Way of reading an epoch's batches with torch's loader; the base of those below.
+
+    Args:
+        reader: torch's loader; on later stages it only knows the order.
+        shared: RNG state from which torch's loader and samplers draw as in one process, while torch's global
+            generators differ by rank; None leaves them to the global generators.
+    """
+
+    reader: DataLoader[Any]
+    link: PipelineLink
+    shared: SharedRngState | None
+    rows: RowSource | None = field(default=None, init=False)
+    """Source of samples that need not be read from the data set."""
+    _seed_state: torch.Tensor | None = field(default=None, init=False)
+    _has_begun: bool = field(default=False, init=False)
+
+    @property
+    def sampler(self) -> ReplicaBatchSampler:
+        sampler: Any = self.reader.batch_sampler
+        return sampler
+
+    @property
+    def order(self) -> EpochOrder | None:
+        """Order of the epoch; None for a stream."""
+        return getattr(self.reader.batch_sampler, "order", None)
+
+    def begin_epoch(self, start: EpochStart) -> int | None:
+        """Draw what torch's loader and sampler draw in one process, identically on all ranks.
+
+        Return the index of the epoch's last batch; None if only reading shows which is the last.
+        """
+        self._seed_state = None
+        # Persistent workers drew their seed in the first epoch.
+        has_workers = self.reader.persistent_workers and (self._has_begun or start.is_resumed)
+        self._has_begun = True
+        with drawing_from(self.shared):
+            if self.shared is not None and not start.first and not has_workers:
+                # The seed that torch's loader draws for its workers.
+                self._seed_state = torch.get_rng_state()
+                torch.empty((), dtype=torch.int64).random_()
+            order = self.sampler.order
+            order.begin_epoch(start)
+            if self.shared is not None or not self.link.groups.is_first:
+                # A later stage may become stage 0 in the middle of the epoch and must then know the same order.
+                order.batches()
+        return len(order) - 1
+
+    def next(self, index: int, num_under_way: int) -> Part:
+        """Return this replica's part of global batch `index`; call on stage 0.
+
+        `num_under_way` batches before it may have to be drawn again by a resumed run.
+        """
+        raise NotImplementedError
+
+    def follow(self, old: PipelineGroups, index: int) -> None:
+        """Continue with global batch `index` under the link's new groups, after `old` ones."""
+
+    def flush(self) -> None:
+        """Wait for what was sent to other replicas."""
+
+    def ahead(self, _num_ahead: int) -> tuple[States, int] | None:
+        """Return the RNG states from which a resumed run draws the batches read ahead again, and their number.
+
+        After them it continues from the generators as they are now. None if it has to draw none again.
+        """
+        return None
+
+    def close(self) -> None:
+        """End the epoch and its workers."""
+
+
+@dataclass
+class ReplicaReading(Reading):
+    """Reading on stage 0 of each replica, of its own part; workers may read ahead.
+
+    `common_length` makes the replicas pad to one length; None where the loss does not see padding.
+    """
+
+    common_length: CommonLength | None = None
+    _batches: Iterator[Any] | None = field(default=None, init=False)
+    _num_stale: int = field(default=0, init=False)
+    _was_seeded: bool = field(default=False, init=False)
+
+    def begin_epoch(self, start: EpochStart) -> int | None:
+        if start.is_resumed:
+            self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
+        return super().begin_epoch(start)
+
+    def take_from(self, rows: RowSource) -> None:
+        """Take samples from `rows` where it has them, starting with the next batch that the sampler returns."""
+        self.rows = rows
+        self.sampler.select = rows.select if self.link.groups.is_first else None
+
+    def follow(self, old: PipelineGroups, index: int) -> None:
+        """Continue with batch `index` as another replica; workers that read ahead stay alive."""
+        groups = self.link.groups
+        if self.rows is not None:
+            self.take_from(self.rows)
+        elif (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
+            return
+        if groups.is_first and self._batches is not None:
+            # Batches that the workers have read ahead were cut for the old replicas: skip them.
+            self._num_stale = len(self.sampler.unread)
+            self.sampler.seek(index, groups.replica, groups.num_replicas)
+        else:
+            self._batches = None
+            self._was_seeded = self._was_seeded and groups.is_first
+
+    def next(self, index: int, _num_under_way: int) -> Part:
+        sampler, groups = self.sampler, self.link.groups
+        if self._batches is None:
+            sampler.seek(index, groups.replica, groups.num_replicas)
+            sampler.unread.clear()
+            self._num_stale = 0
+            self._batches = self._opened()
+        for _ in range(self._num_stale):
+            next(self._batches)
+            sampler.unread.popleft()
+        self._num_stale = 0
+        batch, own = next(self._batches), sampler.unread.popleft()
+        if self.rows is not None and own.is_single:
+            batch = self.rows.complete(own.samples, own.read, batch, self._agreed_length)
+            self.rows.prefetch(sampler.upcoming())
+        elif self.common_length is not None:
+            main_input, pad_token_id = self.common_length.main_input, self.common_length.pad_token_id
+            length = self._agreed_length(sequence_length(batch, main_input))
+            batch = pad_batch(batch, main_input, length, pad_token_id) if batch else {}
+        is_last = index == len(sampler) - 1
+        if is_last:
+            # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
+            self.close()
+        return Part(dict(batch), len(sampler.order.batches()[index]), is_last)
+
+    def _opened(self) -> Iterator[Any]:
+        """Return the reader's iterator, whose creation draws a seed for its workers.
+
+        With `shared`, the workers of replica 0 get the seed of a single process, those of other replicas different
+        ones.
+        """
+        seed_state = self._seed_state if self.link.groups.replica == 0 else None
+        if not self._was_seeded and seed_state is None:
+            return iter(self.reader)
+        self._was_seeded = False
+        with torch.random.fork_rng(devices=[]):
+            if seed_state is not None:
+                torch.set_rng_state(seed_state)
+            return iter(self.reader)
+
+    def _agreed_length(self, length: int) -> int:
+        """Return the longest padded length over the replicas if the loss sees padding, else `length`."""
+        groups = self.link.groups
+        if self.common_length is None or groups.replica_control is None:
+            return length
+        longest = torch.tensor([length])
+        what = f"agreeing on a padded length with {groups.replicas}"
+        guarded(lambda: dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=groups.replica_control), what)
+        return int(longest)
+
+    def again(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the samples of an earlier `batch` as `rows` has them now, padded as before."""
+        _, tags = detach_tags(batch)
+        if self.rows is None or tags is None:
+            return batch
+        rule = self.common_length
+        same = None if rule is None else sequence_length(batch, rule.main_input)
+        return self.rows.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
+
+    def close(self) -> None:
+        self._batches = None
+
+
+@dataclass
+class DispatchedReading(Reading):
+    """Reading of global batches on rank 0, which is stage 0 of replica 0 under every layout.
+
+    It reads and collates like a single process, one batch ahead as accelerate does, and sends each replica its
+    samples. Random draws of the data set and collator, from global generators or their own, therefore match a single
+    process, and a transition does not change them.
+
+    Args:
+        timeout: seconds that a replica may wait for its part.
+        is_training: True if a replica may be left without samples.
+    """
+
+    timeout: float
+    is_training: bool
+    _coming: Iterator[Any] = field(default_factory=lambda: iter(()), init=False)
+    _ahead: deque[Any] = field(default_factory=deque, init=False)
+    """Batches that were read ahead; None follows the last one of an epoch."""
+    _states_before: deque[States] = field(default_factory=deque, init=False)
+    """RNG states before each of the latest batches, oldest first."""
+
+    def __post_init__(self) -> None:
+        self._to_replicas = ObjectSender(self.timeout, "sending the other replicas their part of a batch")
+
+    @property
+    def _reads(self) -> bool:
+        return self.link.groups.is_first and self.link.groups.replica == 0
+
+    def begin_epoch(self, start: EpochStart) -> int | None:
+        self._draw_order(start)
+        if self._reads:
+            self._open(start)
+        return None
+
+    def _draw_order(self, start: EpochStart) -> None:
+        super().begin_epoch(start)
+
+    def _open(self, start: EpochStart) -> None:
+        """Begin to read; skipping to the position of a resumed run leaves the RNG states as they were."""
+        saved, count = start.ahead or (None, 1)
+        self._states_before.clear()
+        with drawing_from(self.shared):
+            present = random_state()
+            self._coming = self._at(start.first)
+            if saved is not None:
+                set_random_state(*saved)
+            for _ in range(count):
+                self._fetch()
+            if start.first:
+                set_random_state(*present)
+
+    def _at(self, index: int) -> Iterator[Any]:
+        """Return the reader's iterator, at global batch `index`."""
+        self.sampler.seek(index, 0, 1)
+        self.sampler.unread.clear()
+        if self.shared is None:
+            return iter(self.reader)
+        # The seed for its workers was already drawn on all ranks; do not advance the shared state again.
+        with torch.random.fork_rng(devices=[]):
+            return iter(self.reader)
+
+    def _fetch(self) -> None:
+        self._states_before.append(random_state())
+        self._ahead.append(next(self._coming, None))
+
+    def next(self, _index: int, num_under_way: int) -> Part:
+        groups = self.link.groups
+        if not self._reads:
+            return Part(
+                **recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
+            )
+        whole, num_replicas = self._global_batch(num_under_way), groups.num_replicas
+        if num_replicas == 1:
+            return whole
+        repeats = not self.is_training and whole.size < num_replicas
+        parts = [whole if repeats else _part_of(whole, replica, num_replicas) for replica in range(num_replicas)]
+        self._to_replicas.flush()
+        for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
+            self._to_replicas.isend(vars(part), [rank], groups.replica_control)
+        return parts[0]
+
+    def _global_batch(self, num_under_way: int) -> Part:
+        batch = self._ahead.popleft()
+        if not self._ahead and batch is None:
+            self._ahead.append(None)
+        elif not self._ahead:
+            with drawing_from(self.shared):
+                self._fetch()
+            while len(self._states_before) > num_under_way + 1:
+                self._states_before.popleft()
+        is_last = self._ahead[0] is None
+        if is_last:
+            # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
+            self._coming = iter(())
+        state = None if self.shared is None else self.shared.torch_state
+        inputs = {} if batch is None else dict(batch)
+        return Part(inputs, batch_size(inputs), is_last, batch is None, state)
+
+    def ahead(self, num_ahead: int) -> tuple[States, int] | None:
+        is_at_end = not num_ahead and (not self._ahead or self._ahead[0] is None)
+        if is_at_end or not self._reads:
+            return None
+        # An exhausted iterator has no batch ahead, but the fetch that found its end may have drawn too: count it.
+        count = num_ahead + max(1, len(self._ahead))
+        return self._states_before[-count], count
+
+    def flush(self) -> None:
+        self._to_replicas.flush()
+
+    def close(self) -> None:
+        self._coming = iter(())
+        self._ahead.clear()
+
+
+def _part_of(whole: Part, replica: int, num_replicas: int) -> Part:
+    where = replica_slice(whole.size, replica, num_replicas)
+    return replace(whole, batch=take_samples(whole.batch, where) if where.start < where.stop else {})
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return True if samples can only be read one after the other."""
+    return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
+
+
+class StreamReading(DispatchedReading):
+    """Reading of a stream: rank 0 alone draws what torch's loader draws."""
+
+    def _draw_order(self, start: EpochStart) -> None:
+        pass
+
+    def _at(self, index: int) -> Iterator[Any]:
+        coming = iter(self.reader)
+        for _ in islice(coming, index):
+            pass
+        return coming
