@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,20 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hf_pipetransformer.splitters.adapters import adapter_files, load_adapters
-from hf_pipetransformer.state.manifest import checksum_of
-
-
-def read_json_file(path: str, folder: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        if not isinstance(content, dict):
-            raise ValueError(f"found a {type(content).__name__}, expected an object")
-        return content
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{folder!r} is damaged: {os.path.basename(path)} cannot be read ({type(error).__name__}: {error})."
-        ) from error
+from hf_pipetransformer.state.run_state import checksum_of, read_json_file
 
 
 WEIGHTS_FILE = "model.safetensors"

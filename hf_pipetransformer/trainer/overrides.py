@@ -274,7 +274,7 @@ class Overrides(_Trainer):
         checkpoints = self.pipeline_run.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
-        checkpoints.save_random_numbers(output_dir)
+        checkpoints.save_rank_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights while the model is still whole; Trainer's own only warns about missing weights."""
