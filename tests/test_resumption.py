@@ -146,7 +146,7 @@ def state(saved: Path) -> Any:
         ("place epoch", 5, "found 5 as 'epoch', expected a whole number from 0 to 4"),
         ("place global_batch", 0, "found 0 as 'global_batch'"),
         ("version", GONE, "has no version in state.json: expected version"),
-        ("version", "4", "has version 4 in state.json: expected version 4"),
+        ("version", "5", "has version 5 in state.json: expected version 5"),
         ("files", {}, "found no 'trainer_state.json' in 'files'"),
         ("files", None, "found None as 'files', expected an object"),
         ("files pipetransformer/optimizer-stage-0.safetensors", GONE, "found no 'pipetransformer/optimizer"),

@@ -112,6 +112,17 @@ def test_what_trainer_left_of_an_earlier_run_is_not_that_of_the_next(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", checkpoint.STATE_FOLDER}
 
 
+def test_random_states_of_more_processes_than_now_are_not_those_of_the_next_run(tmp_path: Path) -> None:
+    """The other processes may already have written theirs when the first one clears the folder."""
+    names = [f"rng_state{suffix}.pth" for suffix in ("", "_0", "_1", "_2", "_11")]
+    for name in names:
+        (tmp_path / name).touch()
+    saving.clear(str(tmp_path), num_ranks=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"rng_state_0.pth", "rng_state_1.pth"}
+    saving.clear(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 class Dealing(TrainerCallback):
     """Deals epochs to nodes, as a run over several does that stores activations."""
 

@@ -117,10 +117,8 @@ _KEPT_ARGUMENTS = ("learning_rate", "optim_args", "weight_decay", "adam_beta1", 
 def check_same_run(folder: str, saved: RunState, present: RunIdentity, data: DataDescription) -> str | None:
     """Refuse to resume with another model or other `data`; return a sentence on other differences.
 
-    None means that the run will reproduce the numbers of the saved one.
-
-    Raises:
-        ValueError: lists everything that must not differ, as found and as expected.
+    None means that the run will reproduce the numbers of the saved one. The ValueError lists everything that must not
+    differ, as found and as expected.
     """
     differences = []
     if present.model != saved.model:
@@ -143,20 +141,16 @@ def check_same_run(folder: str, saved: RunState, present: RunIdentity, data: Dat
 
 
 def _describe_changes(saved: RunState, present: RunIdentity) -> str | None:
-    changed = {
-        name: (present.arguments[name], value)
-        for name, value in saved.arguments.items()
-        if present.arguments.get(name, value) != value
-    }
-    told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
-    if present.policy_class != saved.policy_class:
-        told.append(
-            f"{present.policy_class} as class of the freeze policy, which begins anew (was {saved.policy_class})"
-        )
-    if present.world_size != saved.world_size:
-        told.append(f"{present.world_size} processes (was {saved.world_size})")
-    if present.policy != saved.policy:
-        told.append(f"{present.policy} as freeze policy (was {saved.policy})")
+    old_arguments, arguments = saved.arguments, present.arguments
+    changed = [name for name in old_arguments if name in arguments and arguments[name] != old_arguments[name]]
+    told = [f"{name}={arguments[name]} (was {old_arguments[name]})" for name in changed]
+    for found, old, what in (
+        (present.policy_class, saved.policy_class, "as class of the freeze policy, which begins anew"),
+        (present.world_size, saved.world_size, "processes"),
+        (present.policy, saved.policy, "as freeze policy"),
+    ):
+        if found != old:
+            told.append(f"{found} {what} (was {old})")
     if saved.has_plan and not present.has_plan:
         told.append("no layout_plan (was replayed)")
     if not told:
@@ -188,8 +182,25 @@ class RunDescription:
 
     def __init__(self, trainer: Trainer, topology: Topology, policy: FreezePolicy) -> None:
         self.trainer = trainer
-        self.identity = RunIdentity(**topology.decide(lambda: _identity_of(trainer, topology, policy)))
+        self.identity = RunIdentity(**topology.decide(lambda: vars(self._own_identity(topology, policy))))
         self._data: DataDescription | None = None
+
+    def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
+        model, args = self.trainer.model, self.trainer.args
+        arguments = args.to_dict()
+        return RunIdentity(
+            world_size=topology.world_size,
+            arguments=comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
+            has_plan=args.layout_plan is not None,
+            policy=policy.describe(),
+            policy_class=type(policy).__name__,
+            decaying=list(self.trainer.get_decay_parameter_names(model)),
+            model=type(model).__name__,
+            parameters={
+                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                for name, p in model.named_parameters()
+            },
+        )
 
     def data(self) -> DataDescription:
         """Return `describe_data` of the training data, computed on first use without changing the run's RNG state."""
@@ -197,23 +208,6 @@ class RunDescription:
             with generators_kept(self.trainer.train_dataset):
                 self._data = describe_data(self.trainer.train_dataset)
         return self._data
-
-
-def _identity_of(trainer: Trainer, topology: Topology, policy: FreezePolicy) -> dict[str, Any]:
-    model, arguments = trainer.model, trainer.args.to_dict()
-    return {
-        "world_size": topology.world_size,
-        "arguments": comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
-        "has_plan": trainer.args.layout_plan is not None,
-        "policy": policy.describe(),
-        "policy_class": type(policy).__name__,
-        "decaying": list(trainer.get_decay_parameter_names(model)),
-        "model": type(model).__name__,
-        "parameters": {
-            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-            for name, p in model.named_parameters()
-        },
-    }
 
 
 def saves_state(args: PipeTransformerArguments) -> bool:
@@ -225,10 +219,7 @@ def saves_state(args: PipeTransformerArguments) -> bool:
 def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:
     """Check that all nodes share one output folder, since each rank writes a part. Collective: call on every rank.
 
-    Rank 0 leaves a file there, for which the others look.
-
-    Raises:
-        ValueError: on every rank; names the first rank that sees another folder.
+    Rank 0 leaves a file there, for which the others look; the ValueError names the first rank that does not see it.
     """
     if not saves_state(args) or topology.local_world_size >= topology.world_size:
         return

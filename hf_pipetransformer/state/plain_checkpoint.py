@@ -23,7 +23,7 @@ import torch
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.schedules.json_values import entry
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.checkpoint import TRAINER_STATE
+from hf_pipetransformer.state.checkpoint import TRAINER_STATE, check_weights, has_weights
 from hf_pipetransformer.state.run_state import (
     Count,
     Epochs,
@@ -34,7 +34,6 @@ from hf_pipetransformer.state.run_state import (
     read_as,
     read_json_file,
 )
-from hf_pipetransformer.state.weights import check_weights, has_weights
 
 
 _OPTIMIZER = "optimizer.pt"
@@ -74,11 +73,7 @@ def is_plain(folder: str) -> bool:
 
 
 def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArguments) -> Progress:
-    """Read how far plain Trainer's run was, over an epoch of `num_samples`.
-
-    Raises:
-        ValueError: a file is damaged; names it.
-    """
+    """Read how far plain Trainer's run was, over an epoch of `num_samples`; raises ValueError for a damaged file."""
     step, epoch, batch = _read_counts(folder)
     check_trainers(folder)
     _load(folder, _OPTIMIZER)
@@ -126,13 +121,9 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
     Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
     known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
     and neither is truncated or changed. Nothing is unpickled.
-
-    Raises:
-        ValueError: names the file.
     """
     _read_counts(folder)
     names = sorted(os.listdir(folder))
-    pickled = [name for name in names if _PICKLED.fullmatch(name)]
     if has_weights(folder):
         check_weights(folder)
     elif needs_weights and not any(name.startswith(("pytorch_model", "adapter_model")) for name in names):
@@ -141,7 +132,7 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
         for name in (_OPTIMIZER, _SCHEDULER):
             if name not in names:
                 raise ValueError(f"{folder!r} is damaged: {name} is missing.")
-    for name in pickled:
+    for name in filter(_PICKLED.fullmatch, names):
         _check_archive(folder, name)
 
 
@@ -162,12 +153,11 @@ def read_plain_optimizer(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Read the optimizer state by parameter name, and the options of the groups.
 
-    Raises:
-        ValueError: the positions in the file cannot belong to the parameters in `groups`, or the optimizer differs.
+    Raises ValueError if the positions in the file cannot belong to the parameters in `groups`, or another optimizer
+    wrote it.
     """
     saved = _load(folder, _OPTIMIZER)
-    lengths = [len(group["params"]) for group in saved["param_groups"]]
-    expected = [len(group) for group in groups]
+    lengths, expected = [len(group["params"]) for group in saved["param_groups"]], [len(group) for group in groups]
     if lengths != expected:
         raise ValueError(
             f"{folder!r} holds an optimizer with groups of {lengths} parameters, expected {expected}: decaying ones "
@@ -180,34 +170,27 @@ def read_plain_optimizer(
         for position, name in zip(group["params"], names, strict=True)
     }
     found = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
-    if [_kinds(group) for group in found] != [_kinds(group) for group in options]:
+    # A scheduler adds `initial_lr`.
+    kinds, own_kinds = ([sorted(set(group) - {"initial_lr"}) for group in each] for each in (found, options))
+    if kinds != own_kinds:
         raise ValueError(
-            f"{folder!r} holds another kind of optimizer: its {len(found)} groups have the options "
-            f"{_kinds(found[0])}, expected {len(options)} groups with {_kinds(options[0])}. Choose the `optim` "
-            "of the run that was saved."
+            f"{folder!r} holds another kind of optimizer: its {len(kinds)} groups have the options {kinds[0]}, "
+            f"expected {len(own_kinds)} groups with {own_kinds[0]}. Choose the `optim` of the run that was saved."
         )
     states = {name_of[position]: state for position, state in saved["state"].items()}
     for name, state in states.items():
         for key, value in state.items():
-            found_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            expected_shape = tuple(shapes[name])
-            if len(found_shape) == len(expected_shape) and found_shape != expected_shape:
+            shape, own_shape = tuple(getattr(value, "shape", ())), tuple(shapes[name])
+            if len(shape) == len(own_shape) and shape != own_shape:
                 raise ValueError(
-                    f"{folder!r} holds a {key} of shape {found_shape} for {name}, expected {expected_shape}: its "
-                    "optimizer trained other parameters, or in another order."
+                    f"{folder!r} holds a {key} of shape {shape} for {name}, expected {own_shape}: its optimizer "
+                    "trained other parameters, or in another order."
                 )
     return states, found
 
 
-def _kinds(group: Mapping[str, Any]) -> list[str]:
-    """Return a group's option names, without `initial_lr`, which a scheduler adds."""
-    return sorted(set(group) - {"initial_lr"})
-
-
-def read_plain_scheduler(folder: str) -> dict[str, Any]:
-    """Read the state of the learning-rate scheduler."""
-    state: dict[str, Any] = _load(folder, _SCHEDULER)
-    return state
+def read_plain_scheduler(folder: str) -> Any:
+    return _load(folder, _SCHEDULER)
 
 
 def set_plain_random_state(folder: str) -> bool:
@@ -237,8 +220,7 @@ def _load(folder: str, name: str) -> Any:
 def export_checkpoint(folder: str, output: str) -> list[str]:
     """Export a pipeline's checkpoint for plain Trainer; returns sentences on what Trainer will do differently.
 
-    Raises:
-        ValueError: the checkpoint is not sound, its optimizer groups are not Trainer's, or `output` is not empty.
+    Raises ValueError if the checkpoint is not sound, its optimizer groups are not Trainer's, or `output` is not empty.
     """
     state = checkpoint.read_state(folder)
     if os.path.isdir(output) and os.listdir(output):
@@ -276,15 +258,12 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
 
 def _random_states(folder: str) -> dict[str, Any]:
     """Return a single process's RNG states in Trainer's format."""
-    tensors, values = checkpoint.read_part(folder, checkpoint.random_file(0))
+    tensors, values = checkpoint.read_rank_state(folder, 0).own
     version, words, gauss = values["python"]
     kind, *rest = values["numpy"]
-    states = {
-        "python": (version, tuple(words), gauss),
-        "numpy": (kind, tensors["numpy"].numpy().astype(np.uint32), *rest),
-        "cpu": tensors["torch"],
-    }
-    return states | ({"cuda": tensors["cuda"]} if "cuda" in tensors else {})
+    own = {"cuda": tensors["cuda"]} if "cuda" in tensors else {}
+    numpy = (kind, tensors["numpy"].numpy().astype(np.uint32), *rest)
+    return {"python": (version, tuple(words), gauss), "numpy": numpy, "cpu": tensors["torch"], **own}
 
 
 def _differences(state: RunState) -> Iterator[str]:

@@ -28,7 +28,8 @@ from hf_pipetransformer.state.plain_checkpoint import (
     trainers_groups,
 )
 from hf_pipetransformer.state.resumption import Remainder, Resumption
-from hf_pipetransformer.state.saving import Checkpoints, RankState, group_options
+from hf_pipetransformer.state.run_state import RankState
+from hf_pipetransformer.state.saving import Checkpoints, group_options
 
 
 def restore(resumption: Resumption, into: Checkpoints) -> RankState:
@@ -114,11 +115,7 @@ def _restore_optimizer(resumption: Resumption, into: Checkpoints) -> None:
 
 
 def _set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Invert `group_options`.
-
-    Raises:
-        ValueError: the optimizer has a different number of groups.
-    """
+    """Invert `group_options`; raises ValueError if the optimizer has a different number of groups."""
     if len(options) != len(optimizer.param_groups):
         raise ValueError(
             f"The checkpoint's optimizer has {len(options)} parameter groups: expected {len(optimizer.param_groups)}, "
@@ -146,8 +143,8 @@ def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
     """Read this rank's state; under another K or R, seed new RNG states, except those that data are read with."""
     layout, there, topology = into.pipeline.layout, resumption.state.layout, into.context.topology
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
-        return RankState.read(resumption.folder, topology.rank)
-    first = RankState.read(resumption.folder, 0)
+        return checkpoint.read_rank_state(resumption.folder, topology.rank)
+    first = checkpoint.read_rank_state(resumption.folder, 0)
     seed = into.context.args.seed + 1_000_003 * (1 + topology.rank) + 7_919 * (1 + resumption.state.step)
     random.seed(seed)
     np.random.seed(seed % 2**32)

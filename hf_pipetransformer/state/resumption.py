@@ -216,10 +216,8 @@ def is_of_pipeline(where: str | bool | None, output_dir: str) -> bool:
 def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, bool]:
     """Find the newest whole checkpoint, or None, for a run that Trainer may take, and whether a pipeline saved it.
 
-    A checkpoint of a pipeline is returned unchecked: `find_resumption` verifies it.
-
-    Raises:
-        ValueError: there are checkpoints, but none is whole; or one cannot be read.
+    A checkpoint of a pipeline is returned unchecked: `find_resumption` verifies it. Raises ValueError if there are
+    checkpoints, but none is whole, or one cannot be read.
     """
 
     def read(folder: str) -> None:

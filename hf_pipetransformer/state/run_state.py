@@ -24,19 +24,12 @@ from typing import (
     is_typeddict,
 )
 
+import torch
 import xxhash
 
-from hf_pipetransformer.schedules.json_values import (
-    MOST_SAMPLES,
-    MOST_STEPS,
-    entries,
-    entry,
-    flag,
-    items,
-    number,
-    text,
-    whole_number,
-)
+from hf_pipetransformer.data.rng import States
+from hf_pipetransformer.schedules import json_values
+from hf_pipetransformer.schedules.json_values import MOST_SAMPLES, MOST_STEPS, entries, entry, items, whole_number
 from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
@@ -52,18 +45,15 @@ Positive = Annotated[int, Within(1, MOST_STEPS)]
 NumSamples = Annotated[int, Within(0, MOST_SAMPLES)]
 Microbatches = Annotated[int, Within(1, MOST_MICROBATCHES)]
 Seed = Annotated[int, Within(-(2**63), 2**64)]
-NumBytes = Annotated[int, Within(0, 2**62)]
 Epochs = Annotated[float, Within(0, MOST_STEPS)]
-Share = Annotated[float, Within(0, 1)]
-Rate = Annotated[float, Within(-1e30, 1e30)]
-FromMinusOne = Annotated[int, Within(-1, MOST_STEPS)]
+Finite = Annotated[float, Within(-1e30, 1e30)]
 Scalar = bool | int | float | str | None
 
 
 class FileEntry(TypedDict):
     """Size and hash, in hexadecimal, of a checkpoint's file."""
 
-    bytes: NumBytes
+    bytes: Annotated[int, Within(0, 2**62)]
     xxh3_128: str
 
 
@@ -107,7 +97,7 @@ class DataDescription(TypedDict):
 class DecisionState(TypedDict):
     """State of `LayoutController`. A user's policy may want any number of layers."""
 
-    num_wanted: Rate
+    num_wanted: Finite
     num_fruitless: Count
     policy: dict[str, Any]
     gradient_norms: list[float] | None
@@ -120,16 +110,16 @@ class SlotState(TypedDict):
     num_slots: Positive
     seed: Seed
     first: Count
-    shares: list[tuple[Count, Share]]
+    shares: list[tuple[Count, Annotated[float, Within(0, 1)]]]
 
 
 class SchedulerState(TypedDict, total=False):
     """Entries that torch's schedulers have in their state; a user's own may have others."""
 
-    last_epoch: FromMinusOne
-    _step_count: FromMinusOne
-    base_lrs: list[Rate]
-    _last_lr: list[Rate]
+    last_epoch: Annotated[int, Within(-1, MOST_STEPS)]
+    _step_count: Annotated[int, Within(-1, MOST_STEPS)]
+    base_lrs: list[Finite]
+    _last_lr: list[Finite]
 
 
 def _scalar(value: Any, name: str) -> Scalar:
@@ -139,9 +129,9 @@ def _scalar(value: Any, name: str) -> Scalar:
 
 
 _READERS: dict[Any, Callable[[Any, str], Any]] = {
-    bool: flag,
-    float: number,
-    str: text,
+    bool: json_values.flag,
+    float: json_values.number,
+    str: json_values.text,
     Scalar: _scalar,
     Any: lambda value, name: value,
     Layout: lambda value, name: Layout.from_event(value),
@@ -149,10 +139,9 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
 
 
 def read_as(kind: Any, value: Any, name: str) -> Any:
-    """Return a JSON value in the form that the annotation `kind` says; entries that `kind` does not name stay.
+    """Return a JSON value in the form that the annotation `kind` says; entries that a `TypedDict` does not name stay.
 
-    Raises:
-        ValueError: it has another form; names the entry, what was found, and what was expected.
+    Raises ValueError for another form; it says what was found as which entry, and what was expected.
     """
     if kind in _READERS:
         return _READERS[kind](value, name)
@@ -164,7 +153,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
         return found
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        read: Callable[..., Any] = whole_number if inner[0] is int else number
+        read: Callable[..., Any] = whole_number if inner[0] is int else json_values.number
         return read(value, name, *inner[1])
     if origin in (Union, UnionType):
         return None if value is None else read_as(inner[0], value, name)
@@ -177,11 +166,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
 
 
 def read_json_file(path: str, folder: str) -> dict[str, Any]:
-    """Read a JSON object from a file of the checkpoint `folder`.
-
-    Raises:
-        ValueError: it cannot be read; calls the checkpoint damaged.
-    """
+    """Read a JSON object from a file of the checkpoint `folder`, which is damaged if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -195,11 +180,7 @@ def read_json_file(path: str, folder: str) -> dict[str, Any]:
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:
-    """Hash JSON values; the hash is the same after a round trip through a file.
-
-    Raises:
-        ValueError: the values are nested too deeply.
-    """
+    """Hash JSON values, alike before and after a round trip through a file."""
     try:
         values = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     except RecursionError as error:
@@ -220,11 +201,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Invert `as_json`, ignoring other entries.
-
-        Raises:
-            ValueError: no run can have written these values.
-        """
+        """Invert `as_json`, ignoring other entries; raises ValueError for values that no run can have written."""
         hints = get_type_hints(cls, include_extras=True)
         return cls(**{own.name: read_as(hints[own.name], entry(values, own.name), own.name) for own in fields(cls)})
 
@@ -286,6 +263,26 @@ class RunState(RunIdentity, Progress):
             lengths = (place["num_samples"], state.data["num_samples"], MOST_SAMPLES)
             whole_number(place["samples"], "samples", most=next(each for each in lengths if each is not None))
         return state
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What only one rank knows: its RNG states, and its loss since the last log entry.
+
+    Args:
+        order: RNG state that the sample order was drawn from; None draws a new order.
+        shared: RNG states of the emulated single process; None where one process trained.
+        ahead: RNG states before the batches that were read ahead, and how many batches; None without any.
+        position: number of batches read in this pass over a stream without length.
+    """
+
+    own: States
+    unlogged_loss: float
+    last_logged_step: int
+    order: torch.Tensor | None = None
+    shared: States | None = None
+    ahead: tuple[States, int] | None = None
+    position: int | None = None
 
 
 def is_split_by_node(place: Place | None) -> bool:

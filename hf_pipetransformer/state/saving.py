@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import transformers.trainer as stock
@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.data.rng import States, of_name, random_state, under_name
+from hf_pipetransformer.data.rng import random_state
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.elastic.transition import check_replicas_agree
@@ -29,59 +29,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Epoch, find_remainder
-from hf_pipetransformer.state.run_state import FileEntry, Place, RunState, is_split_by_node
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What a checkpoint holds of one rank alone: its RNG states, and its loss since the last log entry.
-
-    Args:
-        order: RNG state that the sample order was drawn from; None draws a new order.
-        shared: RNG states of the emulated single process; None where one process trained.
-        ahead: RNG states before the batches that were read ahead, and how many batches; None without any.
-        position: number of batches read in this pass over a stream without length.
-    """
-
-    own: States
-    unlogged_loss: float
-    last_logged_step: int
-    order: torch.Tensor | None = None
-    shared: States | None = None
-    ahead: tuple[States, int] | None = None
-    position: int | None = None
-
-    def write(self, folder: str, rank: int) -> dict[str, FileEntry]:
-        tensors, values = map(dict, self.own)
-        values |= {"unlogged_loss": self.unlogged_loss, "last_logged_step": self.last_logged_step}
-        if self.order is not None:
-            tensors["order"] = self.order
-        if self.position is not None:
-            values["position"] = self.position
-        ahead, values["num_ahead"] = self.ahead or (None, 0)
-        for name, states in (("shared", self.shared), ("ahead", ahead)):
-            if states is not None:
-                named_tensors, named_values = under_name(name, states)
-                tensors |= named_tensors
-                values |= named_values
-        return checkpoint.write_part(folder, checkpoint.random_file(rank), tensors, values)
-
-    @classmethod
-    def read(cls, folder: str, rank: int) -> Self:
-        tensors, values = checkpoint.read_part(folder, checkpoint.random_file(rank))
-        ahead = of_name("ahead", tensors, values)
-        return cls(
-            own=(
-                {name: tensors[name] for name in ("torch", "numpy", "cuda") if name in tensors},
-                {name: values[name] for name in ("python", "numpy")},
-            ),
-            unlogged_loss=values["unlogged_loss"],
-            last_logged_step=values["last_logged_step"],
-            order=tensors.get("order"),
-            shared=of_name("shared", tensors, values),
-            ahead=None if ahead is None else (ahead, values["num_ahead"]),
-            position=values.get("position"),
-        )
+from hf_pipetransformer.state.run_state import FileEntry, Place, RankState, RunState, is_split_by_node
 
 
 @dataclass
@@ -171,11 +119,11 @@ class Checkpoints:
             ahead=None if loader is None else loader.ahead(),
             position=None if loader is None or has_length(loader) else loader.position,
         )
-        self._written |= state.write(folder, context.topology.rank)
-        answers = context.topology.gather({"written": self._written, "loss": state.unlogged_loss})
-        for answer in answers:
-            self._written |= answer["written"]
-        self._unlogged_loss = sum(answer["loss"] for answer in answers) / context.topology.world_size
+        self._written |= checkpoint.write_rank_state(folder, context.topology.rank, state)
+        answers = context.topology.gather((self._written, state.unlogged_loss))
+        for written, _loss in answers:
+            self._written |= written
+        self._unlogged_loss = sum(loss for _written, loss in answers) / context.topology.world_size
 
     def _state(self) -> RunState:
         trainer, seeds, loader, place = self.context.trainer, self.context.seeds, self.loader, self._place()
@@ -255,11 +203,7 @@ class Checkpoints:
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of the parameter groups; schedulers change learning rates, some also momenta.
-
-    Raises:
-        ValueError: an option is not a JSON value.
-    """
+    """Return the options of the parameter groups as JSON values, of which schedulers change some."""
     return [
         {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -294,11 +238,7 @@ def clear(folder: str, num_ranks: int = 0) -> None:
 
 
 def check_unlinked(folder: str) -> None:
-    """Refuse to save over a symbolic link: the link's target would be overwritten.
-
-    Raises:
-        ValueError: the folder is or contains a symbolic link.
-    """
+    """Refuse to save where the folder is or contains a symbolic link: the link's target would be overwritten."""
     inner = [os.path.join(where, name) for where, *names in os.walk(folder) for name in [*names[0], *names[1]]]
     for path in (folder, *inner):
         if os.path.islink(path):
