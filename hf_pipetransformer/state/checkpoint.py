@@ -311,7 +311,7 @@ def check_readable(folder: str) -> None:
     """Raise UnreadableError if this user has no permission for a file of a checkpoint, or for a folder in it."""
 
     def refuse(error: OSError) -> None:
-        if isinstance(error, PermissionError):
+        if isinstance(error, PermissionError):  # Missing or damaged files are reported where they are read.
             raise UnreadableError(folder, error) from error
 
     for where, _, names in os.walk(folder, onerror=refuse):
@@ -320,7 +320,7 @@ def check_readable(folder: str) -> None:
                 with open(os.path.join(where, name), "rb"):
                     pass
             except OSError as error:
-                refuse(error)  # Missing or damaged files are reported where they are read.
+                refuse(error)
 
 
 def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tuple[str | None, list[str]]:

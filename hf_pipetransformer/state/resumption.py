@@ -96,8 +96,8 @@ def find_remainder(place: Place, step: int, epoch: Epoch, skips: bool) -> Remain
 
 
 _LAYOUT_ARGUMENTS = (
-    *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks"),
-)
+    "pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks",
+)  # fmt: skip
 
 
 class Resumption:

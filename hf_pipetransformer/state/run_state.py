@@ -190,7 +190,7 @@ def checksum_of(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is: all that is known of one that plain Trainer saved. `place` is None for a user's own loader."""
+    """Progress of a run: all that is known of one that plain Trainer saved. `place` is None for a user's own loader."""
 
     step: Count
     epoch: Epochs | None
@@ -208,9 +208,9 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What a run is, besides its data: a resumed run is compared with it. `policy_class` has the policy's class.
+    """Identity of a run, besides its data, with which a resumed run is compared.
 
-    `decaying` names the parameters with weight decay, `parameters` says of each its shape, dtype and if it is frozen.
+    `decaying` names the parameters with weight decay; `parameters` has shape and dtype of each, and if it is frozen.
     """
 
     world_size: Positive
@@ -267,7 +267,7 @@ class RunState(RunIdentity, Progress):
 
 @dataclass(frozen=True)
 class RankState:
-    """What only one rank knows: its RNG states, and its loss since the last log entry.
+    """State of one rank alone: its RNG states, and its loss since the last log entry.
 
     Args:
         order: RNG state that the sample order was drawn from; None draws a new order.
