@@ -190,7 +190,7 @@ def checksum_of(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of a run: all that is known of one that plain Trainer saved. `place` is None for a user's own loader."""
+    """Progress of a run: all that is known if plain Trainer saved it. `place` is None for a user's own loader."""
 
     step: Count
     epoch: Epochs | None
