@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import resumption
-from hf_pipetransformer.state.checkpoint import read_state
-from hf_pipetransformer.state.weights import check_weights
+from hf_pipetransformer.state.checkpoint import check_weights, read_state
 from tests.models import build_model, collate, make_dataset
 from tests.settled_policy import Settled
 
@@ -256,7 +256,10 @@ def test_a_resumed_run_saves_the_state_of_one_that_was_never_interrupted(tmp_pat
     trainer_of(build_model("bert_sequence"), tmp_path / "whole", **freezing).train()
     again = trainer_of(build_model("bert_sequence"), tmp_path / "resumed", **freezing)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    whole, resumed = (read_state(str(tmp_path / name / "checkpoint-6")) for name in ("whole", "resumed"))
+    folders = [tmp_path / name / "checkpoint-6" for name in ("whole", "resumed")]
+    assert read_state(str(folders[0])) == read_state(str(folders[1]))
+    # Also the hash of the weights; the events and training arguments are other files.
+    whole, resumed = (json.loads((folder / "pipetransformer" / "state.json").read_text()) for folder in folders)
     for state in (whole, resumed):
-        del state["files"]
+        del state["files"], state["checksum"]
     assert resumed == whole

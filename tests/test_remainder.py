@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
 from hf_pipetransformer.state.description import are_other_data, describe_data
-from hf_pipetransformer.state.resumption import find_remainder
+from hf_pipetransformer.state.resumption import Epoch, find_remainder
 
 
 def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> EpochOrder:
@@ -34,7 +34,7 @@ def test_every_sample_of_an_epoch_comes_once(
         # Steps of epochs before this one are not those of batches of the size that they have now.
         step = 1_000 + num_batches // accumulation
         place = {"epoch": 7, "samples": len(done)}
-        rest = find_remainder(place, step, num_samples, now, drops_last, accumulation, skips=True)
+        rest = find_remainder(place, step, Epoch(num_samples, now, drops_last, accumulation), skips=True)
         if not len(new):
             assert rest is None
             continue
@@ -56,16 +56,16 @@ def test_every_sample_of_an_epoch_comes_once(
 
 def test_where_trainers_count_of_steps_leads_to_the_same_place_nothing_is_dealt_anew():
     # Five batches an epoch: 7 steps are one epoch and two batches.
-    assert find_remainder({"epoch": 1, "samples": 16}, 7, 37, 8, False, 1, skips=True) is None
-    assert find_remainder({"epoch": 2, "samples": 0}, 10, 37, 8, False, 1, skips=True) is None
-    assert find_remainder({"epoch": 1, "samples": 16}, 7, 37, 8, False, 1, skips=False) is None
-    assert find_remainder({"epoch": 1, "samples": 8}, 7, 37, 8, False, 1, skips=True) is not None
+    assert find_remainder({"epoch": 1, "samples": 16}, 7, Epoch(37, 8, False, 1), skips=True) is None
+    assert find_remainder({"epoch": 2, "samples": 0}, 10, Epoch(37, 8, False, 1), skips=True) is None
+    assert find_remainder({"epoch": 1, "samples": 16}, 7, Epoch(37, 8, False, 1), skips=False) is None
+    assert find_remainder({"epoch": 1, "samples": 8}, 7, Epoch(37, 8, False, 1), skips=True) is not None
 
 
 def test_a_run_ends_with_its_epochs():
     # Two epochs of 5 batches of 8; after 7 steps 21 samples are left: 6 batches of 4, 2 of 16.
     for now, updates_per_epoch, expected in ((4, 10, 7 + 6), (16, 3, 7 + 2)):
-        rest = find_remainder({"epoch": 1, "samples": 16}, 7, 37, now, False, 1, skips=True)
+        rest = find_remainder({"epoch": 1, "samples": 16}, 7, Epoch(37, now, False, 1), skips=True)
         assert rest is not None
         assert rest.last_step(7, 2, updates_per_epoch) == expected
         assert rest.last_step(7, 1, updates_per_epoch) == 7

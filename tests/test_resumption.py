@@ -18,11 +18,30 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_state
 from hf_pipetransformer.state.description import check_same_run
-from hf_pipetransformer.state.manifest import checksum_of
 from hf_pipetransformer.state.resumption import Resumption, find_resumption
+from hf_pipetransformer.state.run_state import RunState, checksum_of
 from tests.models import build_model
 from tests.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
 from tests.test_going_on import trainer_of
+
+
+L = 4
+WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0, 10), 1, "1f1b")
+
+
+def state_of(layout: Layout, **changes: Any) -> RunState:
+    """A state that a run may have written under a layout."""
+    texts = dict.fromkeys(("policy", "policy_class", "model", "optimizer_class", "scheduler_class"), "")
+    counts = dict.fromkeys(("unlogged_loss", "num_starts", "num_transitions"), 0)
+    decided: Any = {"num_wanted": 0, "num_fruitless": 0, "policy": {}, "gradient_norms": None}
+    values: dict[str, Any] = {
+        **texts, **counts, "step": 1, "epoch": 1.0, "place": None, "is_counted": True, "has_plan": False,
+        "arguments": {}, "decaying": [], "parameters": {}, "scheduler": {}, "scaler": None, "slots": None,
+        "decisions": decided | {"known_microbatches": []}, "layout": layout, "first_layout": layout,
+        "world_size": layout.pipeline_size * layout.num_replicas,
+        "data": dict.fromkeys(("num_samples", "fingerprint", "samples")),
+    }  # fmt: skip
+    return RunState(**values | changes)
 
 
 @pytest.mark.parametrize("where", [True, "checkpoint-4"])
@@ -32,37 +51,32 @@ def test_every_file_of_the_checkpoint_is_read_once(monkeypatch: pytest.MonkeyPat
         (tmp_path / f"checkpoint-{step}").mkdir()
     newest, read = str(tmp_path / "checkpoint-4"), []
 
-    def read_state(folder: str) -> dict[str, Any]:
+    def read_state(folder: str) -> RunState:
         read.append(folder)
-        return {"layout": {}, "step": 4}
+        return state_of(WHOLE, step=4)
 
     monkeypatch.setattr(checkpoint, "read_state", read_state)
     monkeypatch.setattr(resumption, "is_plain", lambda folder: False)
     monkeypatch.setattr(resumption, "check_same_run", lambda *_: None)
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
-    description: Any = SimpleNamespace(trainer=trainer, fields={}, data=dict)
+    description: Any = SimpleNamespace(trainer=trainer, identity=None, data=dict)
     topology: Any = SimpleNamespace(decide=lambda call: call())
     found = find_resumption(where if where is True else newest, topology, description)
-    assert (found.folder, found.step) == (newest, 4)
+    assert (found.folder, found.state.step) == (newest, 4)
     assert read == [newest]
-
-
-L = 4
-WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0, 10), 1, "1f1b")
 
 
 def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -> tuple[Resumption, Layout]:
     """A run of two processes, saved with three layers frozen; K=1 is enough then, K=2 with none."""
     asked = {"pipeline_parallel_size": None, "pipeline_parallel_num_microbatches": None}
-    fields = {"arguments": asked | {"pipeline_schedule": "1f1b", "pipeline_chunks": None}}
+    identity = SimpleNamespace(arguments=asked | {"pipeline_schedule": "1f1b", "pipeline_chunks": None})
     args = SimpleNamespace(train_samples_per_device=4, pipeline_size=None, layout_plan="plan")
-    description: Any = SimpleNamespace(fields=fields, trainer=SimpleNamespace(args=args))
+    description: Any = SimpleNamespace(identity=identity, trainer=SimpleNamespace(args=args))
     saved = Layout(L, 3, saved_size, 1, (0, 10) if saved_size == 1 else (0, 8, 10), 1, "1f1b")
     saved = replace(saved, num_replicas=2) if saved_size == 1 else saved
-    layouts = {"layout": saved.as_event(), "first_layout": WHOLE.as_event()}
     # What was asked for is another thing now if it was saved with two stages.
     before = asked | {"pipeline_schedule": "1f1b", "pipeline_chunks": None if saved_size == 1 else 2}
-    state = {**layouts, "step": 5, "arguments": before}
+    state = state_of(saved, step=5, first_layout=WHOLE, arguments=before)
     structure = SimpleNamespace(num_layers=L, cut_positions=lambda: range(11))
 
     def planned(samples: int, num_frozen: int = 0) -> Layout:
@@ -132,7 +146,7 @@ def state(saved: Path) -> Any:
         ("place epoch", 5, "found 5 as 'epoch', expected a whole number from 0 to 4"),
         ("place global_batch", 0, "found 0 as 'global_batch'"),
         ("version", GONE, "has no version in state.json: expected version"),
-        ("version", "4", "has version 4 in state.json: expected version 4"),
+        ("version", "5", "has version 5 in state.json: expected version 5"),
         ("files", {}, "found no 'trainer_state.json' in 'files'"),
         ("files", None, "found None as 'files', expected an object"),
         ("files pipetransformer/optimizer-stage-0.safetensors", GONE, "found no 'pipetransformer/optimizer"),
@@ -150,7 +164,7 @@ def state(saved: Path) -> Any:
 def test_a_state_that_cannot_be_is_refused_although_its_hash_holds(
     saved: Path, state: Any, place: str, new: Any, said: str
 ) -> None:
-    assert read_state(str(saved))["step"] == 4
+    assert read_state(str(saved)).step == 4
     write_state(saved, mutated(state, tuple(place.split(" ")), new))
     with pytest.raises(ValueError, match=f"checkpoint-4'.*{said}") as caught:
         read_state(str(saved))
@@ -198,14 +212,14 @@ def may_be(place: Any, new: Any) -> bool:
 
 
 def test_a_mutated_state_is_refused_in_one_sentence(saved: Path, state: Any) -> None:
-    num_refused = 0
+    num_refused, whole = 0, read_state(str(saved))
     for place, new in draw_mutations(state, 700, seed=30):
         if may_be(place, new):
             continue
         changed = mutated(state, place, new)
         write_state(saved, changed)
         # As `find_resumption` reads it.
-        text = refusal_of(lambda changed=changed: check_same_run(str(saved), read_state(str(saved)), state))
+        text = refusal_of(lambda: check_same_run(str(saved), read_state(str(saved)), whole, whole.data))
         assert text is not None, f"{place} may be {new!r}"
         assert str(saved) in text and "\n" not in text and len(text) < 700, (place, new, text)
         num_refused += 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.node_shares import NodeOrder
-from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.plain_checkpoint import export_checkpoint, read_plain_state
+from hf_pipetransformer.state import checkpoint, saving
+from hf_pipetransformer.state.plain_checkpoint import export_checkpoint, read_progress
 from hf_pipetransformer.state.resumption import find_for_trainer
 from tests.models import build_model, collate, make_dataset
 
@@ -47,6 +48,9 @@ def make(base: type[Trainer], folder: Path, seed: int = 0, own_order: bool = Fal
     return base(
         model, args, train_dataset=make_dataset("bert_sequence", 16), data_collator=collate, optimizers=optimizers
     )
+
+
+DROPS_NOTHING: Any = SimpleNamespace(dataloader_drop_last=False, splits_batches=False)
 
 
 def losses(trainer: Any, after: int = 0) -> list[float]:
@@ -104,8 +108,19 @@ def test_ours_goes_on_from_its_own_files(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_trainer_left_of_an_earlier_run_is_not_that_of_the_next(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_0.pth", "config.json"):
         (tmp_path / name).touch()
-    checkpoint.begin(str(tmp_path))
+    saving.begin(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", checkpoint.STATE_FOLDER}
+
+
+def test_random_states_of_more_processes_than_now_are_not_those_of_the_next_run(tmp_path: Path) -> None:
+    """The other processes may already have written theirs when the first one clears the folder."""
+    names = [f"rng_state{suffix}.pth" for suffix in ("", "_0", "_1", "_2", "_11")]
+    for name in names:
+        (tmp_path / name).touch()
+    saving.clear(str(tmp_path), num_ranks=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"rng_state_0.pth", "rng_state_1.pth"}
+    saving.clear(str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 class Dealing(TrainerCallback):
@@ -331,10 +346,7 @@ def test_weights_that_were_laid_before_those_of_the_checkpoint_are_damage(
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(halves[1], folder)
     put_into_files(folder, 2)
-    state = checkpoint.read_state(str(folder))
-    written = {name: state["files"][name] for name in state["files"] if name.startswith(checkpoint.STATE_FOLDER)}
-    names = ("version", "files", "weights")
-    checkpoint.write_state(str(folder), {name: state[name] for name in state if name not in names}, written)
+    checkpoint.write_state(str(folder), checkpoint.read_state(str(folder)), {})
     checkpoint.read_state(str(folder))
     shutil.copy(halves[1].parent / "checkpoint-6" / "model.safetensors", folder)
     with pytest.raises(ValueError, match="is damaged: model.safetensors was not written with it"):
@@ -350,7 +362,7 @@ def test_counts_of_trainer_that_cannot_be_are_damage(tmp_path: Path, name: str, 
     content = {"global_step": 4, "epoch": 1.0, "train_batch_size": 4}
     (tmp_path / "trainer_state.json").write_text(json.dumps(content | {name: value}))
     with pytest.raises(ValueError, match=f"{tmp_path}.*damaged: trainer_state.json.*{name}"):
-        read_plain_state(str(tmp_path), 16, drops_last=False)
+        read_progress(str(tmp_path), 16, DROPS_NOTHING)
 
 
 # ---- what a run with all defaults saves and goes on from ----
@@ -380,7 +392,7 @@ def test_the_best_and_the_last_checkpoint_stay_and_those_of_a_longer_run_go_firs
         for name in (1, 2, 3, 10, 99):
             (tmp_path / f"checkpoint-{name}").mkdir(exist_ok=True)
         (tmp_path / "checkpoint-best").mkdir(exist_ok=True)
-        checkpoint.rotate(str(tmp_path), limit, step, best)
+        saving.rotate(str(tmp_path), limit, step, best)
         assert (tmp_path / "checkpoint-best").is_dir()
         return {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*") if path.name != "checkpoint-best"}
 
@@ -399,7 +411,7 @@ def test_the_target_of_a_link_among_old_checkpoints_stays_whole(tmp_path: Path) 
         each.mkdir(parents=True)
         (each / "trainer_state.json").touch()
     (folder / "checkpoint-1").symlink_to(archived)
-    checkpoint.rotate(str(folder), 1, 3, None)
+    saving.rotate(str(folder), 1, 3, None)
     assert (archived / "trainer_state.json").is_file()
     assert {path.name for path in folder.iterdir()} == {"checkpoint-1", "checkpoint-3"}
 
@@ -414,7 +426,7 @@ class DrawsLonger(PipeTransformerTrainer):
 def test_a_run_whose_sampler_is_longer_than_the_data_set_is_resumed(tmp_path: Path) -> None:
     make(DrawsLonger, tmp_path, **FREEZES).train()
     # 20 of 48 samples of the epoch, of a data set of 16.
-    assert checkpoint.read_state(str(tmp_path / "checkpoint-5"))["place"]["samples"] == 20
+    assert checkpoint.read_state(str(tmp_path / "checkpoint-5")).place["samples"] == 20
     assert checkpoint.latest_sound(str(tmp_path))[0] == str(tmp_path / "checkpoint-6")
 
 
@@ -466,7 +478,7 @@ def test_a_damaged_checkpoint_of_trainer_is_passed_over(
     assert re.search(rf"Passed over on the way to .*checkpoint-4.*checkpoint-6.*{name}", caplog.text)
     # As a run reads it that freezes.
     with pytest.raises(ValueError, match=f"checkpoint-6.*{name}"):
-        read_plain_state(str(copied / "checkpoint-6"), 16, drops_last=False)
+        read_progress(str(copied / "checkpoint-6"), 16, DROPS_NOTHING)
     damage(copied / "checkpoint-4" / name)
     with pytest.raises(ValueError, match=f"found no sound checkpoint.*checkpoint-6.*{name}.*checkpoint-4.*{name}"):
         find_for_trainer(str(copied), True)

@@ -53,19 +53,6 @@ def set_random_state(
         torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
-def under_name(name: str, states: States) -> States:
-    """Prefix the keys of `states` so that a file can contain several of them."""
-    return {f"{name}|{key}": value for key, value in states[0].items()}, {name: states[1]}
-
-
-def of_name(name: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> States | None:
-    """Invert `under_name`; None if the file has no states of that name."""
-    if name not in values:
-        return None
-    prefix = f"{name}|"
-    return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}, dict(values[name])
-
-
 class SharedRngState:
     """RNG states that the global generators of a single process would have, kept on each rank during training.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,14 +22,17 @@ from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
-from hf_pipetransformer.state import checkpoint
+from hf_pipetransformer.state.run_state import DataDescription, RunIdentity, RunState
 
 
 NUM_SAMPLES = 8
 """Number of samples that are hashed."""
 
+# Network file systems cache directory listings for some seconds.
+_TOKEN_SECONDS = 5.0
 
-def describe_data(dataset: Any) -> dict[str, Any]:
+
+def describe_data(dataset: Any) -> DataDescription:
     """Describe a data set in JSON values, each None if unknown.
 
     `fingerprint` is that of a `datasets.Dataset`, which changes with every operation; `samples` is a hash of a few
@@ -42,7 +48,7 @@ def describe_data(dataset: Any) -> dict[str, Any]:
     }
 
 
-def are_other_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+def are_other_data(saved: DataDescription, present: DataDescription) -> bool:
     """Return True if two descriptions of equally long data sets show different data."""
     if saved["fingerprint"] is not None and saved["fingerprint"] == present["fingerprint"]:
         return False
@@ -108,51 +114,44 @@ TOLD_ARGUMENTS = (
 _KEPT_ARGUMENTS = ("learning_rate", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-def check_same_run(folder: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Refuse to resume with another model or other data; return a sentence on other differences.
+def check_same_run(folder: str, saved: RunState, present: RunIdentity, data: DataDescription) -> str | None:
+    """Refuse to resume with another model or other `data`; return a sentence on other differences.
 
-    None means that the run will reproduce the numbers of the saved one.
-
-    Raises:
-        ValueError: lists everything that must not differ, as found and as expected.
+    None means that the run will reproduce the numbers of the saved one. The ValueError lists everything that must not
+    differ, as found and as expected.
     """
-    differences = [
-        f"{present[key]} {what} (expected {saved[key]})"
-        for key, what in (("model", "as model"),)
-        if present[key] != saved[key]
-    ]
-    old_data, new_data = saved["data"], present["data"]
-    if old_data["num_samples"] != new_data["num_samples"]:
-        differences.append(f"{new_data['num_samples']} training samples (expected {old_data['num_samples']})")
-    elif are_other_data(old_data, new_data):
+    differences = []
+    if present.model != saved.model:
+        differences.append(f"{present.model} as model (expected {saved.model})")
+    if saved.data["num_samples"] != data["num_samples"]:
+        differences.append(f"{data['num_samples']} training samples (expected {saved.data['num_samples']})")
+    elif are_other_data(saved.data, data):
         differences.append(
-            f"other training data: as many samples, but not the same ones (fingerprint {new_data['fingerprint']}, "
-            f"hash of some {new_data['samples']}; expected {old_data['fingerprint']} and {old_data['samples']})"
+            f"other training data: as many samples, but not the same ones (fingerprint {data['fingerprint']}, "
+            f"hash of some {data['samples']}; expected {saved.data['fingerprint']} and {saved.data['samples']})"
         )
-    old, new = saved["parameters"], present["parameters"]
+    old, new = saved.parameters, present.parameters
     unequal = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if unequal:
         name = unequal[0]
         found, expected = new.get(name, "none"), old.get(name, "none")
         differences.append(f"parameter {name}: {found} (expected {expected}; {len(unequal)} differ)")
     _refuse_other_run(folder, differences)
-    return _told(saved, present)
+    return _describe_changes(saved, present)
 
 
-def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    changed = {
-        name: (present["arguments"][name], value)
-        for name, value in saved["arguments"].items()
-        if present["arguments"].get(name, value) != value
-    }
-    told = [f"{name}={found} (was {value})" for name, (found, value) in changed.items()]
-    kind, old_kind = present["policy_class"], saved.get("policy_class", present["policy_class"])
-    if kind != old_kind:
-        told.append(f"{kind} as class of the freeze policy, which begins anew (was {old_kind})")
-    for key, what in (("world_size", "processes"), ("policy", "as freeze policy")):
-        if present[key] != saved[key]:
-            told.append(f"{present[key]} {what} (was {saved[key]})")
-    if saved["has_plan"] and not present["has_plan"]:
+def _describe_changes(saved: RunState, present: RunIdentity) -> str | None:
+    old_arguments, arguments = saved.arguments, present.arguments
+    changed = [name for name in old_arguments if name in arguments and arguments[name] != old_arguments[name]]
+    told = [f"{name}={arguments[name]} (was {old_arguments[name]})" for name in changed]
+    for found, old, what in (
+        (present.policy_class, saved.policy_class, "as class of the freeze policy, which begins anew"),
+        (present.world_size, saved.world_size, "processes"),
+        (present.policy, saved.policy, "as freeze policy"),
+    ):
+        if found != old:
+            told.append(f"{found} {what} (was {old})")
+    if saved.has_plan and not present.has_plan:
         told.append("no layout_plan (was replayed)")
     if not told:
         return None
@@ -164,11 +163,10 @@ def _told(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
     )
 
 
-def check_same_kinds(folder: str, saved: Mapping[str, Any], present: Mapping[str, str]) -> None:
+def check_same_kinds(folder: str, saved: RunState, present: Mapping[str, str]) -> None:
     """Refuse an optimizer or scheduler of another class, which cannot load the saved state."""
-    _refuse_other_run(
-        folder, [f"{key}={value} (expected {saved[key]})" for key, value in present.items() if saved[key] != value]
-    )
+    pairs = [(key, value, getattr(saved, key)) for key, value in present.items()]
+    _refuse_other_run(folder, [f"{key}={value} (expected {old})" for key, value, old in pairs if value != old])
 
 
 def _refuse_other_run(folder: str, differences: list[str]) -> None:
@@ -180,36 +178,36 @@ def _refuse_other_run(folder: str, differences: list[str]) -> None:
 
 
 class RunDescription:
-    """Fields that `check_same_run` compares; rank 0 collects them before the start and broadcasts them."""
+    """Identity of this run, which rank 0 collects before the start and broadcasts, and its training data."""
 
     def __init__(self, trainer: Trainer, topology: Topology, policy: FreezePolicy) -> None:
         self.trainer = trainer
-        self.fields: dict[str, Any] = topology.decide(lambda: _described(trainer, topology, policy))
-        self._data: dict[str, Any] | None = None
+        self.identity = RunIdentity(**topology.decide(lambda: vars(self._own_identity(topology, policy))))
+        self._data: DataDescription | None = None
 
-    def data(self) -> dict[str, Any]:
+    def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
+        model, args = self.trainer.model, self.trainer.args
+        arguments = args.to_dict()
+        return RunIdentity(
+            world_size=topology.world_size,
+            arguments=comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
+            has_plan=args.layout_plan is not None,
+            policy=policy.describe(),
+            policy_class=type(policy).__name__,
+            decaying=list(self.trainer.get_decay_parameter_names(model)),
+            model=type(model).__name__,
+            parameters={
+                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                for name, p in model.named_parameters()
+            },
+        )
+
+    def data(self) -> DataDescription:
         """Return `describe_data` of the training data, computed on first use without changing the run's RNG state."""
         if self._data is None:
             with generators_kept(self.trainer.train_dataset):
                 self._data = describe_data(self.trainer.train_dataset)
         return self._data
-
-
-def _described(trainer: Trainer, topology: Topology, policy: FreezePolicy) -> dict[str, Any]:
-    model, arguments = trainer.model, trainer.args.to_dict()
-    return {
-        "world_size": topology.world_size,
-        "arguments": comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
-        "has_plan": trainer.args.layout_plan is not None,
-        "policy": policy.describe(),
-        "policy_class": type(policy).__name__,
-        "decaying": list(trainer.get_decay_parameter_names(model)),
-        "model": type(model).__name__,
-        "parameters": {
-            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-            for name, p in model.named_parameters()
-        },
-    }
 
 
 def saves_state(args: PipeTransformerArguments) -> bool:
@@ -221,16 +219,26 @@ def saves_state(args: PipeTransformerArguments) -> bool:
 def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:
     """Check that all nodes share one output folder, since each rank writes a part. Collective: call on every rank.
 
-    Raises:
-        ValueError: on every rank; names the first rank that sees another folder.
+    Rank 0 leaves a file there, for which the others look; the ValueError names the first rank that does not see it.
     """
     if not saves_state(args) or topology.local_world_size >= topology.world_size:
         return
-    token = topology.decide(lambda: checkpoint.leave_token(args.output_dir))
-    own = {"sees": checkpoint.sees_token(args.output_dir, token), "host": socket.gethostname()}
-    answers = topology.gather({**own, "output_dir": os.path.abspath(args.output_dir)})
+
+    def leave_token() -> str:
+        os.makedirs(args.output_dir, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".pipetransformer-", dir=args.output_dir)
+        os.close(descriptor)
+        return os.path.basename(path)
+
+    token = os.path.join(args.output_dir, topology.decide(leave_token))
+    deadline = time.monotonic() + _TOKEN_SECONDS
+    while not (sees := os.path.exists(token)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    own = {"sees": sees, "host": socket.gethostname(), "output_dir": os.path.abspath(args.output_dir)}
+    answers = topology.gather(own)
     if topology.rank == 0:
-        checkpoint.remove_token(args.output_dir, token)
+        with contextlib.suppress(OSError):
+            os.remove(token)
     for rank, answer in enumerate(answers):
         if not answer["sees"]:
             raise ValueError(

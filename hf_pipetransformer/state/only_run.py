@@ -11,19 +11,28 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.schedules.json_values import entries, entry, number, text, whole_number
+from hf_pipetransformer.state.run_state import Positive, read_as
 
 
 LOCK_FILE = "_pipetransformer_run.json"
 """Name with a leading underscore: such files are never pushed to the hub."""
 
 _ATTEMPTS = 5
+
+
+class _Owner(TypedDict):
+    """Process that has the lock. Process IDs are unique on a `host`: one machine, or a PID namespace on it."""
+
+    host: str
+    pid: Positive
+    started: float
+    run: str
 
 
 @contextmanager
@@ -48,13 +57,11 @@ def only_run(output_dir: str, topology: Topology) -> Iterator[None]:
                     path.unlink()
 
 
-def _describe_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": _here(), "pid": pid, "started": _start_of(pid), "run": uuid.uuid4().hex}
+def _describe_process() -> _Owner:
+    return {"host": _here(), "pid": os.getpid(), "started": _start_of(os.getpid()), "run": uuid.uuid4().hex}
 
 
 def _here() -> str:
-    """Name the scope in which process IDs are unique: a host, or a container's PID namespace on it."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
@@ -67,61 +74,55 @@ def _start_of(pid: int) -> float:
     return psutil.Process(pid).create_time()
 
 
-def _is_alive(owner: dict[str, Any]) -> bool:
-    pid = owner["pid"]
-    if not psutil.pid_exists(pid):
-        return False
+def _is_alive(owner: _Owner) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and _start_of(pid) == owner["started"]
+        process = psutil.Process(owner["pid"])
+        return process.status() != psutil.STATUS_ZOMBIE and _start_of(owner["pid"]) == owner["started"]
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
         return True  # Another user's process, about which nothing more is known.
 
 
-def _take(output_dir: str, own: dict[str, Any]) -> bool:
+def _take(output_dir: str, own: _Owner) -> bool:
     """Take the lock; return False, with a warning, if no file can be created."""
     path = os.path.join(output_dir, LOCK_FILE)
+    draft = f"{path}.{own['run']}"
     try:
         os.makedirs(output_dir, exist_ok=True)
-        with _drafted(path, own) as draft:
+        try:
+            # A complete file is linked to its final place, so that nobody reads a part of it.
+            _write(draft, own)
             for _ in range(_ATTEMPTS):
                 if _create(path, draft, own) or _take_over(path, draft):
                     return True
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(draft)
     except OSError as error:
         logger.warning(f"{path} cannot be written ({error}): make sure that no other run uses this output_dir.")
         return False
     raise ValueError(f"{path} comes and goes: other runs begin in this output_dir. Set another one.")
 
 
-@contextmanager
-def _drafted(path: str, own: dict[str, Any]) -> Iterator[str]:
-    """Write a complete lock file next to its final place."""
-    draft = f"{path}.{own['run']}"
-    try:
-        with open(draft, "x", encoding="utf-8") as file:
-            json.dump(own, file)
-            file.flush()
-            os.fsync(file.fileno())
-        yield draft
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(draft)
+def _write(path: str, owner: _Owner) -> None:
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(owner, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _create(path: str, draft: str, own: dict[str, Any]) -> bool:
+def _create(path: str, draft: str, own: _Owner) -> bool:
     """Create the lock file atomically; return False if one exists."""
     try:
-        os.link(draft, path)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise
+        except OSError:  # File system without hard links.
+            _write(path, own)
     except FileExistsError:
         return False
-    except OSError:
-        # File system without hard links.
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                json.dump(own, file)
-        except FileExistsError:
-            return False
     return True
 
 
@@ -152,7 +153,7 @@ def _take_over(path: str, draft: str) -> bool:
         return is_same
 
 
-def _check_gone(path: str, owner: dict[str, Any] | None) -> None:
+def _check_gone(path: str, owner: _Owner | None) -> None:
     """Raise ValueError unless the process that a lock names is gone."""
     if owner is None:
         raise ValueError(
@@ -172,13 +173,10 @@ def _check_gone(path: str, owner: dict[str, Any] | None) -> None:
         )
 
 
-def _owner_of(content: bytes) -> dict[str, Any] | None:
+def _owner_of(content: bytes) -> _Owner | None:
     """Parse a lock file; None if it is malformed."""
     try:
-        owner = dict(entries(json.loads(content), "owner"))
-        whole_number(entry(owner, "pid"), "pid", 1)
-        number(entry(owner, "started"), "started")
-        text(entry(owner, "host"), "host")
+        owner: _Owner = read_as(_Owner, json.loads(content), "owner")
     except (ValueError, RecursionError):
         return None
     return owner

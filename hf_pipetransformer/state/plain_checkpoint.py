@@ -7,7 +7,6 @@ never is.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -15,21 +14,30 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_pipetransformer.schedules.json_values import MOST_STEPS, entries, entry, number, whole_number
-from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.schedules.json_values import entry
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.weights import check_weights, has_weights
+from hf_pipetransformer.state.checkpoint import TRAINER_STATE, check_weights, has_weights
+from hf_pipetransformer.state.run_state import (
+    Count,
+    Epochs,
+    Place,
+    Progress,
+    RunState,
+    is_split_by_node,
+    read_as,
+    read_json_file,
+)
 
 
 _OPTIMIZER = "optimizer.pt"
 _SCHEDULER = "scheduler.pt"
-_TRAINER_STATE = "trainer_state.json"
 _RANDOM = "rng_state.pth"
 _RANDOM_OF_RANK = re.compile(r"rng_state_\d+\.pth")
 
@@ -56,55 +64,50 @@ def trainers_groups(parameters: Collection[str], decaying: Collection[str]) -> G
 
 def is_plain(folder: str) -> bool:
     """Return True if a folder has the files of a complete plain Trainer checkpoint; their content is not checked."""
-    names = (_OPTIMIZER, _SCHEDULER, _TRAINER_STATE)
+    names = (_OPTIMIZER, _SCHEDULER, TRAINER_STATE)
     return (
         has_weights(folder)
-        and not os.path.isdir(os.path.join(folder, checkpoint.STATE_FOLDER))
+        and not checkpoint.has_state(folder)
         and all(os.path.isfile(os.path.join(folder, name)) for name in names)
     )
 
 
-def read_plain_state(
-    folder: str, num_samples: int | None, drops_last: bool, splits_batches: bool = False
-) -> dict[str, Any]:
-    """Read a plain Trainer checkpoint's step, epoch and data position, under the names that `state.json` uses.
-
-    `splits_batches`: the batch size that Trainer recorded covers all processes together.
-
-    Raises:
-        ValueError: a file is damaged; names it.
-    """
+def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArguments) -> Progress:
+    """Read how far plain Trainer's run was, over an epoch of `num_samples`; raises ValueError for a damaged file."""
     step, epoch, batch = _read_counts(folder)
     check_trainers(folder)
     _load(folder, _OPTIMIZER)
     read_plain_scheduler(folder)
     names = os.listdir(folder)
     world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
-    place = None
+    place: Place | None = None
     if num_samples and batch and world_size and epoch is not None:
-        size = batch if splits_batches else batch * world_size
-        in_epoch = num_samples // size if drops_last else math.ceil(num_samples / size)
+        # With `split_batches`, the batch size that Trainer recorded covers all processes together.
+        size = batch if args.splits_batches else batch * world_size
+        in_epoch = num_samples // size if args.dataloader_drop_last else math.ceil(num_samples / size)
         done = round((epoch - int(epoch)) * in_epoch) * size
-        place = {"epoch": int(epoch), "samples": min(done, num_samples), "global_batch": size, "group_size": None}
-    return {"step": step, "epoch": epoch, "layout": None, "place": place}
+        place = {
+            "epoch": int(epoch),
+            "samples": min(done, num_samples),
+            "global_batch": size,
+            "num_samples": num_samples,
+            "group_size": None,
+            "nodes": None,
+        }
+    return Progress(step=step, epoch=epoch, place=place)
 
 
 def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
+    """Return step, epoch and batch size as `trainer_state.json` has them."""
+    if not os.path.isfile(os.path.join(folder, TRAINER_STATE)):
+        raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({TRAINER_STATE} is missing).")
+    content = read_json_file(os.path.join(folder, TRAINER_STATE), folder)
     try:
-        with open(os.path.join(folder, _TRAINER_STATE), encoding="utf-8") as file:
-            trainer = entries(json.load(file), _TRAINER_STATE)
-        step = whole_number(entry(trainer, "global_step"), "global_step")
-        epoch, batch = entry(trainer, "epoch"), trainer.get("train_batch_size")
-        if epoch is not None:
-            number(epoch, "epoch", 0, MOST_STEPS)
-        if batch is not None:
-            whole_number(batch, "train_batch_size")
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{folder!r} is incomplete: saving it was interrupted ({_TRAINER_STATE} is missing)."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{folder!r} is damaged: {_TRAINER_STATE} cannot be read ({error}).") from error
+        step: int = read_as(Count, entry(content, "global_step"), "global_step")
+        epoch: float | None = read_as(Epochs | None, entry(content, "epoch"), "epoch")
+        batch: int | None = read_as(Count | None, content.get("train_batch_size"), "train_batch_size")
+    except ValueError as error:
+        raise ValueError(f"{folder!r} is damaged: {TRAINER_STATE}: {error}.") from error
     return step, epoch, batch
 
 
@@ -118,13 +121,9 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
     Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
     known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
     and neither is truncated or changed. Nothing is unpickled.
-
-    Raises:
-        ValueError: names the file.
     """
     _read_counts(folder)
     names = sorted(os.listdir(folder))
-    pickled = [name for name in names if _PICKLED.fullmatch(name)]
     if has_weights(folder):
         check_weights(folder)
     elif needs_weights and not any(name.startswith(("pytorch_model", "adapter_model")) for name in names):
@@ -133,7 +132,7 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
         for name in (_OPTIMIZER, _SCHEDULER):
             if name not in names:
                 raise ValueError(f"{folder!r} is damaged: {name} is missing.")
-    for name in pickled:
+    for name in filter(_PICKLED.fullmatch, names):
         _check_archive(folder, name)
 
 
@@ -154,12 +153,11 @@ def read_plain_optimizer(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Read the optimizer state by parameter name, and the options of the groups.
 
-    Raises:
-        ValueError: the positions in the file cannot belong to the parameters in `groups`, or the optimizer differs.
+    Raises ValueError if the positions in the file cannot belong to the parameters in `groups`, or another optimizer
+    wrote it.
     """
     saved = _load(folder, _OPTIMIZER)
-    lengths = [len(group["params"]) for group in saved["param_groups"]]
-    expected = [len(group) for group in groups]
+    lengths, expected = [len(group["params"]) for group in saved["param_groups"]], [len(group) for group in groups]
     if lengths != expected:
         raise ValueError(
             f"{folder!r} holds an optimizer with groups of {lengths} parameters, expected {expected}: decaying ones "
@@ -172,34 +170,27 @@ def read_plain_optimizer(
         for position, name in zip(group["params"], names, strict=True)
     }
     found = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
-    if [_kinds(group) for group in found] != [_kinds(group) for group in options]:
+    # A scheduler adds `initial_lr`.
+    kinds, own_kinds = ([sorted(set(group) - {"initial_lr"}) for group in each] for each in (found, options))
+    if kinds != own_kinds:
         raise ValueError(
-            f"{folder!r} holds another kind of optimizer: its {len(found)} groups have the options "
-            f"{_kinds(found[0])}, expected {len(options)} groups with {_kinds(options[0])}. Choose the `optim` "
-            "of the run that was saved."
+            f"{folder!r} holds another kind of optimizer: its {len(kinds)} groups have the options {kinds[0]}, "
+            f"expected {len(own_kinds)} groups with {own_kinds[0]}. Choose the `optim` of the run that was saved."
         )
     states = {name_of[position]: state for position, state in saved["state"].items()}
     for name, state in states.items():
         for key, value in state.items():
-            found_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            expected_shape = tuple(shapes[name])
-            if len(found_shape) == len(expected_shape) and found_shape != expected_shape:
+            shape, own_shape = tuple(getattr(value, "shape", ())), tuple(shapes[name])
+            if len(shape) == len(own_shape) and shape != own_shape:
                 raise ValueError(
-                    f"{folder!r} holds a {key} of shape {found_shape} for {name}, expected {expected_shape}: its "
-                    "optimizer trained other parameters, or in another order."
+                    f"{folder!r} holds a {key} of shape {shape} for {name}, expected {own_shape}: its optimizer "
+                    "trained other parameters, or in another order."
                 )
     return states, found
 
 
-def _kinds(group: Mapping[str, Any]) -> list[str]:
-    """Return a group's option names, without `initial_lr`, which a scheduler adds."""
-    return sorted(set(group) - {"initial_lr"})
-
-
-def read_plain_scheduler(folder: str) -> dict[str, Any]:
-    """Read the state of the learning-rate scheduler."""
-    state: dict[str, Any] = _load(folder, _SCHEDULER)
-    return state
+def read_plain_scheduler(folder: str) -> Any:
+    return _load(folder, _SCHEDULER)
 
 
 def set_plain_random_state(folder: str) -> bool:
@@ -226,95 +217,76 @@ def _load(folder: str, name: str) -> Any:
 # ---- writing ----
 
 
-def is_split_by_node(place: Mapping[str, Any] | None) -> bool:
-    """Return True if the position is inside an epoch dealt to nodes, which Trainer would read in another order."""
-    return place is not None and place.get("nodes") is not None and place["samples"] > 0
-
-
 def export_checkpoint(folder: str, output: str) -> list[str]:
     """Export a pipeline's checkpoint for plain Trainer; returns sentences on what Trainer will do differently.
 
-    Raises:
-        ValueError: the checkpoint is not sound, its optimizer groups are not Trainer's, or `output` is not empty.
+    Raises ValueError if the checkpoint is not sound, its optimizer groups are not Trainer's, or `output` is not empty.
     """
     state = checkpoint.read_state(folder)
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"{output!r} is not empty: name a folder that does not exist yet.")
-    trained = [name for name, text in state["parameters"].items() if not text.endswith(" frozen")]
-    groups = trainers_groups(trained, state["decaying"])
-    states, options = _collect_optimizer(folder, state)
-    if len(options) != len(groups):
+    trained = [name for name, described in state.parameters.items() if not described.endswith(" frozen")]
+    groups = trainers_groups(trained, state.decaying)
+    states: dict[str, Any] = {}
+    for position in range(state.layout.pipeline_size):
+        found, header = checkpoint.read_optimizer(folder, position)
+        states |= found
+    if len(header["groups"]) != len(groups):
         raise ValueError(
-            f"{folder!r} holds an optimizer with {len(options)} parameter groups, expected {len(groups)}: plain "
-            "Trainer knows only those that it makes itself."
+            f"{folder!r} holds an optimizer with {len(header['groups'])} parameter groups, expected {len(groups)}: "
+            "plain Trainer knows only those that it makes itself."
         )
     position_of = {name: position for position, name in enumerate(name for group in groups for name in group)}
     content = {
         "state": {position_of[name]: states[name] for name in position_of if name in states},
         "param_groups": [
-            {**own, "params": [position_of[name] for name in names]}
-            for own, names in zip(options, groups, strict=True)
+            # JSON has no tuples, and Adam's betas are one.
+            {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
+            | {"params": [position_of[name] for name in names]}
+            for own, names in zip(header["groups"], groups, strict=True)
         ],
     }
     shutil.copytree(folder, output, ignore=shutil.ignore_patterns(checkpoint.STATE_FOLDER), dirs_exist_ok=True)
     torch.save(content, os.path.join(output, _OPTIMIZER))
-    torch.save(state["scheduler"], os.path.join(output, _SCHEDULER))
-    if state["scaler"] is not None:
-        torch.save(state["scaler"], os.path.join(output, "scaler.pt"))
-    if state["world_size"] == 1:
+    torch.save(state.scheduler, os.path.join(output, _SCHEDULER))
+    if state.scaler is not None:
+        torch.save(state.scaler, os.path.join(output, "scaler.pt"))
+    if state.world_size == 1:
         torch.save(_random_states(folder), os.path.join(output, _RANDOM))
-    return _otherwise(state)
-
-
-def _collect_optimizer(folder: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    states: dict[str, Any] = {}
-    options: list[dict[str, Any]] = []
-    for position in range(Layout.from_event(state["layout"]).pipeline_size):
-        tensors, header = checkpoint.read_part(folder, checkpoint.optimizer_file(position))
-        states |= checkpoint.join_optimizer_state(tensors, header["values"])
-        options = header["groups"]
-    # JSON has no tuples, and Adam's betas are one.
-    return states, [
-        {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()} for group in options
-    ]
+    return list(_differences(state))
 
 
 def _random_states(folder: str) -> dict[str, Any]:
     """Return a single process's RNG states in Trainer's format."""
-    tensors, values = checkpoint.read_part(folder, checkpoint.random_file(0))
+    tensors, values = checkpoint.read_rank_state(folder, 0).own
     version, words, gauss = values["python"]
     kind, *rest = values["numpy"]
-    states = {
-        "python": (version, tuple(words), gauss),
-        "numpy": (kind, tensors["numpy"].numpy().astype(np.uint32), *rest),
-        "cpu": tensors["torch"],
-    }
-    return states | ({"cuda": tensors["cuda"]} if "cuda" in tensors else {})
+    own = {"cuda": tensors["cuda"]} if "cuda" in tensors else {}
+    numpy = (kind, tensors["numpy"].numpy().astype(np.uint32), *rest)
+    return {"python": (version, tuple(words), gauss), "numpy": numpy, "cpu": tensors["torch"], **own}
 
 
-def _otherwise(state: Mapping[str, Any]) -> list[str]:
-    told = []
-    num_frozen = state["layout"]["num_frozen_layers"]
-    if num_frozen:
-        told.append(
-            f"{num_frozen} layers were frozen by the run; plain Trainer trains them again, from fresh optimizer "
-            "state, unless the script freezes them."
+def _differences(state: RunState) -> Iterator[str]:
+    """Say what plain Trainer will do differently than the run would have."""
+    if state.layout.num_frozen_layers:
+        yield (
+            f"{state.layout.num_frozen_layers} layers were frozen by the run; plain Trainer trains them again, from "
+            "fresh optimizer state, unless the script freezes them."
         )
-    if is_split_by_node(state["place"]):
-        told.append(
+    if is_split_by_node(state.place):
+        yield (
             "The epoch under way was dealt to nodes; plain Trainer draws the rest of it in an order of its own, so "
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "
             "instead."
         )
-    if not state.get("is_counted", True):
-        told.append(
+    if not state.is_counted:
+        yield (
             "The run had gone on with batches of another size, or from the beginning of an epoch; plain Trainer finds "
             "its place in the data by the number of steps, which leads to another one: some samples of the epoch come "
             "twice, or not at all."
         )
-    if state["world_size"] > 1:
-        told.append(
-            f"The run had {state['world_size']} processes: start as many, or change per_device_train_batch_size so "
+    if state.world_size > 1:
+        yield (
+            f"The run had {state.world_size} processes: start as many, or change per_device_train_batch_size so "
             "that a batch has as many samples over all of them. Random numbers (dropout) begin anew."
         )
-    return told

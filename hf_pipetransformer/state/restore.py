@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import transformers.trainer as stock
-from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import Arrangement
-from hf_pipetransformer.data.rng import SharedRngState, States, of_name, random_state, set_random_state, under_name
+from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.data.sampler import EpochStart
 from hf_pipetransformer.elastic.controller import ACTIVATIONS, SAMPLES, WEIGHTS
 from hf_pipetransformer.report import announce
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import check_same_kinds
 from hf_pipetransformer.state.plain_checkpoint import (
@@ -32,40 +29,11 @@ from hf_pipetransformer.state.plain_checkpoint import (
     trainers_groups,
 )
 from hf_pipetransformer.state.resumption import Remainder, Resumption
-from hf_pipetransformer.state.saving import AHEAD, NUM_AHEAD, ORDER, POSITION, SHARED, Checkpoints
+from hf_pipetransformer.state.run_state import RankState
+from hf_pipetransformer.state.saving import Checkpoints, group_options
 
 
-@dataclass(frozen=True)
-class RandomNumbers:
-    """RNG states of a rank, and its loss since the last log entry."""
-
-    tensors: Mapping[str, torch.Tensor]
-    values: Mapping[str, Any]
-
-    @property
-    def order(self) -> torch.Tensor | None:
-        """RNG state that the sample order is drawn from; None draws a new order."""
-        return self.tensors.get(ORDER)
-
-    @property
-    def shared(self) -> States | None:
-        """RNG states of the emulated single process; None where one process trained."""
-        return of_name(SHARED, self.tensors, self.values)
-
-    @property
-    def ahead(self) -> tuple[States, int] | None:
-        """RNG states before the batches that were read ahead, and how many batches; None without."""
-        states = of_name(AHEAD, self.tensors, self.values)
-        return None if states is None else (states, self.values.get(NUM_AHEAD, 1))
-
-    def set(self, shared: SharedRngState | None, device: torch.device) -> None:
-        """Restore the RNG states of this rank, and of `shared`, the emulated single process."""
-        set_random_state(self.tensors, self.values, device)
-        if shared is not None and self.shared is not None:
-            shared.states = self.shared
-
-
-def restore(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+def restore(resumption: Resumption, into: Checkpoints) -> RankState:
     """Restore optimizer, schedulers, decisions and counts; model and layout are restored already.
 
     Collective: call on every rank. `into` has the parts of this training, as for saving.
@@ -73,183 +41,180 @@ def restore(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
     Raises:
         ValueError: on every rank, if a part of this run is of another class.
     """
-    return (_restore_plain if resumption.is_plain else _restore_own)(resumption, into)
-
-
-def _restore_own(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
-    state, together, scaler = resumption.state, into.context.topology.together, into.context.trainer.accelerator.scaler
-    together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
-    together(lambda: _read_optimizer(resumption, into))
-    into.context.seeds.num_starts, into.context.seeds.num_transitions = state["num_starts"], state["num_transitions"]
-    numbers = together(lambda: _read_random_numbers(resumption, into))
-    with _taking("learning-rate schedule", resumption):
-        into.context.trainer.lr_scheduler.load_state_dict(state["scheduler"])
-    if scaler is not None and state["scaler"] is not None:
-        with _taking("grad scaler", resumption):
-            scaler.load_state_dict(state["scaler"])
-    recall = partial(_read_last_decision, resumption, into)
-    with _taking("freeze policy", resumption):
-        into.controller.load_state(state["decisions"], recall, resumption.is_elsewhere, resumption.has_same_policy)
+    numbers = (_restore_plain if resumption.is_plain else _restore_own)(resumption, into)
     if into.context.topology.rank == 0:
-        announce(f"Resumed from {resumption.folder} at step {resumption.step}: {into.pipeline.layout}.")
+        folder = f"plain Trainer's {resumption.folder}" if resumption.is_plain else resumption.folder
+        announce(f"Resumed from {folder} at step {resumption.progress.step}: {into.pipeline.layout}.")
+    return numbers
+
+
+def _restore_own(resumption: Resumption, into: Checkpoints) -> RankState:
+    state, together, trainer = resumption.state, into.context.topology.together, into.context.trainer
+    together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
+    together(lambda: _restore_optimizer(resumption, into))
+    into.context.seeds.num_starts, into.context.seeds.num_transitions = state.num_starts, state.num_transitions
+    numbers = together(lambda: _read_rank_state(resumption, into))
+    with _restoring("learning-rate schedule", resumption):
+        trainer.lr_scheduler.load_state_dict(state.scheduler)
+    if trainer.accelerator.scaler is not None and state.scaler is not None:
+        with _restoring("grad scaler", resumption):
+            trainer.accelerator.scaler.load_state_dict(state.scaler)
+    recall = partial(_read_last_decision, resumption, into)
+    has_same_policy = state.policy_class == into.description.identity.policy_class
+    with _restoring("freeze policy", resumption):
+        into.controller.load_state(state.decisions, recall, resumption.is_elsewhere, has_same_policy)
     return numbers
 
 
 @contextmanager
-def _taking(what: str, resumption: Resumption) -> Iterator[None]:
+def _restoring(what: str, resumption: Resumption) -> Iterator[None]:
     """Wrap errors of `load_state_dict` and the like: the object may be the user's, with any format."""
     try:
         yield
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{resumption.folder!r}: the state of the {what} in {checkpoint.STATE_FILE} cannot be taken up "
+            f"{resumption.folder!r}: the state of the {what} in {checkpoint.STATE_FILE} cannot be restored "
             f"({type(error).__name__}: {error}). Resume from another checkpoint."
         ) from error
 
 
-def _restore_plain(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
+def _restore_plain(resumption: Resumption, into: Checkpoints) -> RankState:
     """Restore plain Trainer's optimizer, scheduler and, if one process trained, RNG states."""
-    folder, stage, own, together = (
-        resumption.folder,
-        into.pipeline.stage,
-        into.optimizer_state,
-        into.context.topology.together,
-    )
-    trained, store = stage.trained_here(), stage.store
+    folder, context, own, stage = resumption.folder, into.context, into.optimizer_state, into.pipeline.stage
+    together, trained, store = context.topology.together, stage.trained_here(), stage.store
     active = [name for name in store.named() if store.is_active(name)]
-    groups = trainers_groups(active, into.description.fields["decaying"])
+    groups = trainers_groups(active, into.description.identity.decaying)
     shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
-    states, options = together(
-        lambda: read_plain_optimizer(folder, groups, shapes, checkpoint.group_options(own.optimizer))
-    )
+    states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, group_options(own.optimizer)))
     own.hold(trained, {name: state for name, state in states.items() if name in trained})
-    checkpoint.set_group_options(own.optimizer, options)
-    into.context.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
+    _set_group_options(own.optimizer, options)
+    context.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
     shared = into.pipeline.shared_rng
     with nullcontext() if shared is None else shared.drawing():
         are_set = together(lambda: set_plain_random_state(folder))
     if shared is not None or not are_set:
-        into.context.seeds.part(stage)
-    tensors, values = random_state(into.context.trainer.args.device)
-    if into.context.topology.rank == 0:
-        announce(f"Resumed from plain Trainer's {folder} at step {resumption.step}: {stage.layout}.")
-    return RandomNumbers(tensors, values | {"unlogged_loss": 0.0, "last_logged_step": resumption.step})
+        context.seeds.part(stage)
+    return RankState(random_state(context.args.device), 0.0, resumption.progress.step)
 
 
-def _read_optimizer(resumption: Resumption, into: Checkpoints) -> None:
+def _restore_optimizer(resumption: Resumption, into: Checkpoints) -> None:
     """Read the optimizer state; what this rank trains may be in any stage's file."""
     folder, own, store = resumption.folder, into.optimizer_state, into.pipeline.stage.store
     trained = into.pipeline.stage.trained_here()
     states: dict[str, dict[str, Any]] = {}
-    for position in range(resumption.layout.pipeline_size):
-        name = checkpoint.optimizer_file(position)
-        tensors, header = checkpoint.read_part(folder, name, lambda key: key.rpartition("|")[0] in trained)
+    for position in range(resumption.state.layout.pipeline_size):
+        found, header = checkpoint.read_optimizer(folder, position, trained.__contains__)
         strangers = [name for name in header["names"] if not store.is_active(name)]
         if strangers:
             raise ValueError(
                 f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run does "
                 "not train: resume with the optimizer of the run that was saved."
             )
-        values = {key: value for key, value in header["values"].items() if key.rpartition("|")[0] in trained}
-        states |= checkpoint.join_optimizer_state(tensors, values)
+        states |= found
     own.hold(trained, states)
-    checkpoint.set_group_options(own.optimizer, header["groups"])
+    _set_group_options(own.optimizer, header["groups"])
+
+
+def _set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Invert `group_options`; raises ValueError if the optimizer has a different number of groups."""
+    if len(options) != len(optimizer.param_groups):
+        raise ValueError(
+            f"The checkpoint's optimizer has {len(options)} parameter groups: expected {len(optimizer.param_groups)}, "
+            "as this run's has. Build the optimizer as in the run that was saved."
+        )
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key, ()), tuple) else value
 
 
 def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
     """Read the tensors that the policy kept: this rank's weights at the last decision, and all activations."""
     found: dict[str, torch.Tensor] = {}
     weights = {f"{WEIGHTS}|{name}" for name in into.pipeline.stage.trained_here()}
-    for position in range(resumption.layout.pipeline_size):
+    for position in range(resumption.state.layout.pipeline_size):
         name = checkpoint.decisions_file(position)
         if checkpoint.has_part(resumption.folder, name):
-            tensors, _ = checkpoint.read_part(
+            found |= checkpoint.read_part(
                 resumption.folder, name, lambda key: key in weights or key.startswith((ACTIVATIONS, SAMPLES))
-            )
-            found |= tensors
-    return {
-        key: value.to(into.context.trainer.args.device) if key in weights else value for key, value in found.items()
-    }
+            )[0]
+    return {key: value.to(into.context.args.device) if key in weights else value for key, value in found.items()}
 
 
-def _read_random_numbers(resumption: Resumption, into: Checkpoints) -> RandomNumbers:
-    """Read this rank's RNG states; under another K or R, seed new ones, except those that data are read with."""
-    layout, there, rank = into.pipeline.layout, resumption.layout, into.context.topology.rank
+def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
+    """Read this rank's state; under another K or R, seed new RNG states, except those that data are read with."""
+    layout, there, topology = into.pipeline.layout, resumption.state.layout, into.context.topology
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
-        return RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(rank)))
-    first = RandomNumbers(*checkpoint.read_part(resumption.folder, checkpoint.random_file(0)))
-    seed = into.context.trainer.args.seed + 1_000_003 * (1 + rank) + 7_919 * (1 + resumption.step)
+        return checkpoint.read_rank_state(resumption.folder, topology.rank)
+    first = checkpoint.read_rank_state(resumption.folder, 0)
+    seed = into.context.args.seed + 1_000_003 * (1 + topology.rank) + 7_919 * (1 + resumption.state.step)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    tensors, values = random_state(into.context.trainer.args.device)
+    own = random_state(into.context.args.device)
     # States that one process has only once: for sample orders, and for data that draw random numbers.
-    common = first.shared or (
-        {name: first.tensors[name] for name in ("torch", "numpy")},
-        {name: first.values[name] for name in ("python", "numpy")},
+    tensors, values = first.shared or first.own
+    common = ({name: tensors[name] for name in ("torch", "numpy")}, values)
+    return replace(
+        first,
+        own=({**own[0], **common[0]}, common[1]) if topology.world_size == 1 else own,
+        shared=None if topology.world_size == 1 else common,
+        unlogged_loss=resumption.state.unlogged_loss,
     )
-    taken = [common if into.context.topology.world_size == 1 else under_name(SHARED, common)]
-    if first.ahead is not None:
-        taken.append(under_name(AHEAD, first.ahead[0]))
-    for more_tensors, more_values in taken:
-        tensors |= more_tensors
-        values |= more_values
-    if ORDER in first.tensors:
-        tensors[ORDER] = first.tensors[ORDER]
-    values |= {key: value for key, value in first.values.items() if key in (POSITION, NUM_AHEAD, "last_logged_step")}
-    return RandomNumbers(tensors, values | {"unlogged_loss": resumption.state["unlogged_loss"]})
 
 
 @dataclass
 class FirstEpoch:
-    """Leads Trainer's loop to the checkpoint's position in the data; `loader` is None for a user's own."""
+    """Leads Trainer's loop to the checkpoint's position in the data."""
 
-    trainer: Trainer
-    topology: Topology
-    pipeline: Pipeline
-    loader: PipelineLoader | None
+    run: Checkpoints
     resumption: Resumption
-    numbers: RandomNumbers
+    numbers: RankState
     _are_set: bool = field(default=False, init=False)
     _corrected_epoch: float | None = field(default=None, init=False)
 
     def set_random_numbers(self) -> None:
         """Restore this rank's RNG state, once: Trainer asks for it in two places."""
-        if not self._are_set:
-            self._are_set = True
-            self.numbers.set(self.pipeline.shared_rng, self.trainer.args.device)
+        if self._are_set:
+            return
+        self._are_set = True
+        set_random_state(*self.numbers.own, self.run.context.args.device)
+        shared = self.run.pipeline.shared_rng
+        if shared is not None and self.numbers.shared is not None:
+            shared.states = self.numbers.shared
 
     @contextmanager
     def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over the epoch, to run if True is yielded; adapts the loop's `arguments` to the rest."""
-        trainer_compat.restore_loss(self.trainer, self.topology, **self.numbers.values)
-        if self.trainer.state.global_step >= self.trainer.state.max_steps:
+        trainer, numbers, loader = self.run.context.trainer, self.numbers, self.run.loader
+        losses = (numbers.unlogged_loss, numbers.last_logged_step)
+        trainer_compat.restore_loss(trainer, self.run.context.topology, *losses)
+        if trainer.state.global_step >= trainer.state.max_steps:
             # Trainer's loop checks for the end only after a step, so it would run one too many.
             self.set_random_numbers()
-            self.trainer.control.should_training_stop = True
+            trainer.control.should_training_stop = True
             yield False
             return
         rest = self.resumption.remainder
         if rest is not None:
             self._begin_remainder(rest, arguments)
-        elif self.loader is not None:
+        elif loader is not None:
             # For a start at the beginning of an epoch; inside one, Trainer calls `skip_first_batches`.
-            self.loader.starting_at(EpochStart(0, order_state=self.numbers.order))
+            loader.starting_at(EpochStart(0, order_state=numbers.order))
         with self._skipping_batches():
             yield True
 
     def _begin_remainder(self, rest: Remainder, arguments: dict[str, Any]) -> None:
-        place = self.resumption.place or {}
+        place, loader = self.resumption.progress.place, self.run.loader
+        assert place is not None and loader is not None
         is_same_epoch = rest.epoch == place["epoch"] and rest.num_done == place["samples"]
-        if self.loader is not None:
-            order = self.numbers.order if is_same_epoch else None
-            began_as = Arrangement.from_json(place) if rest.num_done else None
-            self.loader.starting_at(EpochStart(rest.first, rest.num_done, order, began_as))
+        began_as = Arrangement.from_json(place) if rest.num_done else None
+        order = self.numbers.order if is_same_epoch else None
+        loader.starting_at(EpochStart(rest.first, rest.num_done, order, began_as))
         arguments |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
 
     def correct_epoch(self) -> None:
         """Correct Trainer's epoch fraction after a step in the rest of an epoch."""
-        state, rest = self.trainer.state, self.resumption.remainder
+        state, rest = self.run.context.trainer.state, self.resumption.remainder
         if rest is not None and state.epoch != self._corrected_epoch:
             state.epoch = self._corrected_epoch = rest.epoch_at(state.epoch - rest.epoch)
 
@@ -260,17 +225,16 @@ class FirstEpoch:
         Accelerate's function would build a new torch loader. There is no method to override, so the name
         `skip_first_batches` in `transformers.trainer` is patched for the one call.
         """
-        original = stock.skip_first_batches
+        original, numbers = stock.skip_first_batches, self.numbers
 
         def skip(loader: Any, num_batches: int = 0) -> Any:
             stock.skip_first_batches = original
             if not isinstance(loader, PipelineLoader):
                 return original(loader, num_batches)
             # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
-            position = self.numbers.values.get(POSITION, num_batches)
-            began_as = Arrangement.from_json(self.resumption.place or {})
-            start = EpochStart(position, None, self.numbers.order, began_as, self.numbers.ahead)
-            return loader.starting_at(start)
+            position = num_batches if numbers.position is None else numbers.position
+            began_as = Arrangement.from_json(self.resumption.progress.place or {})
+            return loader.starting_at(EpochStart(position, None, numbers.order, began_as, numbers.ahead))
 
         stock.skip_first_batches = skip
         try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -20,7 +19,8 @@ from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.planner import RunPlanner, StartUp
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription, check_same_run
-from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_plain_state
+from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_progress
+from hf_pipetransformer.state.run_state import Place, Progress, RunState
 
 
 @dataclass(frozen=True)
@@ -54,58 +54,60 @@ class Remainder:
         return self.epoch + 1 + math.ceil(max(0, max_steps - step - self.num_updates) / updates_per_epoch)
 
 
-def find_remainder(
-    place: Mapping[str, Any],
-    step: int,
-    num_samples: int,
-    batch_size: int,
-    drops_last: bool,
-    accumulation: int,
-    skips: bool,
-) -> Remainder | None:
+class Epoch(NamedTuple):
+    """Number of an epoch's samples, and how batches over all replicas and optimizer steps are made of them."""
+
+    num_samples: int
+    batch_size: int
+    drops_last: bool
+    accumulation: int
+
+    @classmethod
+    def of(cls, loader: PipelineLoader, args: PipeTransformerArguments) -> Self:
+        sizes = (loader.num_samples, loader.total_batch_size)
+        return cls(*sizes, args.dataloader_drop_last, args.gradient_accumulation_steps)
+
+    def num_batches(self, num_done: int = 0) -> int:
+        """Return the number of batches in the samples that are left."""
+        count = self.num_samples - num_done
+        return count // self.batch_size if self.drops_last else math.ceil(count / self.batch_size)
+
+
+def find_remainder(place: Place, step: int, epoch: Epoch, skips: bool) -> Remainder | None:
     """Compute the rest of the epoch that a checkpoint was saved in.
 
-    None if Trainer's own step arithmetic finds the same position, or if no batch is ever full.
-
-    Args:
-        place: `epoch`, and the number of its `samples` that were done.
-        batch_size: samples per batch, over all replicas.
-        skips: skip the samples that were done; otherwise the epoch starts over.
+    None if Trainer's own step arithmetic finds the same position, or if no batch is ever full. Without `skips` the
+    samples that were done are not skipped: the epoch starts over.
     """
-
-    def batches_of(count: int) -> int:
-        return count // batch_size if drops_last else math.ceil(count / batch_size)
-
-    in_epoch = batches_of(num_samples)
+    in_epoch = epoch.num_batches()
     if not in_epoch:
         return None
-    updates_per_epoch = max(1, math.ceil(in_epoch / accumulation))
-    epoch, num_done = place["epoch"], place["samples"] if skips else 0
-    left = batches_of(num_samples - num_done)
+    number, num_done = place["epoch"], place["samples"] if skips else 0
+    left = epoch.num_batches(num_done)
     if not left:
-        epoch, num_done, left = epoch + 1, 0, in_epoch
+        number, num_done, left = number + 1, 0, in_epoch
     first = in_epoch - left
-    trainers_epoch, updates = divmod(step, updates_per_epoch)
-    trainers_first = updates * accumulation if skips else 0
-    if (trainers_epoch, trainers_first) == (epoch, first) and num_done == first * batch_size:
+    trainers_number, updates = divmod(step, max(1, math.ceil(in_epoch / epoch.accumulation)))
+    trainers_first = updates * epoch.accumulation if skips else 0
+    if (trainers_number, trainers_first) == (number, first) and num_done == first * epoch.batch_size:
         return None
-    return Remainder(epoch, num_done, first, left, math.ceil(left / accumulation), left / in_epoch)
+    return Remainder(number, num_done, first, left, math.ceil(left / epoch.accumulation), left / in_epoch)
 
 
 _LAYOUT_ARGUMENTS = (
-    *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks"),
-)
+    "pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks",
+)  # fmt: skip
 
 
 class Resumption:
     """Run that continues from a checkpoint: bit-identical under the same layout, otherwise under a new one."""
 
-    def __init__(self, folder: str, state: dict[str, Any], description: RunDescription) -> None:
+    def __init__(self, folder: str, progress: Progress, description: RunDescription) -> None:
         self.folder = folder
-        self.state = state
+        self.progress = progress
         self.description = description
         self.args: PipeTransformerArguments = description.trainer.args
-        self.is_plain = state["layout"] is None
+        self.is_plain = not isinstance(progress, RunState)
         """True if plain Trainer saved the checkpoint."""
         self.is_elsewhere = self.is_plain
         """True if the layout differs from the saved one; final after `choose_layout`."""
@@ -114,20 +116,10 @@ class Resumption:
         self._replanned: Layout | None = None
 
     @property
-    def step(self) -> int:
-        """Number of optimizer steps done."""
-        return int(self.state["step"])
-
-    @property
-    def place(self) -> dict[str, Any] | None:
-        """Position of the run in its data; None if the loader was the user's own."""
-        found: dict[str, Any] | None = self.state["place"]
-        return found
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the last step before the checkpoint."""
-        return Layout.from_event(self.state["layout"])
+    def state(self) -> RunState:
+        """State that a pipeline saved; there is none if plain Trainer saved the checkpoint."""
+        assert isinstance(self.progress, RunState)
+        return self.progress
 
     def choose_layout(
         self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int, policy: FreezePolicy
@@ -140,20 +132,20 @@ class Resumption:
         batch_size = self.args.train_samples_per_device
         if self.is_plain:
             return start_up.plans.layout(batch_size) if plan is None else plan[0]
-        layout, structure = self.layout, start_up.probe.structure
+        layout, step, structure = self.state.layout, self.state.step, start_up.probe.structure
         if layout.num_layers != structure.num_layers:
             raise ValueError(
                 f"{self.folder!r} has {layout.num_layers} layers, expected {structure.num_layers}: pass the same "
                 "splitter as in the run that was saved."
             )
         self.is_elsewhere = not self._is_still_asked_for(layout, start_up.plans, world_size)
-        planned = layout if plan is None else plan[max(start for start in plan if start < self.step)]
+        planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
         with_cache = replace(planned, cache_level=layout.cache_level, fresh_share=layout.fresh_share)
         is_as_planned = with_cache == layout
         if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
             raise ValueError(
-                f"layout_plan={self.args.layout_plan!r} has before step {self.step}: {planned}; boundaries "
+                f"layout_plan={self.args.layout_plan!r} has before step {step}: {planned}; boundaries "
                 f"{planned.boundaries}. {self.folder!r} was saved under {layout}; boundaries {layout.boundaries}. "
                 "Resume with the plan of the run that was saved."
             )
@@ -166,7 +158,7 @@ class Resumption:
 
     def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:
         """Return True if the saved layout still fits: same number of processes, same layout options, enough memory."""
-        before, now = self.state["arguments"], self.description.fields["arguments"]
+        before, now = self.state.arguments, self.description.identity.arguments
         return (
             layout.pipeline_size * layout.num_replicas == world_size
             and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
@@ -177,96 +169,66 @@ class Resumption:
     @property
     def first_layout(self) -> Layout | None:
         """Layout that the run began under, or would have begun under; None if that is the current one."""
-        return self._replanned if self.is_elsewhere else Layout.from_event(self.state["first_layout"])
-
-    @property
-    def has_same_policy(self) -> bool:
-        """True if the freeze policy has the class of the saved run's policy, whose state it can load."""
-        own = self.description.fields["policy_class"]
-        return bool(self.state.get("policy_class", own) == own)
+        return self._replanned if self.is_elsewhere else self.state.first_layout
 
     @property
     def known_microbatches(self) -> dict[tuple[int, int], int] | None:
         """Saved best number of micro-batches M, by stages K and chunks V; None if it must be measured again."""
         if self.is_elsewhere:
             return None
-        return {(k, v): m for k, v, m in self.state["decisions"]["known_microbatches"]}
+        return {(k, v): m for k, v, m in self.state.decisions["known_microbatches"]}
 
     def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for batches of another size."""
-        args, place = self.args, self.place
+        args, step, place = self.args, self.progress.step, self.progress.place
         if place is None or not isinstance(loader, PipelineLoader):
             return values
         if loader.is_stream:
-            self._check_same_batches(place["global_batch"], loader)
+            before, now = place["global_batch"], loader.total_batch_size
+            if before != now:
+                raise ValueError(
+                    f"{self.folder!r} was saved with {before} samples a batch over all replicas, expected {now}: a "
+                    "data set without indices goes on in batches of the same size. Change per_device_train_batch_size "
+                    "so that its product with the number of processes stays the same."
+                )
             return values
         num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps = values
-        rest = self.remainder = find_remainder(
-            place,
-            self.step,
-            loader.num_samples,
-            loader.total_batch_size,
-            args.dataloader_drop_last,
-            args.gradient_accumulation_steps,
-            skips=not args.ignore_data_skip,
-        )
+        rest = self.remainder = find_remainder(place, step, Epoch.of(loader, args), skips=not args.ignore_data_skip)
         if rest is not None and args.max_steps > 0:
-            num_epochs = rest.num_epochs(self.step, max_steps, updates)
+            num_epochs = rest.num_epochs(step, max_steps, updates)
         elif rest is not None:
-            max_steps = rest.last_step(self.step, num_train_epochs, updates)
+            max_steps = rest.last_step(step, num_train_epochs, updates)
         return num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps
 
-    def _check_same_batches(self, before: int, loader: PipelineLoader) -> None:
-        now = loader.total_batch_size
-        if before != now:
-            raise ValueError(
-                f"{self.folder!r} was saved with {before} samples a batch over all replicas, expected {now}: a data "
-                "set without indices goes on in batches of the same size. Change per_device_train_batch_size so that "
-                "its product with the number of processes stays the same."
-            )
+
+# ---- finding a checkpoint ----
 
 
 def is_of_pipeline(where: str | bool | None, output_dir: str) -> bool:
     """Return True if a pipeline saved the checkpoint `where`, or the newest one if `where` is True."""
-    folder = checkpoint.newest(output_dir) if where is True else where
-    return bool(folder) and os.path.isdir(os.path.join(str(folder), checkpoint.STATE_FOLDER))
+    if where is True:
+        found = checkpoint.numbered_checkpoints(output_dir)
+        where = found[-1][1] if found else None
+    return bool(where) and checkpoint.has_state(str(where))
 
 
 def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, bool]:
     """Find the newest whole checkpoint, or None, for a run that Trainer may take, and whether a pipeline saved it.
 
-    A checkpoint of a pipeline is returned unchecked: `find_resumption` verifies it.
-
-    Raises:
-        ValueError: there are checkpoints, but none is whole; or one cannot be read.
+    A checkpoint of a pipeline is returned unchecked: `find_resumption` verifies it. Raises ValueError if there are
+    checkpoints, but none is whole, or one cannot be read.
     """
-    reasons: list[str] = []
-    for folder in checkpoint.newest_first(output_dir):
-        checkpoint.check_readable(folder)
-        if os.path.isdir(os.path.join(folder, checkpoint.STATE_FOLDER)):
-            return folder, True
-        try:
+
+    def read(folder: str) -> None:
+        if not checkpoint.has_state(folder):
             check_trainers(folder, needs_weights)
-        except ValueError as error:
-            reasons.append(str(error))
-        else:
-            _tell_passed_over(folder, reasons)
-            return folder, False
-    if reasons:
-        raise ValueError(_no_sound_checkpoint(output_dir, reasons))
-    return None, False
 
-
-def _tell_passed_over(folder: str, reasons: list[str]) -> None:
-    for reason in reasons:
-        logger.warning(f"Passed over on the way to {folder!r}: {reason}")
-
-
-def _no_sound_checkpoint(output_dir: str, reasons: list[str]) -> str:
-    return (
-        f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={output_dir!r}, expected a "
-        f"checkpoint-N of an earlier run. {' '.join(reasons)}"
-    ).strip()
+    folder, reasons = checkpoint.latest_sound(output_dir, read)
+    if folder is not None and checkpoint.has_state(folder):
+        return folder, True
+    if folder is not None or reasons:
+        _report_unsound(output_dir, folder, reasons)
+    return folder, False
 
 
 def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:
@@ -275,44 +237,52 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
     Raises:
         ValueError: on every rank, if there is no such checkpoint, it is incomplete, or it is of another run.
     """
-    folder, state = topology.decide(lambda: list(_read(where, description)))
-    return Resumption(folder, state, description)
+    folder, values = topology.decide(lambda: _find(where, description))
+    kind = RunState if "layout" in values else Progress
+    return Resumption(folder, kind.from_json(values), description)
 
 
-def _read(where: str | bool, description: RunDescription) -> tuple[str, dict[str, Any]]:
-    folder, state = _read_newest(description) if where is True else (str(where), _read_state(str(where), description))
-    if state["layout"] is None:
-        logger.warning(
+def _find(where: str | bool, description: RunDescription) -> list[Any]:
+    """Return the folder, and its `Progress` or `RunState` as JSON."""
+    args, read = description.trainer.args, {}
+
+    def read_folder(folder: str) -> None:
+        read[folder] = (
+            read_progress(folder, description.data()["num_samples"], args)
+            if is_plain(folder)
+            else checkpoint.read_state(folder)
+        )
+
+    if where is True:
+        found, reasons = checkpoint.latest_sound(args.output_dir, read_folder)
+        folder = _report_unsound(args.output_dir, found, reasons)
+    else:
+        folder = str(where)
+        checkpoint.check_readable(folder)
+        read_folder(folder)
+    state: Progress = read[folder]
+    if isinstance(state, RunState):
+        warning = check_same_run(folder, state, description.identity, description.data())
+    else:
+        warning = (
             f"{folder!r} was saved by plain Trainer: whether its files are whole and its data are the same is not "
             "known. The run goes on with its weights, optimizer and learning rates."
         )
-        return folder, state
-    told = check_same_run(folder, state, {**description.fields, "data": description.data()})
-    if told is not None:
-        logger.warning(told)
-    return folder, state
+    if warning is not None:
+        logger.warning(warning)
+    return [folder, state.as_json()]
 
 
-def _read_state(folder: str, description: RunDescription) -> dict[str, Any]:
-    checkpoint.check_readable(folder)
-    if not is_plain(folder):
-        return checkpoint.read_state(folder)
-    args = description.trainer.args
-    num_samples = description.data()["num_samples"]
-    return read_plain_state(folder, num_samples, args.dataloader_drop_last, args.splits_batches)
-
-
-def _read_newest(description: RunDescription) -> tuple[str, dict[str, Any]]:
-    output_dir, states = description.trainer.args.output_dir, {}
-
-    def read(folder: str) -> None:
-        states[folder] = _read_state(folder, description)
-
-    folder, reasons = checkpoint.latest_sound(output_dir, read)
-    if folder is None:
-        raise ValueError(_no_sound_checkpoint(output_dir, reasons))
-    _tell_passed_over(folder, reasons)
-    return folder, states[folder]
+def _report_unsound(output_dir: str, found: str | None, reasons: list[str]) -> str:
+    """Warn of the checkpoints that were passed over for `found`, and return it; refuse if there is none."""
+    if found is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True: found no sound checkpoint in output_dir={output_dir!r}, expected a "
+            f"checkpoint-N of an earlier run. {' '.join(reasons)}".strip()
+        )
+    for reason in reasons:
+        logger.warning(f"Passed over on the way to {found!r}: {reason}")
+    return found
 
 
 def read_plan(args: PipeTransformerArguments, structure: Structure, topology: Topology) -> dict[int, Layout] | None:

@@ -1,20 +1,25 @@
-"""Saving the training state in checkpoints, next to the model."""
+"""Saving the training state in checkpoints next to the model, in folders that hold nothing of an earlier save."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
+import transformers.trainer as stock
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.data.rng import random_state, under_name
+from hf_pipetransformer.data.rng import random_state
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.elastic.transition import check_replicas_agree
@@ -23,25 +28,8 @@ from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription
-from hf_pipetransformer.state.manifest import Entry
-from hf_pipetransformer.state.plain_checkpoint import is_split_by_node
-from hf_pipetransformer.state.resumption import find_remainder
-
-
-ORDER = "order"
-"""Key of the RNG state that the sample order was drawn from."""
-
-POSITION = "position"
-"""Key of the number of batches read in this pass over a stream without length."""
-
-SHARED = "shared"
-"""Prefix of the RNG states of the emulated single process."""
-
-AHEAD = "ahead"
-"""Prefix of the RNG states from before the batches that were read ahead."""
-
-NUM_AHEAD = "num_ahead"
-"""Key of the number of batches that were read ahead."""
+from hf_pipetransformer.state.resumption import Epoch, find_remainder
+from hf_pipetransformer.state.run_state import FileEntry, Place, RankState, RunState, is_split_by_node
 
 
 @dataclass
@@ -59,7 +47,7 @@ class Checkpoints:
     description: RunDescription
     first_layout: Layout
     epoch: int = 0
-    _written: dict[str, Entry] = field(default_factory=dict, init=False)
+    _written: dict[str, FileEntry] = field(default_factory=dict, init=False)
     _unlogged_loss: float = field(default=0.0, init=False)
 
     @contextmanager
@@ -73,7 +61,7 @@ class Checkpoints:
         only_model, state = self.context.args.save_only_model, self.context.trainer.state
         if self.context.topology.rank == 0:
             # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
-            (checkpoint.clear if only_model else checkpoint.begin)(folder)
+            (clear if only_model else begin)(folder)
         self._written = {}
 
         def save(path: str) -> None:
@@ -95,7 +83,8 @@ class Checkpoints:
         stage = self.pipeline.stage
         if stage.layout.pipeline_size > 1 or not stage.store.trains_all:
             return False
-        return self._is_counted and not is_split_by_node(self._place())
+        place = self._place()
+        return self._is_counted(place) and not is_split_by_node(place)
 
     def save_optimizer(self, folder: str) -> None:
         """Write the optimizer state of this stage, from the first replica after checking that all replicas agree."""
@@ -104,64 +93,60 @@ class Checkpoints:
         if stage.groups.replica != 0:
             return
         states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
-        tensors, values = checkpoint.split_optimizer_state(states)
-        header = {
-            "names": [name for name, state in states.items() if state],
-            "values": values,
-            "groups": checkpoint.group_options(own.optimizer),
-        }
+        tensors, values = {}, {}
+        for name, state in states.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}|{key}"] = value
+                else:
+                    values[f"{name}|{key}"] = plain(value, f"The optimizer's state {key!r} of {name}")
+        names = [name for name, state in states.items() if state]
+        header = {"names": names, "values": values, "groups": group_options(own.optimizer)}
         position = stage.groups.position
         self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
         then = self.controller.tensors()
         if then:
             self._written |= checkpoint.write_part(folder, checkpoint.decisions_file(position), then, {})
 
-    def save_random_numbers(self, folder: str) -> None:
-        """Write this rank's RNG states, and wait for all ranks' files; the last call before `trainer_state.json`."""
-        trainer, loader = self.context.trainer, self.loader
-        tensors, values = random_state(trainer.args.device)
-        order = None if loader is None else loader.order_state()
-        if order is not None:
-            tensors[ORDER] = order
-        shared = None if self.pipeline.shared_rng is None else self.pipeline.shared_rng.states
-        ahead, values[NUM_AHEAD] = (None if loader is None else loader.ahead()) or (None, 0)
-        for name, states in ((SHARED, shared), (AHEAD, ahead)):
-            if states is not None:
-                named_tensors, named_values = under_name(name, states)
-                tensors |= named_tensors
-                values |= named_values
-        if loader is not None and not has_length(loader):
-            values[POSITION] = loader.position
-        values |= trainer_compat.unlogged_loss(trainer)
-        self._written |= checkpoint.write_part(
-            folder, checkpoint.random_file(self.context.topology.rank), tensors, values
+    def save_rank_state(self, folder: str) -> None:
+        """Write this rank's `RankState`, and wait for all ranks' files; the last call before `trainer_state.json`."""
+        context, loader = self.context, self.loader
+        state = RankState(
+            own=random_state(context.args.device),
+            **trainer_compat.unlogged_loss(context.trainer),
+            order=None if loader is None else loader.order_state(),
+            shared=None if self.pipeline.shared_rng is None else self.pipeline.shared_rng.states,
+            ahead=None if loader is None else loader.ahead(),
+            position=None if loader is None or has_length(loader) else loader.position,
         )
-        answers = self.context.topology.gather({"written": self._written, "loss": values["unlogged_loss"]})
-        for answer in answers:
-            self._written |= answer["written"]
-        self._unlogged_loss = sum(answer["loss"] for answer in answers) / self.context.topology.world_size
+        self._written |= checkpoint.write_rank_state(folder, context.topology.rank, state)
+        answers = context.topology.gather((self._written, state.unlogged_loss))
+        for written, _loss in answers:
+            self._written |= written
+        self._unlogged_loss = sum(loss for _written, loss in answers) / context.topology.world_size
 
-    def _state(self) -> dict[str, Any]:
-        state = self.context.trainer.state
-        return {
-            "step": state.global_step,
-            "epoch": state.epoch,
-            "place": self._place(),
-            "is_counted": self._is_counted,
-            "unlogged_loss": self._unlogged_loss,
-            "layout": self.pipeline.layout.as_event(),
-            "first_layout": self.first_layout.as_event(),
-            "num_starts": self.context.seeds.num_starts,
-            "num_transitions": self.context.seeds.num_transitions,
-            "decisions": self.controller.state(),
-            "slots": None if self.loader is None or self.loader.slots is None else self.loader.slots.state(),
-            **self._schedules(),
+    def _state(self) -> RunState:
+        trainer, seeds, loader, place = self.context.trainer, self.context.seeds, self.loader, self._place()
+        values: dict[str, Any] = {
+            **vars(self.description.identity),
             **self.kinds(),
-            **self.description.fields,
+            **self._schedules(),
             "data": self.description.data(),
+            "step": trainer.state.global_step,
+            "epoch": trainer.state.epoch,
+            "place": place,
+            "is_counted": self._is_counted(place),
+            "unlogged_loss": self._unlogged_loss,
+            "layout": self.pipeline.layout,
+            "first_layout": self.first_layout,
+            "num_starts": seeds.num_starts,
+            "num_transitions": seeds.num_transitions,
+            "decisions": self.controller.state(),
+            "slots": None if loader is None or loader.slots is None else loader.slots.state(),
         }
+        return RunState(**values)
 
-    def _place(self) -> dict[str, Any] | None:
+    def _place(self) -> Place | None:
         """Return the position in the data; None if the loader is the user's own."""
         loader = self.loader
         if loader is None:
@@ -169,38 +154,31 @@ class Checkpoints:
         is_at_end = not loader.num_ahead and (
             loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
         )
-        return {
+        place = {
             "epoch": self.epoch + is_at_end,
             "samples": 0 if is_at_end else loader.num_done,
             "global_batch": loader.total_batch_size,
-            # Of an epoch: a user's sampler may draw more than the data set has.
             "num_samples": loader.num_samples if has_length(loader) else None,
             **loader.arrangement.as_json(),
         }
+        return cast(Place, place)
 
-    @property
-    def _is_counted(self) -> bool:
-        """True if the position in the data follows from the number of steps, as Trainer assumes.
+    def _is_counted(self, place: Place | None) -> bool:
+        """Return True if the position in the data follows from the number of steps, as Trainer assumes.
 
         False after a resume with batches of another size, or one that did not skip the samples that were done.
         """
-        place, loader, args = self._place(), self.loader, self.context.args
-        if place is None or loader is None:
+        if place is None or self.loader is None:
             return True
-        sizes = (
-            loader.num_samples,
-            loader.total_batch_size,
-            args.dataloader_drop_last,
-            args.gradient_accumulation_steps,
-        )
-        return find_remainder(place, self.context.trainer.state.global_step, *sizes, skips=True) is None
+        epoch = Epoch.of(self.loader, self.context.args)
+        return find_remainder(place, self.context.trainer.state.global_step, epoch, skips=True) is None
 
     def check_savable(self) -> None:
         """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
         optimizer = self.optimizer_state.optimizer
         self._schedules()
         self.controller.state()
-        checkpoint.group_options(optimizer)
+        group_options(optimizer)
         known = {id(parameter) for parameter in self.pipeline.stage.store.held().values()}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         if foreign:
@@ -222,3 +200,90 @@ class Checkpoints:
             "optimizer_class": type(self.optimizer_state.optimizer).__name__,
             "scheduler_class": type(self.context.trainer.lr_scheduler).__name__,
         }
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of the parameter groups as JSON values, of which schedulers change some."""
+    return [
+        {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+# ---- folders ----
+
+_OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_(?P<rank>\d+))?\.pth")
+
+
+def begin(folder: str) -> None:
+    """Mark `folder` as an incomplete checkpoint, until `checkpoint.write_state` completes it."""
+    clear(folder)
+    os.makedirs(os.path.join(folder, checkpoint.STATE_FOLDER), exist_ok=True)
+
+
+def clear(folder: str, num_ranks: int = 0) -> None:
+    """Delete what an earlier run left in a checkpoint folder, as it will not match the weights about to be saved.
+
+    Keeps Trainer's RNG files of the first `num_ranks` ranks, which these processes may already have written.
+    """
+    for mark in (os.path.join(checkpoint.STATE_FOLDER, checkpoint.STATE_FILE), TRAINER_STATE_NAME):
+        # Remove the files that mark it complete first: the process may be killed at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, mark))
+    shutil.rmtree(os.path.join(folder, checkpoint.STATE_FOLDER), ignore_errors=True)
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        match = _OF_TRAINER.fullmatch(name)
+        if match and not (match["rank"] and int(match["rank"]) < num_ranks):
+            os.remove(os.path.join(folder, name))
+
+
+def check_unlinked(folder: str) -> None:
+    """Refuse to save where the folder is or contains a symbolic link: the link's target would be overwritten."""
+    inner = [os.path.join(where, name) for where, *names in os.walk(folder) for name in [*names[0], *names[1]]]
+    for path in (folder, *inner):
+        if os.path.islink(path):
+            raise ValueError(
+                f"{path!r} is a link to {os.readlink(path)!r}: saving a checkpoint there would overwrite what it "
+                "leads to. Remove the link, or set another output_dir."
+            )
+
+
+def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> None:
+    """Delete the oldest checkpoints beyond `limit`, ordered by step.
+
+    A copy, a backup or `touch` changes modification times, so they do not count. Checkpoints above `step`, the one
+    saved last, are an earlier run's and go first. `step` and the folder `best` are kept; `limit` None or 0 keeps all.
+    """
+    if limit is None or limit <= 0:
+        return
+    # A link leads to a folder that is somebody else's: it neither counts nor goes.
+    folders = [each for each in checkpoint.numbered_checkpoints(output_dir) if not os.path.islink(each[1])]
+    kept = set() if best is None else {os.path.abspath(best)}
+    old = [each for each in folders if each[0] != step and os.path.abspath(each[1]) not in kept]
+    old.sort(key=lambda each: (each[0] <= step, each[0]))
+    for _step, folder in old[: max(0, len(folders) - limit)]:
+        # If the process is killed during the deletion, the rest must not look like a checkpoint of weights alone.
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(folder, TRAINER_STATE_NAME))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def rotating_by_step(step: int) -> Iterator[None]:
+    """Make Trainer delete old checkpoints by step instead of by modification time.
+
+    Trainer calls a module-level function, not a method to override, so `transformers.trainer.rotate_checkpoints` is
+    patched.
+    """
+    original = stock.rotate_checkpoints
+
+    def by_step(
+        output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **_: Any
+    ) -> None:
+        rotate(output_dir, save_total_limit, step, best_model_checkpoint)
+
+    stock.rotate_checkpoints = by_step
+    try:
+        yield
+    finally:
+        stock.rotate_checkpoints = original

@@ -20,7 +20,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.pipeline import PipelineShell
-from hf_pipetransformer.state.weights import has_weights, load_weights
+from hf_pipetransformer.state.checkpoint import has_weights, load_weights
 from hf_pipetransformer.training.run import Run
 
 
@@ -274,7 +274,7 @@ class Overrides(_Trainer):
         checkpoints = self.pipeline_run.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
-        checkpoints.save_random_numbers(output_dir)
+        checkpoints.save_rank_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights while the model is still whole; Trainer's own only warns about missing weights."""

@@ -31,8 +31,6 @@ from hf_pipetransformer.runtime.gathering import check_whole, gather_full_state,
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
-from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.checkpoint import rotating_by_step
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.resumption import (
@@ -42,6 +40,7 @@ from hf_pipetransformer.state.resumption import (
     is_of_pipeline,
     read_plan,
 )
+from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.training.callbacks import (
     SavesOnSignal,
     check_callbacks,
@@ -251,12 +250,12 @@ class Run:
         """
         trainer = self.trainer
         if not self.is_left_to_trainer:
-            self.topology.decide(lambda: checkpoint.check_unlinked(folder))
+            self.topology.decide(lambda: check_unlinked(folder))
         else:
             # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
-            checkpoint.check_unlinked(folder)
+            check_unlinked(folder)
             if trainer.args.should_save:
-                checkpoint.clear(folder, keeps_random=self.topology.world_size > 1)
+                clear(folder, num_ranks=self.topology.world_size if self.topology.world_size > 1 else 0)
         with rotating_by_step(trainer.state.global_step):
             yield
 

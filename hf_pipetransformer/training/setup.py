@@ -68,9 +68,9 @@ class TrainingSetup:
         samples = self.context.args.train_samples_per_device
         fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
         fields["nodes"] = list(map(len, self.context.topology.nodes))
-        step, epoch = 0, 0.0
         if saved is not None:
-            step, epoch, fields["resumed_from"] = saved.step, saved.state["epoch"], saved.folder
+            fields["resumed_from"] = saved.folder
+        step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
@@ -205,7 +205,8 @@ class TrainingSetup:
             return None
         saved = self.resumption
         if saved is not None and isinstance(loader, PipelineLoader) and loader.slots is not None:
-            loader.slots.load_state(saved.state.get("slots"), (saved.place or {"epoch": 0})["epoch"])
+            place, slots = saved.progress.place, None if saved.is_plain else saved.state.slots
+            loader.slots.load_state(slots, 0 if place is None else place["epoch"])
         return begin_cache(
             self.context.trainer, self.pipeline, self.context.journal, self.context.topology, loader, steps_per_epoch
         )

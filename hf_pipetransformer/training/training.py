@@ -59,8 +59,7 @@ class Training:
         if self.cache is not None:
             self.cache.follow()
         if resumption is not None:
-            numbers = restore(resumption, checkpoints)
-            self.first_epoch = FirstEpoch(trainer, topology, self.pipeline, self.loader, resumption, numbers)
+            self.first_epoch = FirstEpoch(checkpoints, resumption, restore(resumption, checkpoints))
         if saves_state(trainer.args):
             # Fail now instead of at the first checkpoint.
             topology.together(checkpoints.check_savable)

@@ -76,7 +76,7 @@ def guard_the_folder(folder: Path) -> None:
     trainer.train(resume_from_checkpoint=True)
     assert trainer.pipeline_run.is_left_to_trainer and steps == [3]
     if torch.distributed.get_rank() == 0:
-        owner = {"host": _here(), "pid": os.getppid(), "started": _start_of(os.getppid())}
+        owner = {"host": _here(), "pid": os.getppid(), "started": _start_of(os.getppid()), "run": "other"}
         (folder / LOCK_FILE).write_text(json.dumps(owner))
     torch.distributed.barrier()
     with pytest.raises(ValueError, match="another run .*is training in this output_dir"):

@@ -237,7 +237,7 @@ SAID = {
     "no_weights": r"damaged.*model\.safetensors is missing",
     "cut_trainer_state": r"damaged.*trainer_state\.json has \d+ bytes \(expected \d+\)",
     "cut_optimizer": r"damaged.*optimizer-stage-1\.safetensors has \d+ bytes",
-    "other_version": r"version 99.*expected version 4",
+    "other_version": r"version 99.*expected version 5",
     "differs_between_ranks": r"resume_from_checkpoint is \S+checkpoint-1 on rank 1 and \S+checkpoint-0 on rank 0",
     "unsavable_scheduler": r"StubbornScheduler.*'memory'.*object.*save_only_model=True",
 }
