@@ -30,7 +30,7 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
         (2, 2, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 9.75, "write": 5.75}),
         # What is stored fits, whatever the bound says.
         (2, 1, 0.5, 3.0, 0.0, {"compute": 18.0, "keep": 12.75, "write": 0.5 * 6.5 + 9.0}),
-        # Rows above the frozen layers hold trained layers: of no use.
+        # Records above the frozen layers hold trained layers: of no use.
         (2, 3, 1.0, 3.0, 1.0, {"compute": 18.0, "write": 10.0}),
         # The last epoch: nothing is read again.
         (2, 1, 1.0, 1.0, 1.0, {"compute": 6.0, "keep": 2.5}),

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.inputs import real_lengths
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
-from hf_pipetransformer.cache.rows import Rows, field_column
+from hf_pipetransformer.cache.records import Records, field_column
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
 from hf_pipetransformer.data.batches import CacheTags, pad_batch, take_rows
 from hf_pipetransformer.engine.program import MicroBatch
@@ -67,7 +67,7 @@ class ActivationCache:
         self._is_off = False
         self._has_warned = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
-        self._ahead: tuple[Indices, int, Future[Rows]] | None = None
+        self._ahead: tuple[Indices, int, Future[Records]] | None = None
         """Samples, padded length and pending records of the batch expected next."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="activation-cache-writer")
         self._pending: list[Callable[[], int]] = []
@@ -216,7 +216,7 @@ class ActivationCache:
         slots = self.source.slots
         return self._levels(index, entries["weights_id"], None if slots is None else entries[field_column(DRAW_FIELD)])
 
-    def _levels_in(self, index: Indices, rows: Rows) -> Indices:
+    def _levels_in(self, index: Indices, rows: Records) -> Indices:
         slots = self.source.slots
         return self._levels(index, rows.weights_ids, None if slots is None else rows.fields[DRAW_FIELD].numpy())
 
@@ -250,11 +250,11 @@ class ActivationCache:
         length = self.source.padded_length(longest)
         self._ahead = index, length, self._reader.submit(self._read_and_pin, index, length)
 
-    def _read_and_pin(self, index: Indices, length: int) -> Rows:
+    def _read_and_pin(self, index: Indices, length: int) -> Records:
         rows = self.store.read(self.source.rows_of(index), length)
         return replace(rows, activation=rows.activation.pin_memory()) if self._is_apart else rows
 
-    def _read_rows(self, index: Indices, length: int) -> Rows:
+    def _read_rows(self, index: Indices, length: int) -> Records:
         start = time.perf_counter()
         try:
             self._check_inputs(index)
@@ -329,7 +329,7 @@ class ActivationCache:
         inputs = given if is_all else take_rows(given, rows)
         activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
         # With an asynchronous copy, clone: the model may modify the activation in place before it is read.
-        arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
+        arriving = self._copies.to_host(activation.to(self.store.record_format.dtype, copy=self._is_apart))
         samples, weights_id, slots = tags.samples[rows].numpy(), self._weights_id, self.source.slots
         index = self.source.rows_of(samples)
         names = [*self.source.report.token_fields, *self.source.report.sample_fields]

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
     check_base,
@@ -25,9 +26,8 @@ from hf_pipetransformer.cache.folder import (
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, SampleSource
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.dispatching import DispatchingLoader, StreamLoader
@@ -120,13 +120,13 @@ class CacheInputs:
             slots=None if loader.slots is None else loader.slots.code,
         )
 
-    def row_format(self, source: SampleSource) -> RowFormat:
+    def record_format(self, source: SampleSource) -> RecordFormat:
         sample_fields = dict(source.report.sample_fields)
         if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
         if source.slots is not None:
             sample_fields[DRAW_FIELD] = (torch.int32, ())
-        return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
+        return RecordFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
     def say_off(self, reason: str, is_training: bool) -> None:
         """Log and journal why nothing of the training set, or of an evaluation set, is stored."""
@@ -168,7 +168,7 @@ class CacheInputs:
         dataset = loader.dataset if loader.slots is None else loader.samples
         report = examine_inputs(dataset, loader.collate, probe.activation.main_input, probe.placeholders)
         try:
-            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
+            RecordFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
             report = InputReport(report.reason or str(error))
         if report.reason is None and isinstance(loader, DispatchingLoader):
@@ -352,10 +352,8 @@ class CacheStores:
             self.inputs.base,
             key or f"unnamed-{uuid.uuid4().hex}",
             len(loader.dataset) * source.num_slots,
-            self.inputs.row_format(source),
+            self.inputs.record_format(source),
             int(self.max_bytes()),
-            self.topology.world_size,
-            row_length=0 if source.is_text else source.row_length,
         )
         self._folders.append(folder)
         if self.args.activation_cache_keep and key is not None:
@@ -376,11 +374,11 @@ class CacheStores:
         spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
         _, digests = source.digests(source.read(spread))
         # Another row format gets another folder. The name is hashed since a fingerprint may be any text.
-        row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
+        record_format = json.dumps(self.inputs.record_format(source).to_json(), sort_keys=True)
         # AugmentationSlots depend on the seed.
         drawn = "" if loader.slots is None else f"\0{source.num_slots}\0{loader.slots.seed}"
         # Input digests stop at the last real token; stored rows may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}{padded}".encode())
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{drawn}{padded}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

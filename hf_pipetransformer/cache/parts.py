@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.inputs import InputReport, real_lengths, row_digests
-from hf_pipetransformer.cache.rows import Rows
-from hf_pipetransformer.cache.table import StoreDamagedError
+from hf_pipetransformer.cache.records import Records
 from hf_pipetransformer.data.augmentation import ItemCode
 from hf_pipetransformer.data.batches import CacheTags, fill_value, pad_batch, take_rows
 
@@ -136,7 +136,9 @@ class Parts:
             )
         return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
-    def joined(self, samples: Indices, levels: Indices, rows: Rows | None, stamp: int, length: int) -> dict[str, Any]:
+    def joined(
+        self, samples: Indices, levels: Indices, rows: Records | None, stamp: int, length: int
+    ) -> dict[str, Any]:
         """Return the whole batch, padded and tagged: the samples that were read, and `rows` where `levels` > 0."""
         source, pieces, digests = self.source, [], np.zeros(len(samples), dtype=np.uint64)
         for where, batch, found in self.found:

@@ -13,9 +13,9 @@ import torch
 
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.folder import StoreFolder
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import Array, StoreDamagedError
+from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
@@ -28,7 +28,7 @@ from hf_pipetransformer.planning.storing import (
 from hf_pipetransformer.report import announce, logger
 
 
-MEASURED_ROWS = 32
+MEASURED_RECORDS = 32
 """Number of records written and read to measure the storage speed."""
 
 
@@ -209,24 +209,24 @@ class CachePlanner:
         return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, fits_share).use
 
 
-def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
+def measure_storage(base: Path, record_format: RecordFormat, length: int) -> StorageSpeed:
     """Measure writing and reading records of `length` tokens in the store's folder; raises like `StoreFolder.take`."""
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
-    num_rows, samples = MEASURED_ROWS, np.arange(MEASURED_ROWS)
+    num_records, samples = MEASURED_RECORDS, np.arange(MEASURED_RECORDS)
     # Zeros, not random numbers: the run's RNG state must not advance.
-    activation = torch.zeros(num_rows, length, row_format.hidden_size)
+    activation = torch.zeros(num_records, length, record_format.hidden_size)
     fields = {
-        **{name: torch.zeros(num_rows, length, dtype=d) for name, d in row_format.token_fields.items()},
-        **{name: torch.zeros(num_rows, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},
+        **{name: torch.zeros(num_records, length, dtype=d) for name, d in record_format.token_fields.items()},
+        **{name: torch.zeros(num_records, *s, dtype=d) for name, (d, s) in record_format.sample_fields.items()},
     }
-    rows = activation, np.full(num_rows, length), fields, np.zeros(num_rows, dtype=np.uint64)
+    records = activation, np.full(num_records, length), fields, np.zeros(num_records, dtype=np.uint64)
     try:
-        store = ActivationStore.create(folder.folder, num_rows, row_format, 2**40, num_writers=1, row_length=length)
+        store = ActivationStore.create(folder.folder, num_records, record_format, 2**40)
         # Two writes: the first also creates the shards, which a run does only occasionally.
-        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *rows), number=2) / 2
+        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *records), number=2) / 2
         # Reversed: training does not read records in file order either.
         read = min(repeat(lambda: store.read(samples[::-1], length), number=1, repeat=3))
         store.close()
     finally:
         folder.remove()
-    return StorageSpeed(read / num_rows, write / num_rows)
+    return StorageSpeed(read / num_records, write / num_records)

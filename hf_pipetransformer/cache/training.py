@@ -49,12 +49,12 @@ class TrainingCache:
         self.loader = loader
         self.source = source
         self.stores = CacheStores(inputs)
-        row_format = inputs.row_format(source)
+        record_format = inputs.record_format(source)
         self.planner = CachePlanner(
             mode=trainer.args.activation_cache,
             # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
-            measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
+            measure=lambda: measure_storage(inputs.base, record_format, source.row_length),
             fits_share=self._fitting_share(loader, source.num_slots),
             steps_per_epoch=steps_per_epoch,
             write=self.journal.write,
@@ -68,12 +68,12 @@ class TrainingCache:
 
     def _fitting_share(self, loader: PipelineLoader, num_slots: int = 1) -> float:
         """Return the share of a loader's samples that fits into the remaining space, at training's record length."""
-        row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
+        record_format, row_length = self.inputs.record_format(self.source), self.source.row_length
         num_samples, num_rows = (
             len(loader.dataset) * num_slots,
             num_rows_here(self.topology, loader.dataset) * num_slots,
         )
-        return fitting_share(self.stores.max_bytes(), num_samples, row_format, row_length, num_rows)
+        return fitting_share(self.stores.max_bytes(), num_samples, record_format, row_length, num_rows)
 
     # ---- following the layout ----
 
