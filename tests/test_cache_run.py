@@ -193,9 +193,9 @@ def test_a_kept_row_is_served_only_if_the_collator_still_gives_the_same_input(
     assert epochs[0]["checked"] == NUM_KNOWN - len(CHANGED)
     assert found.train_dataset.num_read <= NUM_KNOWN + 1
     told = [record.getMessage() for record in caplog.records]
-    assert sum(f"rows of an earlier run for {NUM_KNOWN} of {NUM_KNOWN} samples" in text for text in told) == 1
+    assert sum(f"records of an earlier run for {NUM_KNOWN} of {NUM_KNOWN} samples" in text for text in told) == 1
     (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "of other inputs" in warned and "computed anew" in warned
+    assert "of other inputs" in warned and "computed again" in warned
 
 
 @dataclass

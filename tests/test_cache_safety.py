@@ -111,7 +111,7 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
         if tags.hidden is not None:
             assert torch.equal(tags.hidden[found], activation[found])
         hits += int(found.sum())
-        cache.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
+        cache.writer.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
     cache.close()
     folder.release()
     return hits

@@ -311,9 +311,9 @@ class CacheStores:
             return None
         if topology.rank == 0 and store.num_found:
             announce(
-                f"The activation cache has the rows of an earlier run for {store.num_found} of {store.num_samples} "
-                "samples. A row is used once its sample has been read again and found to be the same: the first epoch "
-                "saves computing, but still reads the data set."
+                f"The activation cache has the records of an earlier run for {store.num_found} of {store.num_samples} "
+                "samples. A record is used once its sample has been read again and found to be the same: the first "
+                "epoch saves computing, but still reads the data set."
             )
         # `activation_cache_max_gb` bounds all stores together.
         store.bytes_beside = partial(self._bytes_beside, store, taken)

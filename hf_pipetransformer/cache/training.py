@@ -97,7 +97,7 @@ class TrainingCache:
     @property
     def write(self) -> Callable[[MicroBatch, torch.Tensor], None] | None:
         """Callback that stores the activations of a micro-batch; None until a layout caches blocks."""
-        return None if self._opened is None else self._opened.write
+        return None if self._opened is None else self._opened.writer.write
 
     def prepare_transition(self) -> None:
         """Drop references to weights that may leave this rank. Collective: call on every rank of a pipeline."""
@@ -148,7 +148,7 @@ class TrainingCache:
             self._digests = {}
             self._name_weights(self._opened)
         else:
-            self._opened.write_pending()
+            self._opened.writer.write_pending()
 
     # ---- evaluation sets ----
 
@@ -200,15 +200,15 @@ class TrainingCache:
     @contextmanager
     def storing_for(self, loader: Any) -> Iterator[None]:
         """Store the activations of predictions made inside this context, in the cache of `loader`'s data set."""
-        cache, pipeline = getattr(loader, "rows", None), self.pipeline
+        cache, pipeline = getattr(loader, "records", None), self.pipeline
         if not isinstance(cache, ActivationCache):
             yield
             return
         shell = pipeline.shell
 
         def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-            cache.write(micro_batch, hidden)
-            cache.write_pending()  # Weights do not change during an evaluation.
+            cache.writer.write(micro_batch, hidden)
+            cache.writer.write_pending()  # Weights do not change during an evaluation.
 
         runner = shell.runner
         # Even with one stage: only the engine can start a forward from stored activations.
@@ -217,7 +217,7 @@ class TrainingCache:
             yield
         finally:
             shell.runner = runner
-            cache.wait_for_writes()
+            cache.writer.wait()
 
     # ---- reports, and the end ----
 
@@ -228,7 +228,7 @@ class TrainingCache:
         if is_apart(self.trainer.args.device):
             self.notice_changed_weights()
             # Otherwise early samples of the next epoch would miss records that are still being written.
-            self._opened.wait_for_writes()
+            self._opened.writer.wait()
         store = self._opened.store
         own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
         counts: list[Mapping[str, float]] = self.topology.gather(own)

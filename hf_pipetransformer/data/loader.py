@@ -73,7 +73,7 @@ class CommonLength:
     pad_token_id: int
 
 
-class RowSource(Protocol):
+class RecordSource(Protocol):
     """Source of samples that need not be read from the data set: the activation cache."""
 
     def select(self, samples: list[int]) -> list[int]:
@@ -152,7 +152,7 @@ class PipelineLoader(DataLoaderStateMixin):
         """Batches that were yielded but not trained on yet."""
         self.pins_memory = False
         """True if batches are yielded in pinned memory, ready for an asynchronous copy to a device."""
-        self.rows: RowSource | None = None
+        self.records: RecordSource | None = None
         """Source of samples that need not be read from the data set."""
 
     @property  # type: ignore[misc]
@@ -231,17 +231,17 @@ class PipelineLoader(DataLoaderStateMixin):
         """Arrange epochs that begin from now on so that each node always reads the same samples."""
         self.batch_sampler.nodes = nodes
 
-    def take_from(self, rows: RowSource) -> None:
-        """Take samples from `rows` where it has them, starting with the next batch that is drawn."""
-        self.rows = rows
-        self.batch_sampler.select = rows.select if self.groups.is_first else None
+    def take_from(self, records: RecordSource) -> None:
+        """Take samples from `records` where it has them, starting with the next batch that is drawn."""
+        self.records = records
+        self.batch_sampler.select = records.select if self.groups.is_first else None
 
     def follow(self, groups: PipelineGroups) -> None:
         """Continue with the next global batch as a stage of another layout; workers that read ahead stay alive."""
         self._sender.flush()
         old, self.groups = self.groups, groups
-        if self.rows is not None:
-            self.take_from(self.rows)
+        if self.records is not None:
+            self.take_from(self.records)
         elif (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
             return
         if groups.is_first and self._batches is not None:
@@ -364,10 +364,10 @@ class PipelineLoader(DataLoaderStateMixin):
         if not self.groups.is_first:
             return self._receive()
         _, tags = detach_tags(batch)
-        if self.rows is not None and tags is not None:
+        if self.records is not None and tags is not None:
             rule = self.common_length
             same = None if rule is None else sequence_length(batch, rule.main_input)
-            batch = self.rows.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
+            batch = self.records.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
         self._sender.flush()
         self._send(batch)
         return batch
@@ -383,9 +383,9 @@ class PipelineLoader(DataLoaderStateMixin):
             self._num_read += 1
             drawn = self.batch_sampler.drawn.popleft() if self.batch_sampler.drawn else None
         self._num_stale = 0
-        if self.rows is not None and drawn is not None and drawn.is_single:
-            batch = self.rows.complete(drawn.samples, drawn.read, batch, self._agreed_length)
-            self.rows.prefetch(self.batch_sampler.upcoming())
+        if self.records is not None and drawn is not None and drawn.is_single:
+            batch = self.records.complete(drawn.samples, drawn.read, batch, self._agreed_length)
+            self.records.prefetch(self.batch_sampler.upcoming())
         elif self.common_length is not None:
             batch = self._padded(batch, self.common_length)
         self._sender.flush(self.num_under_way)
