@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.inputs import InputReport, real_lengths, row_digests
+from hf_pipetransformer.cache.inputs import InputReport, real_lengths, sample_digests
 from hf_pipetransformer.cache.records import Records
 from hf_pipetransformer.data.augmentation import ItemCode
 from hf_pipetransformer.data.batches import fill_value, pad_batch, take_rows
@@ -32,7 +32,7 @@ class SampleSource:
 
     Args:
         read: collates the samples with these indices (or items, with `slots`) into a batch.
-        row_length: sequence length of the activations if samples have no token dimension.
+        record_length: sequence length of the activations if samples have no token dimension.
         main_shape: shape of a sample of the main input without token dimension; cached samples get a placeholder.
         keeps_padding: True if the loss sees padding, so that records must include it.
         slots: for random samples: items replace indices, and each sample has V records.
@@ -41,7 +41,7 @@ class SampleSource:
     read: Callable[[list[int]], Mapping[str, Any]]
     main_input: str
     report: InputReport
-    row_length: int
+    record_length: int
     hidden_size: int
     main_shape: tuple[int, ...]
     main_dtype: torch.dtype
@@ -57,7 +57,7 @@ class SampleSource:
     def digests(self, batch: Mapping[str, Any]) -> tuple[Indices, Any]:
         """Return the real length and the input digest of each sample of a batch."""
         lengths = real_lengths(batch, self.main_input)
-        return lengths, row_digests(batch, lengths, self.report.token_fields)
+        return lengths, sample_digests(batch, lengths, self.report.token_fields)
 
     @property
     def num_slots(self) -> int:
@@ -79,7 +79,7 @@ class SampleSource:
     def padded_length(self, longest: int) -> int:
         """Return the sequence length of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
-        return self.row_length if rule is None or not self.is_text else rule.length(longest)
+        return self.record_length if rule is None or not self.is_text else rule.length(longest)
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
         """Rebuild the inputs of cached samples from their side fields, padded like the collator does."""
@@ -127,7 +127,7 @@ class Parts:
         """
         source = self.source
         if not source.is_text:
-            return source.row_length
+            return source.record_length
         read = max((batch[source.main_input].shape[1] for _, batch, _ in self.found), default=0)
         expected = max(map(source.padded_length, self._longest), default=0)
         if is_checked and read != expected:

@@ -206,9 +206,7 @@ class TrainingSetup:
         saved = self.resumption
         if saved is not None and isinstance(loader, PipelineLoader) and loader.slots is not None:
             loader.slots.load_state(saved.state.get("slots"), (saved.place or {"epoch": 0})["epoch"])
-        return begin_cache(
-            self.context.trainer, self.pipeline, self.context.journal, self.context.topology, loader, steps_per_epoch
-        )
+        return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """Return the best number of micro-batches M by stages K and chunks V, from checkpoint or events file."""

@@ -326,7 +326,7 @@ def test_little_room(outcome: Outcome):
     assert 0 < last["hits"] < NUM_SAMPLES
     assert last["hits"] + last["misses"] == NUM_SAMPLES
     assert all(event["bytes_stored"] <= 40e3 for event in outcome.cache_events("with", "epoch"))
-    assert warnings_of(outcome, "with", "takes no more rows")
+    assert warnings_of(outcome, "with", "takes no more records")
     assert_equal_runs(outcome)
 
 
