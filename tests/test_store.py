@@ -305,9 +305,12 @@ def test_a_full_disk_keeps_what_is_stored(
 ) -> None:
     put(store, [0], [4])
 
-    def refuse(*_: Any) -> None:
+    def refuse(descriptor: int, start: int, size: int) -> None:
+        # As file systems do that keep the part that still fitted.
+        os.ftruncate(descriptor, start + size // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    size = store.bytes_taken
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     long = 20_000
     with caplog.at_level(logging.WARNING):
@@ -316,7 +319,7 @@ def test_a_full_disk_keeps_what_is_stored(
     assert stored == 2
     assert store.weights_ids(np.arange(4)).tolist() == [2, 0, 2, 0]
     assert len(caplog.records) == 1 and "is full" in caplog.text
-    assert not list(store.folder.glob("*.tmp"))
+    assert store.bytes_taken == size and not list(store.folder.glob("*.tmp"))
 
 
 def disk_used(folder: Path) -> int:
@@ -439,6 +442,14 @@ def test_a_file_of_another_store_is_refused(store: ActivationStore, tmp_path: Pa
     other = ActivationStore.open(store.folder, writer=1)
     with pytest.raises(StoreDamagedError, match="have another hash"):
         other.read(np.array([0]), 5)
+
+
+def test_two_writers_under_one_number_are_noticed(store: ActivationStore) -> None:
+    other = ActivationStore.open(store.folder, writer=0)
+    put(store, [0], [5])
+    with pytest.raises(StoreDamagedError, match="records-0.bin has .* bytes: expected"):
+        put(other, [1], [5])
+    assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [1, 0]
 
 
 def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
@@ -744,6 +755,18 @@ def test_a_row_of_an_earlier_run_is_compared_once_for_all_processes_of_a_run(tmp
     assert compared(store) == [3, 4, 7]
     folder.release()
     assert compared(take()[1]) == []
+
+
+def test_a_store_that_an_earlier_version_kept_is_made_again(tmp_path: Path) -> None:
+    folder = StoreFolder.take(tmp_path, "key")
+    for name, content in {"store.json": b'{"version": "5"}', "index.arrow": b"", "shard-0-0.arrow": b""}.items():
+        folder.folder.write(name, content)
+    folder.keep()
+    folder.release()
+    again, store = take_store(tmp_path, "key", 20, RICH, BOUND)
+    assert again.path == folder.path and not store.weights_ids(np.arange(20)).any()
+    names = {path.name for path in again.path.iterdir()}
+    assert names == {"lock", "store.json", "index.bin", "records-0.bin"}
 
 
 def test_a_folder_that_is_not_kept_is_emptied(tmp_path: Path) -> None:

@@ -212,8 +212,8 @@ class StoreFile:
         """Reserve disk space for the bytes `start` to `end`; the file grows. Raises OSError if the disk is full."""
         os.posix_fallocate(self._fd, start, end - start)
 
-    def make_sparse(self, size: int) -> None:
-        """Set the size; the bytes are zeros that take no disk space until they are written."""
+    def resize(self, size: int) -> None:
+        """Set the size; new bytes are zeros that take no disk space until they are written."""
         os.ftruncate(self._fd, size)
 
     @contextmanager

@@ -199,9 +199,8 @@ def delete_leftovers(root: PrivateFolder) -> None:
 def safe_max_bytes(base: str | os.PathLike[str]) -> int:
     """Return half of the free space on the disk of `base`, which need not exist yet."""
     path = Path(os.path.realpath(base))
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free // 2
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free // 2
 
 
 def check_local(base: str | os.PathLike[str]) -> None:
@@ -287,7 +286,12 @@ _SOUND = "sound"
 
 def list_stores(base: str | os.PathLike[str]) -> list[str]:
     """Return a line per store: name, state, size, number of samples stored. Raises like `open_root`."""
-    return _lines(base, _content_of)
+
+    def content_of(store: ActivationStore) -> str:
+        stored = np.count_nonzero(store.weights_ids(np.arange(store.num_samples)))
+        return f"{stored} of {store.num_samples} samples stored"
+
+    return _lines(base, content_of)
 
 
 def verify_stores(base: str | os.PathLike[str]) -> tuple[list[str], bool]:
@@ -337,11 +341,6 @@ def _size_of(folder: PrivateFolder) -> str:
         with suppress(OSError):
             total += folder.bytes_on_disk(name)
     return f"{total / 1e6:.1f} MB"
-
-
-def _content_of(store: ActivationStore) -> str:
-    stored = np.count_nonzero(store.weights_ids(np.arange(store.num_samples)))
-    return f"{stored} of {store.num_samples} samples stored"
 
 
 def _damage_of(store: ActivationStore) -> str:

@@ -6,7 +6,6 @@ import json
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from hf_pipetransformer.data.sampler import draws_each_once
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.startup.planner import StartUp
 
 
@@ -90,7 +88,9 @@ class CacheInputs:
     """The one place that decides if activations of a data set may be stored, why not, and in which format."""
 
     context: Context
-    pipeline: Pipeline
+    start_up: StartUp
+    is_asynchronous: bool
+    """True if stages do not wait for each other under the layout that the run starts on."""
 
     @property
     def args(self) -> PipeTransformerArguments:
@@ -110,7 +110,7 @@ class CacheInputs:
         Raises:
             ValueError: the user asked for a cache in a folder that cannot contain one.
         """
-        start_up, activation = self.pipeline.start_up, self.pipeline.start_up.probe.activation
+        start_up, activation = self.start_up, self.start_up.probe.activation
         reason, report = self._reason_before_reading(loader), None
         if reason is None:
             report = self._examined(loader)
@@ -151,10 +151,10 @@ class CacheInputs:
 
     def _reason_before_reading(self, loader: Any) -> str | None:
         """Return why a loader's samples cannot be stored, as far as no sample is needed to know it. Collective."""
-        activation = self.pipeline.start_up.probe.activation
+        activation = self.start_up.probe.activation
         if self.args.cuts_tokens:
             return "pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'."
-        if self.pipeline.layout.is_asynchronous:
+        if self.is_asynchronous:
             return "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'."
         if not isinstance(loader, PipelineLoader):
             return (
@@ -176,14 +176,19 @@ class CacheInputs:
             )
         if (reason := why_not_on_nodes(loader, self.topology)) is not None:
             return reason
-        reason = self.first_told(_error_of(self.base) if self.topology.is_first_here else None)
+        try:
+            if self.topology.is_first_here:
+                check_base(self.base)
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        reason = self.first_told(reason)
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
         return reason
 
     def _examined(self, loader: PipelineLoader) -> InputReport:
         """Return the ranks' common report on samples that are read. Collective: call on every rank."""
-        probe = self.pipeline.start_up.probe
+        probe = self.start_up.probe
         dataset = loader.dataset if loader.slots is None else loader.samples
         report = examine_inputs(dataset, loader.collate, probe.activation.main_input, probe.placeholders)
         try:
@@ -213,15 +218,7 @@ class CacheInputs:
             asked: torch.dtype = getattr(torch, name)
             return asked
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        return autocast or self.pipeline.start_up.probe.boundary_dtypes[-1]
-
-
-def _error_of(base: Path) -> str | None:
-    try:
-        check_base(base)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
+        return autocast or self.start_up.probe.boundary_dtypes[-1]
 
 
 def cache_base(args: PipeTransformerArguments) -> Path:
@@ -317,8 +314,9 @@ class CacheStores:
                 "samples. A record is used once its sample has been read again and found to be the same: the first "
                 "epoch saves computing, but still reads the data set."
             )
-        # `activation_cache_max_gb` bounds all stores together.
-        store.bytes_beside = partial(self._bytes_beside, store, taken)
+        # `activation_cache_max_gb` bounds all stores together: this one loses what others take from now on.
+        own = store
+        store.bytes_beside = lambda: self._bytes_taken() - own.bytes_taken - taken
         opened = ActivationCache(store, source, self.args.device)
         self._opened.append(opened)
         return opened
@@ -332,10 +330,6 @@ class CacheStores:
 
     def _bytes_taken(self) -> int:
         return sum(cache.store.bytes_taken for cache in self._opened)
-
-    def _bytes_beside(self, store: ActivationStore, taken: int) -> int:
-        """Return the bytes that other stores have taken in addition to `taken`, the total when `store` was opened."""
-        return self._bytes_taken() - store.bytes_taken - taken
 
     def close(self) -> None:
         """Close all stores and delete their folders, except those that the user asked to keep."""
@@ -363,7 +357,7 @@ class CacheStores:
         return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
-        """Return a name for samples and row format that a later run recognizes; None without a fingerprint."""
+        """Return a name for samples and record format that a later run recognizes; None without a fingerprint."""
         num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
         if fingerprint is None:
             if self.args.activation_cache_keep:
@@ -375,11 +369,11 @@ class CacheStores:
         # A data set's fingerprint does not cover the collator, so a few collated samples are hashed as well.
         spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
         _, digests = source.digests(source.read(spread))
-        # Another row format gets another folder. The name is hashed since a fingerprint may be any text.
+        # Another record format gets another folder. The name is hashed since a fingerprint may be any text.
         record_format = json.dumps(self.inputs.record_format(source).to_json(), sort_keys=True)
         # AugmentationSlots depend on the seed.
         drawn = "" if loader.slots is None else f"\0{source.num_slots}\0{loader.slots.seed}"
-        # Input digests stop at the last real token; stored rows may include padding.
+        # Input digests stop at the last real token; stored records may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
         name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{drawn}{padded}".encode())

@@ -108,6 +108,8 @@ class Space:
             except OSError as error:
                 if error.errno not in FULL_DISK:
                     raise
+                # Some file systems keep the part that still fitted.
+                self._file.resize(self._reserved)
                 return self.note_full_disk()
         self._reserved = grown
         return True
@@ -186,7 +188,7 @@ class ActivationStore:
             record_format=record_format,
             run_id=uuid.uuid4().hex,
         )
-        StoreFile(held, INDEX_FILE, create=True).make_sparse(size)
+        StoreFile(held, INDEX_FILE, create=True).resize(size)
         header.write(held)
         return cls(held, header, 0)
 

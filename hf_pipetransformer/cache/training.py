@@ -32,12 +32,17 @@ class TrainingCache:
     """
 
     def __init__(
-        self, inputs: CacheInputs, loader: PipelineLoader, source: SampleSource, steps_per_epoch: int
+        self,
+        pipeline: Pipeline,
+        inputs: CacheInputs,
+        loader: PipelineLoader,
+        source: SampleSource,
+        steps_per_epoch: int,
     ) -> None:
         self.inputs = inputs
         self.trainer = inputs.context.trainer
         self.topology = inputs.topology
-        self.pipeline = inputs.pipeline
+        self.pipeline = pipeline
         self.loader = loader
         self.source = source
         self.stores = CacheStores(inputs)
@@ -256,9 +261,9 @@ def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epo
     """
     if context.args.activation_cache == "off":
         return None
-    inputs = CacheInputs(context, pipeline)
+    inputs = CacheInputs(context, pipeline.start_up, pipeline.layout.is_asynchronous)
     source = inputs.source_of(loader)
     if source is None:
         return None
     keep_on_nodes(context, loader)
-    return TrainingCache(inputs, loader, source, steps_per_epoch)
+    return TrainingCache(pipeline, inputs, loader, source, steps_per_epoch)

@@ -372,7 +372,7 @@ def test_frozen_by_the_user_and_cut_anew(outcome: Outcome):
 def test_one_epoch_left(outcome: Outcome):
     (decision,) = outcome.cache_events("with", "decision")
     assert decision["level"] == 0
-    assert "no row would be read again" in decision["reason"]
+    assert "no record would be read again" in decision["reason"]
     assert set(outcome.of("with", "cached_levels")) == {0}
     assert outcome.cache_events("with", "epoch") == []
     assert outcome.all_of("with", "left") == []
