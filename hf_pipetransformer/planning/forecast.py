@@ -36,8 +36,8 @@ def seconds_left(
 ) -> float:
     """Return the predicted seconds of all steps of `passes`, without the transition to the layout.
 
-    A step in which a share of the samples has cache rows takes that share of the time of a step that reads all of
-    them, plus the rest of one that computes all. Reading rows in place of samples saves at most the step's overhead
+    A step in which a share of the samples has records takes that share of the time of a step that reads all of
+    them, plus the rest of one that computes all. Reading records in place of samples saves at most the step's overhead
     outside the computation.
     """
     samples = samples_per_device * layout.pipeline_size
@@ -49,8 +49,8 @@ def seconds_left(
     for each in passes:
         reads = each.share * step_seconds(each.level) if each.share else 0.0
         computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
-        rows = max(accumulation * samples * each.record_seconds, -overheads.per_step)
-        total += each.steps * (reads + computes + rows)
+        records = max(accumulation * samples * each.record_seconds, -overheads.per_step)
+        total += each.steps * (reads + computes + records)
     return total
 
 
@@ -73,8 +73,8 @@ class Storing:
     Args:
         costs: measured times, `prefix` for all layers.
         mode: `auto`, `on` or `off`.
-        fits_share: share of the samples whose rows fit.
-        num_slots: rows of a random sample, see `augmentation`; 0 where samples are not random and have one row.
+        fits_share: share of the samples whose records fit.
+        num_slots: records of a random sample, see `augmentation`; 0 where samples are not random and have one.
     """
 
     costs: CacheCosts
