@@ -44,7 +44,7 @@ from benchmark_pipeline import machine, summary
 from transformers import PrinterCallback
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
@@ -146,8 +146,8 @@ def benchmark_read(options: argparse.Namespace) -> dict[str, Any]:
 
 def _write_rows(folder: Path, num_rows: int) -> float:
     """The same random rows in a store and in one flat file; MB/s of writing the store."""
-    row_format = RowFormat(HIDDEN_SIZE, torch.float32, {}, {"labels": (torch.int64, ())})
-    store = ActivationStore.create(folder / "store", num_rows, row_format, 2**45, num_writers=2)
+    record_format = RecordFormat(HIDDEN_SIZE, torch.float32, {}, {"labels": (torch.int64, ())})
+    store = ActivationStore.create(folder / "store", num_rows, record_format, 2**45)
     weights_id, seconds = store.weights_id("benchmark"), 0.0
     with open(folder / "rows.bin", "wb") as file:
         for first in range(0, num_rows, NUM_ROWS_READ):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.storing import CacheCosts, decide_cache
+from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -30,7 +30,7 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
         (2, 2, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 9.75, "write": 5.75}),
         # What is stored fits, whatever the bound says.
         (2, 1, 0.5, 3.0, 0.0, {"compute": 18.0, "keep": 12.75, "write": 0.5 * 6.5 + 9.0}),
-        # Rows above the frozen layers hold trained layers: of no use.
+        # Records above the frozen layers hold trained layers: of no use.
         (2, 3, 1.0, 3.0, 1.0, {"compute": 18.0, "write": 10.0}),
         # The last epoch: nothing is read again.
         (2, 1, 1.0, 1.0, 1.0, {"compute": 6.0, "keep": 2.5}),
@@ -40,7 +40,7 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
     ],
 )
 def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
-    decision = decide_cache(COSTS, frozen, level, share, epochs, "auto", fits)
+    decision = decide_cache(COSTS, frozen, Stored(level, share, fits), epochs, "auto")
     assert decision.costs == pytest.approx(expected)
     cheapest = min(expected, key=expected.get)
     assert (decision.use, decision.write) == (cheapest != "compute", cheapest == "write")
@@ -50,20 +50,20 @@ def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
 def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     # 1.5 more epochs save 1.5 x 0.5 of one layer of 0.5; writing costs 3.
     costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
-    decision = decide_cache(costs, 2, 1, 1.0, 2.5, "auto")
+    decision = decide_cache(costs, 2, Stored(1, 1.0), 2.5, "auto")
     assert (decision.use, decision.write, decision.level) == (True, False, 1)
     assert decision.costs["write"] - decision.costs["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
 
 
 def test_equal_choices_go_to_computing():
     costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
-    decision = decide_cache(costs, 1, 1, 1.0, 2.0, "auto")
+    decision = decide_cache(costs, 1, Stored(1, 1.0), 2.0, "auto")
     assert decision.costs == {"compute": 2.0, "keep": 2.0, "write": 2.0}
     assert not decision.use
 
 
 def test_off_never_caches():
-    decision = decide_cache(COSTS, 2, 1, 1.0, 10.0, "off")
+    decision = decide_cache(COSTS, 2, Stored(1, 1.0), 10.0, "off")
     assert (decision.use, decision.write, decision.level) == (False, False, 1)
     assert "off" in decision.reason
 
@@ -71,13 +71,13 @@ def test_off_never_caches():
 def test_on_caches_wherever_rows_are_read_again():
     slow = CacheCosts(prefix=COSTS.prefix, input=1.0, read=100.0, write=100.0)
     for level, share in ((0, 0.0), (1, 1.0)):
-        assert not decide_cache(slow, 2, level, share, 3.0, "auto").use
-        forced = decide_cache(slow, 2, level, share, 3.0, "on")
+        assert not decide_cache(slow, 2, Stored(level, share), 3.0, "auto").use
+        forced = decide_cache(slow, 2, Stored(level, share), 3.0, "on")
         assert (forced.use, forced.write, forced.level) == (True, True, 2)
-    last = decide_cache(slow, 2, 1, 1.0, 1.0, "on")
+    last = decide_cache(slow, 2, Stored(1, 1.0), 1.0, "on")
     assert (last.use, last.write, last.level) == (True, False, 1)
-    assert not decide_cache(slow, 2, 0, 0.0, 1.0, "on").use
-    assert not decide_cache(slow, 0, 0, 0.0, 3.0, "on").use
+    assert not decide_cache(slow, 2, Stored(0, 0.0), 1.0, "on").use
+    assert not decide_cache(slow, 0, Stored(0, 0.0), 3.0, "on").use
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,16 @@ def test_on_caches_wherever_rows_are_read_again():
     [
         ({"mode": "maybe"}, "maybe"),
         ({"num_frozen": 5}, "0 to 4"),
-        ({"stored_share": 1.5}, "stored_share is 1.5"),
+        ({"share": 1.5}, "stored_share is 1.5"),
         ({"fits_share": -0.1}, "fits_share is -0.1"),
     ],
 )
 def test_impossible_values_are_refused(changes, text):
-    values = {"num_frozen": 2, "stored_level": 0, "stored_share": 0.0, "epochs_left": 2.0, "mode": "auto"}
+    values = {"num_frozen": 2, "epochs_left": 2.0, "mode": "auto"}
+    stored = {name: changes[name] for name in ("share", "fits_share") if name in changes}
+    asked = {**values, **{name: value for name, value in changes.items() if name not in stored}}
     with pytest.raises(ValueError, match=text):
-        decide_cache(COSTS, **{**values, **changes})
+        decide_cache(COSTS, stored=Stored(**stored), **asked)
 
 
 # ---- laws ----
@@ -119,8 +121,8 @@ def stores(draw):
 
 @given(measured(), stores(), st.floats(1, 20), st.floats(0, 20), shares)
 def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
-    assume(decide_cache(costs, *store, epochs, "auto", fits).write)
-    later = decide_cache(costs, *store, epochs + more, "auto", fits)
+    assume(decide_cache(costs, store[0], Stored(*store[1:], fits), epochs, "auto").write)
+    later = decide_cache(costs, store[0], Stored(*store[1:], fits), epochs + more, "auto")
     # With a margin, for where two choices are equal but for rounding.
     assert later.costs["write"] <= min(later.costs.values()) + 1e-6
 
@@ -129,12 +131,12 @@ def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
 def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, epochs, fits):
     frozen = store[0]
     throttled = CacheCosts(costs.prefix, costs.input, costs.input + costs.prefix[frozen] + 0.1, costs.write)
-    assert not decide_cache(throttled, *store, epochs, "auto", fits).use
+    assert not decide_cache(throttled, store[0], Stored(*store[1:], fits), epochs, "auto").use
 
 
 @given(measured(), stores(), st.floats(0, 20), shares)
 def test_the_cheapest_is_taken(costs, store, epochs, fits):
-    decision = decide_cache(costs, *store, epochs, "auto", fits)
+    decision = decide_cache(costs, store[0], Stored(*store[1:], fits), epochs, "auto")
     taken = "write" if decision.write else "keep" if decision.use else "compute"
     assert decision.costs[taken] == min(decision.costs.values())
     assert epochs > 1 or not decision.write
@@ -163,7 +165,7 @@ def simulate(costs, choice, frozen, level, share, epochs, fits):
 
 @given(measured(), stores(), st.integers(1, 6), shares)
 def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
-    decision = decide_cache(costs, *store, float(epochs), "auto", fits)
+    decision = decide_cache(costs, store[0], Stored(*store[1:], fits), float(epochs), "auto")
     assert "compute" in decision.costs
     for choice, cost in decision.costs.items():
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)

@@ -25,7 +25,7 @@ from hf_pipetransformer.cache.inputs import (
     PaddingRule,
     examine_inputs,
     real_lengths,
-    row_digests,
+    sample_digests,
 )
 
 from .models import collate, make_dataset
@@ -455,7 +455,7 @@ TOKEN_FIELDS = ("input_ids", "attention_mask", "labels")
 
 
 def digests(batch, token_fields=TOKEN_FIELDS):
-    return row_digests(batch, real_lengths(batch), token_fields).tolist()
+    return sample_digests(batch, real_lengths(batch), token_fields).tolist()
 
 
 def test_digests_depend_neither_on_padding_nor_on_partners():
@@ -468,7 +468,7 @@ def test_digests_depend_neither_on_padding_nor_on_partners():
         for name, value in collate(rows).items()
     }
     assert digests(padded) == together
-    assert row_digests(padded, real_lengths(padded), TOKEN_FIELDS).dtype == np.uint64
+    assert sample_digests(padded, real_lengths(padded), TOKEN_FIELDS).dtype == np.uint64
 
 
 BATCH = {

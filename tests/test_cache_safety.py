@@ -20,13 +20,13 @@ import torch
 
 from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
 from hf_pipetransformer.cache.inputs import InputReport, PaddingRule
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.planner import measure_storage
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.cli import main
 from hf_pipetransformer.data.batches import detach_tags
 from hf_pipetransformer.engine.program import MicroBatch
@@ -41,10 +41,10 @@ REPORT = InputReport(
     {"input_ids": torch.int64, "attention_mask": torch.int64},
     {"labels": (torch.int64, ())},
 )
-ROW_FORMAT = RowFormat(
+RECORD_FORMAT = RecordFormat(
     HIDDEN, torch.float32, REPORT.token_fields, REPORT.sample_fields | {LENGTH_FIELD: (torch.int32, ())}
 )
-PLAIN = RowFormat(HIDDEN, torch.float32, {}, {})
+PLAIN = RecordFormat(HIDDEN, torch.float32, {}, {})
 STRANGER = 65534
 CHANGES = [
     *("flip", "top bits", "swap", "reverse", "copy", "zero", "noise"),
@@ -73,7 +73,7 @@ SOURCE = SampleSource(
     read=read,
     main_input="input_ids",
     report=REPORT,
-    row_length=max(LENGTHS),
+    record_length=max(LENGTHS),
     hidden_size=HIDDEN,
     main_shape=(),
     main_dtype=torch.int64,
@@ -87,7 +87,7 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
 
     Whatever it is served is compared: inputs, and activations to the bit.
     """
-    folder, store = take_store(base, "key", NUM_SAMPLES, ROW_FORMAT, 10**7, 1)
+    folder, store = take_store(base, "key", NUM_SAMPLES, RECORD_FORMAT, 10**7)
     folder.keep()
     cache = ActivationCache(store, SOURCE)
     cache.use_weights(["", f"{weights} 1", f"{weights} 2"])
@@ -111,7 +111,7 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
         if tags.hidden is not None:
             assert torch.equal(tags.hidden[found], activation[found])
         hits += int(found.sum())
-        cache.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
+        cache.writer.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
     cache.close()
     folder.release()
     return hits
@@ -188,7 +188,7 @@ def mutate(place: Path, times: int) -> None:
     foreign = place / "foreign" / "_activation_cache" / "key"
     run(place / "foreign", "other")
     files = sorted(path.name for path in stored.iterdir() if path.name not in ("lock", "keep"))
-    assert files == ["index.arrow", "shard-0-0.arrow", "store.json"]
+    assert files == ["index.bin", "records-0.bin", "store.json"]
     hits = []
     for number in range(times):
         chance = random.Random(number)
@@ -224,7 +224,7 @@ def test_five_hundred_changed_files_give_no_wrong_rows_and_end_no_run(tmp_path: 
 def test_rows_of_other_weights_are_no_hits_whatever_is_lost_beside_them(tmp_path: Path) -> None:
     assert run(tmp_path, "first") == NUM_SAMPLES
     for path in (tmp_path / "_activation_cache" / "key").iterdir():
-        if path.suffix not in (".json", ".arrow") and path.name not in ("lock", "keep"):
+        if path.suffix not in (".json", ".bin") and path.name not in ("lock", "keep"):
             path.unlink()
     assert run(tmp_path, "second") == NUM_SAMPLES
     assert run(tmp_path, "second") == 2 * NUM_SAMPLES
@@ -232,10 +232,10 @@ def test_rows_of_other_weights_are_no_hits_whatever_is_lost_beside_them(tmp_path
 
 @pytest.mark.parametrize("change", ["swapped words", "reversed", "two top bits"])
 def test_a_hash_knows_places(tmp_path: Path, change: str) -> None:
-    store = ActivationStore.create(tmp_path, 1, PLAIN, 10**7, 1)
+    store = ActivationStore.create(tmp_path, 1, PLAIN, 10**7)
     values = torch.arange(1, 1 + 6 * HIDDEN).reshape(1, 6, HIDDEN).float()
     store.write(np.array([0]), 1, values, np.array([6]), {}, np.zeros(1, np.uint64))
-    shard = tmp_path / "shard-0-0.arrow"
+    shard = tmp_path / "records-0.bin"
     content = bytearray(shard.read_bytes())
     row = values.numpy().tobytes()
     start = content.find(row)
@@ -258,7 +258,7 @@ def test_a_hash_knows_places(tmp_path: Path, change: str) -> None:
 
 def keep_rows(base: Path, key: str, value: float) -> Path:
     """A kept store whose rows are all `value`; what it was kept for is `key`."""
-    folder, store = take_store(base, key, 4, PLAIN, 10**7, 1)
+    folder, store = take_store(base, key, 4, PLAIN, 10**7)
     folder.keep()
     rows = torch.full((4, 2, HIDDEN), value), np.full(4, 2), {}, np.zeros(4, np.uint64)
     assert store.write(np.arange(4), store.weights_id("weights"), *rows) == 4
@@ -280,14 +280,14 @@ def test_a_store_under_the_name_of_another_is_not_served(
     assert "damaged: " in lines[0] and "store of 'second': expected 'first'" in lines[0]
     assert lines[1].endswith("sound")
     with caplog.at_level(logging.WARNING):
-        folder, store = take_store(tmp_path, "first", 4, PLAIN, 10**7, 1)
+        folder, store = take_store(tmp_path, "first", 4, PLAIN, 10**7)
     assert not store.weights_ids(np.arange(4)).any()
-    assert "is made anew" in caplog.text and "store of 'second': expected 'first'" in caplog.text
+    assert "is made again" in caplog.text and "store of 'second': expected 'first'" in caplog.text
     folder.remove()
     # The other processes of a node open the store by the same name.
     with pytest.raises(StoreDamagedError, match="expected 'first'"):
         ActivationStore.open(second, 0, "first")
-    folder, store = take_store(tmp_path, "second", 4, PLAIN, 10**7, 1)
+    folder, store = take_store(tmp_path, "second", 4, PLAIN, 10**7)
     assert (store.weights_ids(np.arange(4)) == store.weights_id("weights")).all()
 
 
@@ -425,7 +425,7 @@ def test_a_neighbour_can_neither_read_nor_write_a_store(shared: Path) -> None:
     for path in (base, *base.rglob("*")):
         assert not path.stat().st_mode & 0o077, path
     before = contents(base)
-    for name in ("store.json", "index.arrow", "shard-0-0.arrow"):
+    for name in ("store.json", "index.bin", "records-0.bin"):
         assert not as_stranger(lambda: (store / name).read_bytes())  # noqa: B023
     assert not as_stranger(lambda: (store / "planted").symlink_to("/"))
     assert not as_stranger(lambda: (base / "_activation_cache" / "planted").mkdir())
@@ -441,7 +441,7 @@ def test_modes_do_not_hang_on_the_umask(tmp_path: Path, mask: int) -> None:
     finally:
         os.umask(before)
     made = list((tmp_path / "base").rglob("*"))
-    assert {path.name for path in made} >= {"lock", "keep", "store.json", "index.arrow", "shard-0-0.arrow"}
+    assert {path.name for path in made} >= {"lock", "keep", "store.json", "index.bin", "records-0.bin"}
     assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
 
@@ -464,7 +464,7 @@ def test_nothing_that_is_not_a_stores_is_deleted(tmp_path: Path, home: Path, cap
     (root / "notes" / "store.json").write_text("mine")
     (root / "notes" / "lock").write_text("mine")
     (root / "key" / "keep").unlink()
-    (root / "key" / "shard-7-0.arrow").symlink_to(home / "thesis.txt")
+    (root / "key" / "records-7.bin").symlink_to(home / "thesis.txt")
     (root / "key" / "dropped").symlink_to(home)
     (root / "key" / "mine.txt").write_text("mine")
     before = contents(home), contents(root / "notes")
@@ -473,7 +473,7 @@ def test_nothing_that_is_not_a_stores_is_deleted(tmp_path: Path, home: Path, cap
     assert "not of an activation store" in caplog.text
     assert (contents(home), contents(root / "notes")) == before
     left = {path.name for path in (root / "key").iterdir()}
-    assert left == {"lock", "shard-7-0.arrow", "dropped", "mine.txt"}
+    assert left == {"lock", "records-7.bin", "dropped", "mine.txt"}
     assert (root / "link").is_symlink() and (root / "key" / "dropped").is_symlink()
     # Its name is not taken for a store either.
     taken = StoreFolder.take(tmp_path, "notes")
@@ -488,8 +488,8 @@ def test_nothing_that_is_not_a_stores_is_deleted(tmp_path: Path, home: Path, cap
 def left_behind(base: Path, key: str) -> Path:
     """A store as a killed run leaves it."""
     folder = StoreFolder.take(base, key)
-    ActivationStore.create(folder.folder, 4, PLAIN, 10**7, 1)
-    folder.folder.write("shard-0-3.arrow.tmp", b"half")
+    ActivationStore.create(folder.folder, 4, PLAIN, 10**7)
+    folder.folder.write("store.json.tmp", b"half")
     folder.release()
     return folder.path
 
@@ -512,7 +512,7 @@ def test_the_measuring_of_a_killed_run_is_deleted_by_the_next(tmp_path: Path, mo
 def test_a_folder_that_a_cleaner_removed_is_no_error_at_the_end(tmp_path: Path, what: str) -> None:
     base = tmp_path / "base"
     folder = StoreFolder.take(base, "key")
-    store = ActivationStore.create(folder.folder, NUM_SAMPLES, ROW_FORMAT, 10**7, 1)
+    store = ActivationStore.create(folder.folder, NUM_SAMPLES, RECORD_FORMAT, 10**7)
     cache = ActivationCache(store, SOURCE)
     shutil.rmtree({"store": folder.path, "all stores": folder.path.parent, "base": base}[what])
     cache.use_weights(["", "key"])
@@ -544,7 +544,7 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
     assert call("list") == [f"No activation store under {tmp_path}."]
     run(tmp_path, "weights")
     held = StoreFolder.take(tmp_path, "held")
-    ActivationStore.create(held.folder, 4, PLAIN, 10**7, 1)
+    ActivationStore.create(held.folder, 4, PLAIN, 10**7)
     left = left_behind(tmp_path, "left")
     lines = [line.split("  ") for line in call("list")]
     assert [(line[0], line[1], line[3]) for line in lines] == [
@@ -555,7 +555,7 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
     assert [line.split("  ")[-1] for line in call("verify")] == ["sound"] * 3
     assert [line.split("  ")[0] for line in call("prune")] == ["left"]
     assert not left.exists() and held.path.exists()
-    shard = tmp_path / "_activation_cache" / "key" / "shard-0-0.arrow"
+    shard = tmp_path / "_activation_cache" / "key" / "records-0.bin"
     content = bytearray(shard.read_bytes())
     start = content.find(activation_of(read([0])).float().numpy().tobytes())
     content[start] ^= 1
@@ -563,7 +563,7 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         call("verify")
     assert ended.value.code == 1
-    assert f"damaged: 1 of {NUM_SAMPLES} samples. The row of sample 0 is not what was" in capsys.readouterr().out
+    assert f"damaged: 1 of {NUM_SAMPLES} samples. The record of sample 0 is not what was" in capsys.readouterr().out
     assert call("prune") == [f"No activation store under {tmp_path} to delete."]
     assert [line.split("  ")[0] for line in call("prune", "--kept")] == ["key"]
     held.remove()
@@ -571,10 +571,10 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_file_that_was_made_longer_is_damaged_whatever_it_would_hold(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path / "store", 20, PLAIN, 2**30, 1)
+    store = ActivationStore.create(tmp_path / "store", 20, PLAIN, 2**30)
     store.close()
-    os.truncate(tmp_path / "store" / "index.arrow", 2**42)
-    with pytest.raises(StoreDamagedError, match="index.arrow"):
+    os.truncate(tmp_path / "store" / "index.bin", 2**42)
+    with pytest.raises(StoreDamagedError, match="index.bin"):
         ActivationStore.open(tmp_path / "store", 0)
 
 
@@ -583,8 +583,8 @@ def test_a_store_that_was_kept_grows_to_the_bound_of_the_run_that_opens_it(tmp_p
     rows = torch.ones(64, 1024, HIDDEN), np.full(64, 1024), {}, np.zeros(64, dtype=np.uint64)
 
     def stored(max_bytes: int, some: np.ndarray) -> tuple[int, int]:
-        """Rows, and bytes on the disk."""
-        folder, store = take_store(tmp_path, "key", 64, PLAIN, max_bytes, 1)
+        """Records, and bytes on the disk."""
+        folder, store = take_store(tmp_path, "key", 64, PLAIN, max_bytes)
         folder.keep()
         taken = [part[some] if isinstance(part, torch.Tensor | np.ndarray) else part for part in rows]
         store.write(some, store.weights_id("weights"), *taken)

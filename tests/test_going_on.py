@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
 from hf_pipetransformer.cache.planner import measure_storage
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.runtime.ownership import ParameterStore
@@ -239,7 +239,7 @@ def test_a_model_that_a_failure_left_in_parts_is_no_other_model(tmp_path: Path) 
 
 def test_measuring_the_storage_draws_no_random_numbers(tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    measure_storage(tmp_path, RowFormat(4, torch.float32, {}, {}), 3)
+    measure_storage(tmp_path, RecordFormat(4, torch.float32, {}, {}), 3)
     assert torch.equal(torch.get_rng_state(), state)
 
 

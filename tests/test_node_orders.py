@@ -11,7 +11,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_pipetransformer.cache.opening import num_rows_here, samples_here, why_not_on_nodes
+from hf_pipetransformer.cache.opening import num_samples_here, samples_here, why_not_on_nodes
 from hf_pipetransformer.comm.topology import nodes_of
 from hf_pipetransformer.data.node_shares import NodeOrder
 
@@ -61,5 +61,5 @@ def test_each_sample_is_stored_on_one_machine(hosts: str) -> None:
     loader: Any = SimpleNamespace(dataset=range(50), nodes=None if hosts == "aa" else NodeOrder(3, devices, 12))
     parts = [samples_here(topology_of(hosts, hosts.index(host)), loader).tolist() for host in sorted(set(hosts))]
     assert sorted(sum(parts, [])) == list(range(50))
-    rows = [num_rows_here(topology_of(hosts, hosts.index(host)), range(50)) for host in sorted(set(hosts))]
+    rows = [num_samples_here(topology_of(hosts, hosts.index(host)), range(50)) for host in sorted(set(hosts))]
     assert all(abs(count - len(part)) <= 2 for count, part in zip(rows, parts, strict=True))

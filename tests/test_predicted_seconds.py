@@ -15,7 +15,7 @@ from hf_pipetransformer.freeze.policy import MEASUREMENTS, DecisionClock, Freeze
 from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.forecast import seconds_left
 from hf_pipetransformer.planning.planner import PlanInputs
-from hf_pipetransformer.planning.storing import CacheCosts, Pass, passes_ahead
+from hf_pipetransformer.planning.storing import CacheCosts, Pass, Stored, passes_ahead
 from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
 from tests.test_planning import costs_of, layout_of, rules_for
@@ -36,9 +36,9 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0)
         # Nothing is stored, before and after.
         (0, 0, 0.0, 1.0, 30, [Pass(30)]),
         # The first pass of ten steps writes, the others read and need no sample.
-        (2, 0, 0.0, 1.0, 30, [Pass(10, row_seconds=3.0), Pass(20, 2, 1.0, -0.5)]),
+        (2, 0, 0.0, 1.0, 30, [Pass(10, record_seconds=3.0), Pass(20, 2, 1.0, -0.5)]),
         # Half fits.
-        (2, 0, 0.0, 0.5, 30, [Pass(10, row_seconds=1.5), Pass(20, 2, 0.5, -0.25)]),
+        (2, 0, 0.0, 0.5, 30, [Pass(10, record_seconds=1.5), Pass(20, 2, 0.5, -0.25)]),
         # Everything is stored a layer below: read and written again.
         (2, 1, 1.0, 1.0, 30, [Pass(10, 1, 1.0, 3.0), Pass(20, 2, 1.0, 0.0)]),
         # Everything is stored here already.
@@ -46,14 +46,14 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0)
         # Half is: the other half is computed and written.
         (2, 2, 0.5, 1.0, 30, [Pass(10, 2, 0.5, 1.5), Pass(20, 2, 1.0, -0.25)]),
         # Less than a pass is left, or rows are given up.
-        (2, 0, 0.0, 1.0, 4, [Pass(4, row_seconds=3.0)]),
-        (0, 2, 1.0, 1.0, 30, [Pass(30, row_seconds=0.5)]),
+        (2, 0, 0.0, 1.0, 4, [Pass(4, record_seconds=3.0)]),
+        (0, 2, 1.0, 1.0, 30, [Pass(30, record_seconds=0.5)]),
     ],
 )
 def test_the_passes_of_a_run_by_hand(
     level: int, stored: int, share: float, fits: float, steps: int, expected: list[Pass]
 ) -> None:
-    assert list(passes_ahead(COSTS, level, stored, share, fits, steps, 10)) == expected
+    assert list(passes_ahead(COSTS, level, Stored(stored, share, fits), steps, 10)) == expected
 
 
 def test_the_rest_of_a_run_by_hand() -> None:
@@ -62,11 +62,11 @@ def test_the_rest_of_a_run_by_hand() -> None:
     seconds = {"costs": costs_of(2), "overheads": Overheads(per_step=5.0), "samples_per_device": 8}
     computed, read = 8 * 11.4 + 5, 8 * 8.3 + 5
     assert seconds_left(layout, [Pass(30)], **seconds) == pytest.approx(30 * computed)
-    passes = [Pass(10, row_seconds=0.25), Pass(20, 1, 0.75, -0.125)]
+    passes = [Pass(10, record_seconds=0.25), Pass(20, 1, 0.75, -0.125)]
     expected = 10 * (computed + 2) + 20 * (0.75 * read + 0.25 * computed - 1)
     assert seconds_left(layout, passes, **seconds) == pytest.approx(expected)
     # Reading can save no more than a step takes beside its computation.
-    assert seconds_left(layout, [Pass(1, row_seconds=-7.0)], **seconds) == pytest.approx(8 * 11.4)
+    assert seconds_left(layout, [Pass(1, record_seconds=-7.0)], **seconds) == pytest.approx(8 * 11.4)
 
 
 # ---- who asks, and what is told

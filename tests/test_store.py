@@ -18,22 +18,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer.cache import folder as folder_module
-from hf_pipetransformer.cache.folder import StoreFolder, safe_max_bytes, take_store
-from hf_pipetransformer.cache.rows import RowFormat, Rows
-from hf_pipetransformer.cache.shards import Shards
+from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.folder import StoreFolder, as_dataset, safe_max_bytes, take_store
+from hf_pipetransformer.cache.records import RecordFormat, Records
 from hf_pipetransformer.cache.store import ActivationStore, fitting_share
-from hf_pipetransformer.cache.table import StoreDamagedError
 
 
 HIDDEN = 8
 BOUND = 10**9
-PLAIN = RowFormat(HIDDEN, torch.float32, {}, {})
-RICH = RowFormat(
+PLAIN = RecordFormat(HIDDEN, torch.float32, {}, {})
+RICH = RecordFormat(
     HIDDEN,
     torch.float32,
     {"mask": torch.int64, "is_start": torch.bool, "weight": torch.bfloat16},
@@ -46,7 +44,9 @@ RICH = RowFormat(
 )
 
 
-def values_of(row_format: RowFormat, n: int, seq: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def values_of(
+    record_format: RecordFormat, n: int, seq: int, seed: int = 0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Random activations, and side fields of all dtypes."""
     random_stream = torch.Generator().manual_seed(seed)
 
@@ -56,20 +56,24 @@ def values_of(row_format: RowFormat, n: int, seq: int, seed: int = 0) -> tuple[t
         top = 2 if dtype == torch.bool else 100
         return torch.randint(0, top, shape, generator=random_stream).to(dtype)
 
-    fields = {name: draw(dtype, (n, seq)) for name, dtype in row_format.token_fields.items()}
-    fields |= {name: draw(dtype, (n, *shape)) for name, (dtype, shape) in row_format.sample_fields.items()}
-    return draw(row_format.dtype, (n, seq, row_format.hidden_size)), fields
+    fields = {name: draw(dtype, (n, seq)) for name, dtype in record_format.token_fields.items()}
+    fields |= {name: draw(dtype, (n, *shape)) for name, (dtype, shape) in record_format.sample_fields.items()}
+    return draw(record_format.dtype, (n, seq, record_format.hidden_size)), fields
 
 
 def put(store: ActivationStore, samples: list[int], lengths: list[int], weights_id: int = 1, seed: int = 0) -> Any:
-    activation, fields = values_of(store.row_format, len(samples), max(lengths), seed)
+    activation, fields = values_of(store.record_format, len(samples), max(lengths), seed)
     digests = np.arange(len(samples), dtype=np.uint64) + np.uint64(2**63)
     stored = store.write(np.array(samples), weights_id, activation, np.array(lengths), fields, digests)
     return stored, activation, fields
 
 
 def check_rows(
-    rows: Rows, activation: torch.Tensor, fields: dict[str, torch.Tensor], lengths: list[int], row_format: RowFormat
+    rows: Records,
+    activation: torch.Tensor,
+    fields: dict[str, torch.Tensor],
+    lengths: list[int],
+    record_format: RecordFormat,
 ) -> None:
     """The rows are the values up to their length, and zero beyond."""
     length = rows.activation.shape[1]
@@ -78,18 +82,18 @@ def check_rows(
         assert rows.lengths[row] == stored
         assert torch.equal(rows.activation[row, :copied], activation[row, :copied])
         assert not rows.activation[row, copied:].any()
-        for name in row_format.token_fields:
+        for name in record_format.token_fields:
             assert torch.equal(rows.fields[name][row, :copied], fields[name][row, :copied])
             assert not rows.fields[name][row, copied:].any()
     for name, values in fields.items():
         assert rows.fields[name].dtype == values.dtype
-        if name in row_format.sample_fields:
+        if name in record_format.sample_fields:
             assert torch.equal(rows.fields[name], values)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> ActivationStore:
-    return ActivationStore.create(tmp_path / "store", 20, RICH, BOUND, num_writers=2)
+    return ActivationStore.create(tmp_path / "store", 20, RICH, BOUND)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -111,14 +115,14 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 def test_round_trip_is_exact(
     tmp_path: Path, dtype: torch.dtype, lengths: list[int], length: int, hidden_size: int
 ) -> None:
-    row_format = RowFormat(hidden_size, dtype, RICH.token_fields, RICH.sample_fields)
-    store = ActivationStore.create(tmp_path, 10, row_format, BOUND, 1)
+    record_format = RecordFormat(hidden_size, dtype, RICH.token_fields, RICH.sample_fields)
+    store = ActivationStore.create(tmp_path, 10, record_format, BOUND)
     samples = [7, 0, 9, 3]
     stored, activation, fields = put(store, samples, lengths)
     assert stored == 4
     rows = store.read(np.array(samples), length)
     assert rows.weights_ids.tolist() == [1] * 4 and rows.weights_ids.dtype == np.int64
-    check_rows(rows, activation, fields, lengths, row_format)
+    check_rows(rows, activation, fields, lengths, record_format)
     assert store.entries(np.array(samples))["length"].tolist() == lengths
     assert store.entries(np.array([0]))["input_digest"].tolist() == [2**63 + 1]
     assert store.weights_ids(np.arange(10)).tolist() == [1, 0, 0, 1, 0, 0, 0, 1, 0, 1]
@@ -135,7 +139,7 @@ def test_a_missing_row_is_zero_and_has_id_zero(store: ActivationStore) -> None:
 
 
 def test_activations_of_another_dtype_are_converted(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path, 1, RowFormat(HIDDEN, torch.bfloat16, {}, {}), BOUND, 1)
+    store = ActivationStore.create(tmp_path, 1, RecordFormat(HIDDEN, torch.bfloat16, {}, {}), BOUND)
     activation = torch.randn(1, 4, HIDDEN)
     store.write(np.array([0]), 1, activation, np.array([4]), {}, np.zeros(1, np.uint64))
     assert torch.equal(store.read(np.array([0]), 4).activation, activation.bfloat16())
@@ -177,21 +181,21 @@ def test_two_handles_see_each_others_rows(store: ActivationStore) -> None:
     rows = store.read(np.array([1, 2]), 6)
     assert rows.weights_ids.tolist() == [2, 2]
     check_rows(rows, activation, fields, [4, 6], RICH)
-    assert {path.name for path in store.folder.glob("shard*")} == {"shard-0-0.arrow", "shard-1-0.arrow"}
+    assert {path.name for path in store.folder.glob("records*")} == {"records-0.bin", "records-1.bin"}
 
 
 def test_an_opened_store_goes_on_where_it_was_left(store: ActivationStore) -> None:
     _, first, first_fields = put(store, [0, 1], [5, 3])
     store.close()
     again = ActivationStore.open(store.folder, writer=0)
-    assert again.row_format == RICH and again.num_samples == 20
+    assert again.record_format == RICH and again.num_samples == 20
     _, second, second_fields = put(again, [2], [4], seed=1)
     check_rows(again.read(np.array([0, 1]), 5), first, first_fields, [5, 3], RICH)
     check_rows(again.read(np.array([2]), 5), second, second_fields, [4], RICH)
 
 
 def test_an_integer_beyond_int32_is_refused(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path, 1, RowFormat(HIDDEN, torch.float32, {"ids": torch.int64}, {}), BOUND, 1)
+    store = ActivationStore.create(tmp_path, 1, RecordFormat(HIDDEN, torch.float32, {"ids": torch.int64}, {}), BOUND)
     fields = {"ids": torch.tensor([[1, 2**31]])}
     with pytest.raises(ValueError, match=r"'ids' has values from 1 to 2147483648.*activation_cache"):
         store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), fields, np.zeros(1, np.uint64))
@@ -203,13 +207,13 @@ def test_other_fields_than_agreed_are_refused(store: ActivationStore) -> None:
         store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), {}, np.zeros(1, np.uint64))
 
 
-def test_datasets_reads_the_tables(store: ActivationStore) -> None:
-    _, activation, fields = put(store, [5, 6], [3, 3])
-    shard = Dataset.from_file(str(store.folder / "shard-0-0.arrow"))
-    found = torch.tensor(shard[:6]["activation"]).reshape(2, 3, HIDDEN)
-    assert torch.equal(found, activation)
-    assert shard[:6]["field_mask"] == fields["mask"].flatten().tolist()
-    assert len(Dataset.from_file(str(store.folder / "index.arrow"))) == 20
+def test_datasets_reads_the_records(store: ActivationStore) -> None:
+    _, activation, fields = put(store, [6, 5], [3, 4])
+    first, second = as_dataset(store.folder)
+    assert (first["sample"], second["sample"]) == (5, 6)
+    assert torch.equal(torch.tensor(first["activation"]), activation[1])
+    assert torch.equal(torch.tensor(second["activation"]), activation[0, :3])
+    assert first["mask"] == fields["mask"][1].tolist() and second["labels"] == fields["labels"][0].item()
 
 
 def test_no_samples_are_no_rows(store: ActivationStore) -> None:
@@ -226,7 +230,7 @@ def test_no_samples_are_no_rows(store: ActivationStore) -> None:
 def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     num_samples, length, hidden = 2000, 4, 64
     bound = 1_000_000
-    store = ActivationStore.create(tmp_path, num_samples, RowFormat(hidden, torch.float32, {}, {}), bound, 1)
+    store = ActivationStore.create(tmp_path, num_samples, RecordFormat(hidden, torch.float32, {}, {}), bound)
     activation = torch.randn(num_samples, length, hidden)
     everyone, lengths = np.arange(num_samples), np.full(num_samples, length)
     with caplog.at_level(logging.WARNING):
@@ -242,7 +246,7 @@ def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def fill(store: ActivationStore, samples: np.ndarray) -> int:
-    """Rows of 4 x 64 floats, in batches as a run writes them; how many were stored."""
+    """Records of 4 x 64 floats, in batches as a run writes them; how many were stored."""
     batches = np.split(samples, range(16, len(samples), 16))
     rows = [(batch, 1, torch.zeros(len(batch), 4, 64), np.full(len(batch), 4), {}) for batch in batches]
     return sum(store.write(*row, np.zeros(len(row[0]), np.uint64)) for row in rows)
@@ -254,9 +258,9 @@ def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
     tmp_path: Path, num_writing: int, share: float
 ) -> None:
     """One rank of each pipeline writes, and which ones these are changes with the layout."""
-    row_format, num_samples = RowFormat(64, torch.float32, {}, {}), 8000
+    record_format, num_samples = RecordFormat(64, torch.float32, {}, {}), 8000
     bound = int(share * num_samples * 4 * 64 * 4)
-    ActivationStore.create(tmp_path, num_samples, row_format, bound, 4)
+    ActivationStore.create(tmp_path, num_samples, record_format, bound)
     first = ActivationStore.open(tmp_path, 3)
     stored = fill(first, np.arange(0, num_samples, 10))
     stores = [ActivationStore.open(tmp_path, writer) for writer in range(num_writing)]
@@ -265,7 +269,7 @@ def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
         for writer, own in enumerate(np.array_split(samples, num_writing)):
             stored += fill(stores[writer], own)
     assert first.bytes_stored <= bound
-    fits = fitting_share(bound, num_samples, row_format, 4)
+    fits = fitting_share(bound, num_samples, record_format, 4)
     assert (fits == 1) == (share > 1)
     assert 0.9 * fits <= stored / num_samples <= fits
 
@@ -273,8 +277,8 @@ def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
 def test_writers_that_grow_at_the_same_time_stay_within_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row_format, others = RowFormat(64, torch.float32, {}, {}), []
-    ActivationStore.create(tmp_path, 4000, row_format, 600_000, 2)
+    record_format, others = RecordFormat(64, torch.float32, {}, {}), []
+    ActivationStore.create(tmp_path, 4000, record_format, 600_000)
     stores = [ActivationStore.open(tmp_path, writer) for writer in (0, 1)]
     reserve = os.posix_fallocate
 
@@ -293,7 +297,7 @@ def test_writers_that_grow_at_the_same_time_stay_within_the_bound(
 
 def test_an_index_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="activation_cache_max_gb"):
-        ActivationStore.create(tmp_path, 100_000, PLAIN, 1000, 1)
+        ActivationStore.create(tmp_path, 100_000, PLAIN, 1000)
 
 
 def test_a_full_disk_keeps_what_is_stored(
@@ -301,9 +305,12 @@ def test_a_full_disk_keeps_what_is_stored(
 ) -> None:
     put(store, [0], [4])
 
-    def refuse(*_: Any) -> None:
+    def refuse(descriptor: int, start: int, size: int) -> None:
+        # As file systems do that keep the part that still fitted.
+        os.ftruncate(descriptor, start + size // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    size = store.bytes_taken
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     long = 20_000
     with caplog.at_level(logging.WARNING):
@@ -312,7 +319,7 @@ def test_a_full_disk_keeps_what_is_stored(
     assert stored == 2
     assert store.weights_ids(np.arange(4)).tolist() == [2, 0, 2, 0]
     assert len(caplog.records) == 1 and "is full" in caplog.text
-    assert not list(store.folder.glob("*.tmp"))
+    assert store.bytes_taken == size and not list(store.folder.glob("*.tmp"))
 
 
 def disk_used(folder: Path) -> int:
@@ -322,8 +329,8 @@ def disk_used(folder: Path) -> int:
 def test_the_disk_used_follows_the_rows_that_are_stored(tmp_path: Path) -> None:
     """Also where the index has a place for each of very many samples, and shards are made for them."""
     num_samples, length, hidden = 1_280_000, 65, 192
-    row_format = RowFormat(hidden, torch.float32, {}, {"labels": (torch.int64, ())})
-    store = ActivationStore.create(tmp_path, num_samples, row_format, 2**40, 2, row_length=length)
+    record_format = RecordFormat(hidden, torch.float32, {}, {"labels": (torch.int64, ())})
+    store = ActivationStore.create(tmp_path, num_samples, record_format, 2**40)
     row_bytes, stored = length * hidden * 4, 0
     for count in (8, 200):
         samples = np.linspace(0, num_samples - 1, count, dtype=np.int64)
@@ -340,14 +347,14 @@ def test_a_disk_that_has_no_page_for_an_entry_is_full(
     store: ActivationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(store, [0], [4])
-    write = os.pwrite
+    write = os.pwritev
 
     def refuse_the_index(descriptor: int, content: Any, place: int) -> int:
-        if descriptor == store._index.table._fd and place >= store._index.table._place("entry", 5, 0):
+        if descriptor == store._index.file._fd and place >= 5 * store._index.dtype.itemsize:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, content, place)
 
-    monkeypatch.setattr(os, "pwrite", refuse_the_index)
+    monkeypatch.setattr(os, "pwritev", refuse_the_index)
     with caplog.at_level(logging.WARNING):
         assert put(store, [0, 4, 5, 6], [4] * 4, weights_id=2)[0] == 2
     assert np.flatnonzero(store.weights_ids(np.arange(20)) == 2).tolist() == [0, 4]
@@ -357,8 +364,8 @@ def test_a_disk_that_has_no_page_for_an_entry_is_full(
 def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).poisson(11, 2000) + 2
     fields = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), torch.int64)
-    row_format = RowFormat(384, torch.float32, fields, {"labels": (torch.int64, ())})
-    store = ActivationStore.create(tmp_path, 2000, row_format, BOUND, 1)
+    record_format = RecordFormat(384, torch.float32, fields, {"labels": (torch.int64, ())})
+    store = ActivationStore.create(tmp_path, 2000, record_format, BOUND)
     for start in range(0, 2000, 50):
         put(store, list(range(start, start + 50)), lengths[start : start + 50].tolist())
         if start >= 500:
@@ -370,53 +377,54 @@ def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
 # ---- damage ----
 
 
-@pytest.mark.parametrize("column", ["activation", "field_mask", "field_is_start", "field_weight"])
+@pytest.mark.parametrize("column", range(4), ids=["activation", *RICH.token_fields])
 @pytest.mark.parametrize("length", [2, 5, 9])
-def test_a_flipped_bit_in_a_shard_is_noticed(store: ActivationStore, column: str, length: int) -> None:
+def test_a_flipped_bit_of_a_record_is_noticed(store: ActivationStore, column: int, length: int) -> None:
     put(store, [0, 1], [5, 5])
-    table = store._shards[0]
-    place = table._places[column] + 7 * table._row_bytes[column]
+    path, sizes = store.folder / "records-0.bin", [dtype.itemsize for dtype in RICH.token_dtypes()]
+    # The third token of the second record.
+    place = RICH.record_bytes(5) + 5 * sum(sizes[:column]) + 2 * sizes[column]
     for bit in (0, 3, 7):
-        flip(table.path, place, bit)
-        with pytest.raises(StoreDamagedError, match=r"sample 1 .*shard-0-0\.arrow"):
+        flip(path, place, bit)
+        with pytest.raises(StoreDamagedError, match=r"sample 1 .*records-0\.bin"):
             store.read(np.array([0, 1]), length)
         assert store.read(np.array([0]), length).weights_ids.tolist() == [1]
-        flip(table.path, place, bit)
+        flip(path, place, bit)
     assert store.read(np.array([0, 1]), length).weights_ids.tolist() == [1, 1]
 
 
 def test_every_flipped_bit_of_an_entry_is_noticed(store: ActivationStore) -> None:
     put(store, [0, 1], [5, 5], weights_id=6)
-    table, size = store._index.table, store._index.dtype.itemsize
-    place = table._places["entry"] + size
+    path, size = store.folder / "index.bin", store._index.dtype.itemsize
     compared = store._index.dtype.fields["compared"][1]
     both = np.array([0, 1])
     for byte in range(size):
         for bit in (0, 7):
-            flip(table.path, place + byte, bit)
+            flip(path, size + byte, bit)
             if compared <= byte < compared + 8:
                 # The sample is read and compared once more.
                 assert store.are_compared(both, store.entries(both)).tolist() == [True, False]
             else:
-                with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.arrow"):
+                with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.bin"):
                     store.read(both, 5)
-            flip(table.path, place + byte, bit)
+            flip(path, size + byte, bit)
     assert store.are_compared(both, store.entries(both)).all()
     assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [6, 6]
 
 
-@pytest.mark.parametrize("name", ["shard-0-0.arrow", "index.arrow"])
+@pytest.mark.parametrize("name", ["records-0.bin", "index.bin"])
 def test_a_file_that_was_cut_is_noticed(store: ActivationStore, name: str) -> None:
     put(store, [0], [5])
-    os.truncate(store.folder / name, 4096)
-    for action in (lambda: store.read(np.array([0]), 5), lambda: put(store, [0], [5])):
-        with pytest.raises(StoreDamagedError, match="has 4096 bytes: expected"):
-            action()
+    os.truncate(store.folder / name, 64)
+    with pytest.raises(StoreDamagedError, match=f"{name} (has 64 bytes: expected|ends before the record)"):
+        store.read(np.array([0]), 5)
+    with pytest.raises(StoreDamagedError, match=f"{name} has 64 bytes: expected"):
+        put(store, [0], [5])
     with pytest.raises(StoreDamagedError, match=name):
         ActivationStore.open(store.folder, 0)
 
 
-@pytest.mark.parametrize("name", ["shard-0-0.arrow", "index.arrow"])
+@pytest.mark.parametrize("name", ["records-0.bin", "index.bin"])
 def test_a_file_that_vanished_is_noticed(store: ActivationStore, name: str) -> None:
     put(store, [0], [5])
     (store.folder / name).unlink()
@@ -426,14 +434,22 @@ def test_a_file_that_vanished_is_noticed(store: ActivationStore, name: str) -> N
         ActivationStore.open(store.folder, 0)
 
 
-def test_a_shard_of_another_store_is_refused(store: ActivationStore, tmp_path: Path) -> None:
+def test_a_file_of_another_store_is_refused(store: ActivationStore, tmp_path: Path) -> None:
     put(store, [0], [5])
-    foreign = ActivationStore.create(tmp_path / "foreign", 20, RICH, BOUND, 1)
-    put(foreign, [0], [5])
-    os.replace(foreign.folder / "shard-0-0.arrow", store.folder / "shard-0-0.arrow")
+    foreign = ActivationStore.create(tmp_path / "foreign", 20, RICH, BOUND)
+    put(foreign, [0], [5], seed=1)
+    os.replace(foreign.folder / "records-0.bin", store.folder / "records-0.bin")
     other = ActivationStore.open(store.folder, writer=1)
-    with pytest.raises(StoreDamagedError, match="belongs to another store"):
+    with pytest.raises(StoreDamagedError, match="have another hash"):
         other.read(np.array([0]), 5)
+
+
+def test_two_writers_under_one_number_are_noticed(store: ActivationStore) -> None:
+    other = ActivationStore.open(store.folder, writer=0)
+    put(store, [0], [5])
+    with pytest.raises(StoreDamagedError, match="records-0.bin has .* bytes: expected"):
+        put(other, [1], [5])
+    assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [1, 0]
 
 
 def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
@@ -443,14 +459,14 @@ def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
 
 def change_while_copying(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any]) -> None:
     """Change a store once, between the entry and the tokens of a row that is read."""
-    read_row, changes = Shards.read_row, [change]
+    copy, changes = ActivationStore._has_copied, [change]
 
-    def change_and_read(*arguments: Any) -> Any:
+    def change_and_copy(*arguments: Any) -> Any:
         if changes:
             changes.pop()()
-        return read_row(*arguments)
+        return copy(*arguments)
 
-    monkeypatch.setattr(Shards, "read_row", change_and_read)
+    monkeypatch.setattr(ActivationStore, "_has_copied", change_and_copy)
 
 
 def test_a_row_that_is_being_overwritten_counts_as_missing(
@@ -459,8 +475,8 @@ def test_a_row_that_is_being_overwritten_counts_as_missing(
     put(store, [0, 1], [5, 5])
 
     def begin() -> None:
-        store._index.clear(np.array([0]))
-        store._shards[0].write("activation", 2, np.ones((1, HIDDEN), np.float32))
+        assert store._index.clear(0, is_new=False)
+        store._file(0).write(2 * HIDDEN * 4, [np.ones((1, HIDDEN), np.float32)])
 
     change_while_copying(monkeypatch, begin)
     rows = store.read(np.array([0, 1]), 5)
@@ -507,7 +523,7 @@ def test_a_dropped_store_is_empty_for_all(store: ActivationStore) -> None:
 )
 def test_random_writes_follow_a_dictionary(steps: list[tuple[int, list[tuple[int, int]]]], length: int) -> None:
     with tempfile.TemporaryDirectory() as place:
-        stores = [ActivationStore.create(place, 8, RICH, BOUND, 2)]
+        stores = [ActivationStore.create(place, 8, RICH, BOUND)]
         stores.append(ActivationStore.open(place, 1))
         model: dict[int, tuple[int, int, torch.Tensor, dict[str, torch.Tensor]]] = {}
         for step, (writer, rows) in enumerate(steps):
@@ -561,7 +577,7 @@ def test_no_rows_of_other_weights_are_served_whatever_is_lost(store: ActivationS
     put(store, everyone.tolist(), [5] * 20, weights_id=store.weights_id("weights of the first run"))
     store.close()
     for path in store.folder.iterdir():
-        if path.name not in ("store.json", "index.arrow") and not path.name.startswith("shard"):
+        if path.name not in ("store.json", "index.bin") and not path.name.startswith("records"):
             path.unlink()
     again = ActivationStore.open(store.folder, writer=0)
     assert again.weights_id("weights of the second run") not in again.weights_ids(everyone)
@@ -569,11 +585,11 @@ def test_no_rows_of_other_weights_are_served_whatever_is_lost(store: ActivationS
 
 
 def test_ids_of_one_store_mean_nothing_in_another(store: ActivationStore, tmp_path: Path) -> None:
-    other = ActivationStore.create(tmp_path / "other", 20, RICH, BOUND, 1)
+    other = ActivationStore.create(tmp_path / "other", 20, RICH, BOUND)
     assert store.weights_id("key") != other.weights_id("key")
 
 
-KILL_FORMAT = RowFormat(64, torch.float32, {"mask": torch.int64}, {"labels": (torch.int64, ())})
+KILL_FORMAT = RecordFormat(64, torch.float32, {"mask": torch.int64}, {"labels": (torch.int64, ())})
 KILL_SAMPLES, KILL_SEQ = 64, 24
 
 
@@ -610,7 +626,7 @@ def check_killed(folder: Path) -> int:
         activation, lengths, fields = rows_at(np.array([sample]), int(rows.weights_ids[sample]))
         own = {name: values[sample : sample + 1] for name, values in rows.fields.items()}
         part = slice(sample, sample + 1)
-        found = Rows(rows.weights_ids[part], rows.lengths[part], rows.activation[part], own)
+        found = Records(rows.weights_ids[part], rows.lengths[part], rows.activation[part], own)
         check_rows(found, activation, fields, lengths.tolist(), KILL_FORMAT)
     store.close()
     return int((rows.weights_ids > 0).sum())
@@ -622,7 +638,7 @@ def kill_writers(folder: Path, times: int) -> None:
     for attempt in range(times):
         if attempt % 20 == 0:
             # From time to time from an empty store, so that shards are being made when the kill comes.
-            ActivationStore.create(folder, KILL_SAMPLES, KILL_FORMAT, BOUND, 1).close()
+            ActivationStore.create(folder, KILL_SAMPLES, KILL_FORMAT, BOUND).close()
         mine, theirs = PROCESSES.Pipe()
         writer = PROCESSES.Process(target=write_until_killed, args=(str(folder), attempt, theirs))
         writer.start()
@@ -671,7 +687,7 @@ def test_a_second_live_run_gets_another_folder(tmp_path: Path) -> None:
 
 def hold_folder(base: str, pipe: Connection) -> None:
     folder = StoreFolder.take(base, "dead")
-    ActivationStore.create(folder.path, 4, PLAIN, BOUND, 1)
+    ActivationStore.create(folder.path, 4, PLAIN, BOUND)
     pipe.send(str(folder.path))
     time.sleep(TIME_LIMIT)
 
@@ -683,7 +699,7 @@ def test_what_a_dead_run_left_is_deleted(tmp_path: Path) -> None:
     assert mine.poll(TIME_LIMIT)
     left = Path(mine.recv())
     live = StoreFolder.take(tmp_path, "live")
-    assert (left / "index.arrow").exists()
+    assert (left / "index.bin").exists()
     child.kill()
     child.join(TIME_LIMIT)
     again = StoreFolder.take(tmp_path, "again")
@@ -692,26 +708,26 @@ def test_what_a_dead_run_left_is_deleted(tmp_path: Path) -> None:
 
 def test_a_kept_folder_serves_a_later_run_of_the_same_rows(tmp_path: Path) -> None:
     first = StoreFolder.take(tmp_path, "key")
-    assert not first.is_reusable(20, RICH, 1)
-    store = ActivationStore.create(first.path, 20, RICH, BOUND, 1)
+    assert not first.is_reusable(20, RICH)
+    store = ActivationStore.create(first.path, 20, RICH, BOUND)
     _, activation, fields = put(store, [3], [4])
     first.keep()
     first.release()
     StoreFolder.take(tmp_path, "other").remove()
     again = StoreFolder.take(tmp_path, "key")
-    assert again.path == first.path and again.is_reusable(20, RICH, 1)
-    assert not again.is_reusable(21, RICH, 1) and not again.is_reusable(20, PLAIN, 1)
+    assert again.path == first.path and again.is_reusable(20, RICH)
+    assert not again.is_reusable(21, RICH) and not again.is_reusable(20, PLAIN)
     reopened = ActivationStore.open(again.path, 0)
     check_rows(reopened.read(np.array([3]), 4), activation, fields, [4], RICH)
     reopened.drop("a reason")
-    assert not again.is_reusable(20, RICH, 1)
+    assert not again.is_reusable(20, RICH)
 
 
 def test_a_row_of_an_earlier_run_is_compared_once_for_all_processes_of_a_run(tmp_path: Path) -> None:
     everyone = np.arange(20)
 
     def take() -> tuple[StoreFolder, ActivationStore]:
-        folder, store = take_store(tmp_path, "key", 20, RICH, BOUND, 2)
+        folder, store = take_store(tmp_path, "key", 20, RICH, BOUND)
         folder.keep()
         return folder, store
 
@@ -741,9 +757,21 @@ def test_a_row_of_an_earlier_run_is_compared_once_for_all_processes_of_a_run(tmp
     assert compared(take()[1]) == []
 
 
+def test_a_store_that_an_earlier_version_kept_is_made_again(tmp_path: Path) -> None:
+    folder = StoreFolder.take(tmp_path, "key")
+    for name, content in {"store.json": b'{"version": "5"}', "index.arrow": b"", "shard-0-0.arrow": b""}.items():
+        folder.folder.write(name, content)
+    folder.keep()
+    folder.release()
+    again, store = take_store(tmp_path, "key", 20, RICH, BOUND)
+    assert again.path == folder.path and not store.weights_ids(np.arange(20)).any()
+    names = {path.name for path in again.path.iterdir()}
+    assert names == {"lock", "store.json", "index.bin", "records-0.bin"}
+
+
 def test_a_folder_that_is_not_kept_is_emptied(tmp_path: Path) -> None:
     first = StoreFolder.take(tmp_path, "key")
-    ActivationStore.create(first.path, 20, RICH, BOUND, 1)
+    ActivationStore.create(first.path, 20, RICH, BOUND)
     first.release()
     again = StoreFolder.take(tmp_path, "key")
     assert [path.name for path in again.path.iterdir()] == ["lock"]

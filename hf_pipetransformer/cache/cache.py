@@ -1,4 +1,4 @@
-"""Activation cache of one data set, as one rank of a pipeline reads and writes it."""
+"""Activation cache of one data set: one rank of a pipeline completes batches from its records and writes new ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.inputs import real_lengths
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
-from hf_pipetransformer.cache.rows import Rows, field_column
+from hf_pipetransformer.cache.records import Records, field_column
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
 from hf_pipetransformer.data.batches import CacheTags, pad_batch, take_rows
 from hf_pipetransformer.engine.program import MicroBatch
@@ -47,7 +47,7 @@ class CacheCounts:
 
 
 class ActivationCache:
-    """Reader and writer of the activations that the frozen blocks compute (PipeTransformer, section 3.4).
+    """Reader of the activations that the frozen blocks compute (PipeTransformer, section 3.4); `writer` stores them.
 
     A failure of the store turns the cache off with one warning; from then on, every sample is computed.
     """
@@ -55,33 +55,29 @@ class ActivationCache:
     def __init__(self, store: ActivationStore, source: SampleSource, device: torch.device | None = None) -> None:
         self.store = store
         self.source = source
-        device = device or torch.device("cpu")
-        self._is_apart = is_apart(device)
-        self._copies = CopyStream(device)
         self.counts = CacheCounts()
         self.level = 0
-        self.stamp = 0  # Number of `use_weights` calls: batches read under an older one are read again.
-        self._weights_id = 0
+        self.stamp = 0
+        """Number of `use_weights` calls: batches read under an older one are read again."""
+        self.weights_id = 0
+        self.is_off = False
         self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
-        self._is_off = False
         self._has_warned = False
+        self._pins = is_apart(device or torch.device("cpu"))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
-        self._ahead: tuple[Indices, int, Future[Rows]] | None = None
+        self._ahead: tuple[Indices, int, Future[Records]] | None = None
         """Samples, padded length and pending records of the batch expected next."""
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="activation-cache-writer")
-        self._pending: list[Callable[[], int]] = []
-        self._writing: deque[Future[int]] = deque()
+        self.writer = RecordWriter(self, device or torch.device("cpu"))
 
     def use_weights(self, keys: Sequence[str]) -> None:
         """Switch to the weights named by `keys`, see `chain_keys`; records of other weights are no longer served."""
         self.stamp += 1
         self._ahead = None
-        # These records were computed with weights that may have changed already.
-        self._pending.clear()
+        self.writer.forget_pending()
         self._level_of_id = {self.store.weights_id(key): level for level, key in enumerate(keys) if level}
         self.level = len(keys) - 1
-        self._weights_id = self.store.weights_id(keys[-1])
+        self.weights_id = self.store.weights_id(keys[-1])
 
     def take_counts(self) -> dict[str, float]:
         """Return the counters and reset them."""
@@ -90,38 +86,39 @@ class ActivationCache:
 
     def switch_off(self, reason: str) -> None:
         """Stop serving and storing, on all ranks of this node."""
-        if not self._is_off:
+        if not self.is_off:
             logger.warning(f"The activation cache is off from here on, samples are computed: {reason}")
-        self._is_off = True
+        self.is_off = True
         self.store.drop(reason)
 
     def close(self) -> None:
         self._reader.shutdown()
-        self._writer.shutdown()
+        self.writer.close()
         self.store.close()
-
-    # ---- reading: the loader's side ----
 
     def select(self, samples: list[int]) -> list[int]:
         """Return those of `samples` that must be read from the data set."""
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
         # A record of an earlier run counts only after its sample was read and compared in this run.
-        is_served = (self._levels_of(index, entries) > 0) & self.store.are_compared(
-            self.source.rows_of(index), entries
-        )
+        is_compared = self.store.are_compared(self.source.records_of(index), entries)
+        is_served = (self._levels_of(index, entries) > 0) & is_compared
         return [sample for sample, served in zip(samples, is_served.tolist(), strict=True) if not served]
 
     def complete(
         self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
     ) -> dict[str, Any]:
-        """Return the batch of all `samples`, with the stored activations of those that have one; see `RowSource`."""
+        """Return the batch of all `samples`, with stored activations of those that have one; see `RecordSource`."""
+        source = self.source
         if not samples:
             # Collective: a replica without samples takes part as well.
             agree(0)
             return {}
-        if self._is_off and len(read) == len(samples):
-            return self._as_read(batch, agree)
+        if self.is_off and len(read) == len(samples):
+            length = agree(batch[source.main_input].shape[1] if source.is_text else 0)
+            if not source.is_text:
+                return dict(batch)
+            return pad_batch(batch, source.main_input, length, source.pad_token_id)
         agreed: list[int] = []
 
         # `_completed` may run twice, but the other replicas take part in `agree` only once.
@@ -149,29 +146,29 @@ class ActivationCache:
         hit = self._compared(index, entries, hit, is_read, batch)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
-        known = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
-        length = agree(parts.padded_length(known, is_checked=not self._is_off))
+        lengths = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
+        length = agree(parts.padded_length(lengths, is_checked=not self.is_off))
         if self.source.keeps_padding:
             # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
             too_short = hit & (entries["length"] < length)
             parts.read(too_short, samples)
             hit &= ~too_short
-        rows = self._read_rows(index[hit], length) if hit.any() else None
-        if rows is not None:
-            lost = np.zeros_like(hit)
-            lost[hit] = self._levels_in(index[hit], rows) == 0
+        records = self._read_records(index[hit], length) if hit.any() else None
+        levels = np.zeros(len(index), dtype=np.int64)
+        if records is not None:
+            levels[hit] = self._levels(index[hit], records.weights_ids, records.fields.get(DRAW_FIELD))
+            lost = hit & (levels == 0)
             if lost.any():
                 # Another process has started to overwrite the record.
-                rows = rows.take(~lost[hit])
+                records = records.take(levels[hit] > 0)
                 parts.read(lost, samples)
                 hit &= ~lost
         if self.level:
             self.counts.hits += int(hit.sum())
             self.counts.misses += len(samples) - int(hit.sum())
-        levels = np.zeros(len(index), dtype=np.int64)
-        if rows is not None:
-            levels[hit] = self._levels_in(index[hit], rows)
-        return parts.joined(index, levels, rows, self.stamp, length)
+        inputs, digests, hidden = parts.joined(levels > 0, records, length)
+        tagged, num_layers, known = (torch.from_numpy(values) for values in (index, levels, digests.view(np.int64)))
+        return CacheTags(tagged, num_layers, known, self.stamp, hidden).attach(inputs)
 
     def _compared(self, index: Indices, entries: Any, hit: Any, is_read: Any, batch: Mapping[str, Any]) -> Any:
         """Return the part of the mask `hit` whose records match the inputs of the data set in this run.
@@ -179,32 +176,27 @@ class ActivationCache:
         Records of an earlier run count only after their sample was read and compared: the name of a kept store covers
         just a few collated samples, so a change elsewhere shows only here.
         """
-        rows = self.source.rows_of(index)
-        known = hit & self.store.are_compared(rows, entries)
+        places = self.source.records_of(index)
+        known = hit & self.store.are_compared(places, entries)
         asked = hit & ~known & is_read
         if not asked.any():
             return known
         _, found = self.source.digests(batch)
         same = asked.copy()
         same[is_read] &= found == entries["input_digest"][is_read]
-        self.store.set_compared(rows[same], entries["input_digest"][same])
+        self.store.set_compared(places[same], entries["input_digest"][same])
         self.counts.checked += int(same.sum())
         others = index[asked & ~same]
         if len(others) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"The activation cache of an earlier run has rows of other inputs than data set and collator give now "
-                f"(sample {self.source.sample_of(int(others[0]))} is the first): such samples are computed anew."
+                "The activation cache of an earlier run has records of other inputs than data set and collator give "
+                f"now (sample {self.source.sample_of(int(others[0]))} is the first): such samples are computed again."
             )
         return known | same
 
-    def _as_read(self, batch: Mapping[str, Any], agree: Callable[[int], int]) -> dict[str, Any]:
-        source = self.source
-        length = agree(batch[source.main_input].shape[1] if source.is_text else 0)
-        return pad_batch(batch, source.main_input, length, source.pad_token_id) if source.is_text else dict(batch)
-
     def _entries(self, index: Indices) -> Any:
-        places = self.source.rows_of(index)
+        places = self.source.records_of(index)
         try:
             return self.store.entries(places)
         except StoreDamagedError as error:
@@ -212,23 +204,16 @@ class ActivationCache:
             return self.store.entries(places)
 
     def _levels_of(self, index: Indices, entries: Any) -> Indices:
+        draws = None if self.source.slots is None else entries[field_column(DRAW_FIELD)]
+        return self._levels(index, entries["weights_id"], draws)
+
+    def _levels(self, index: Indices, weights_ids: Indices, draws: Any) -> Indices:
         """Return the number of blocks each record covers; 0 for other weights or another augmentation."""
-        slots = self.source.slots
-        return self._levels(index, entries["weights_id"], None if slots is None else entries[field_column(DRAW_FIELD)])
-
-    def _levels_in(self, index: Indices, rows: Rows) -> Indices:
-        slots = self.source.slots
-        return self._levels(index, rows.weights_ids, None if slots is None else rows.fields[DRAW_FIELD].numpy())
-
-    def _levels(self, index: Indices, ids: Indices, draws: Any) -> Indices:
-        levels, slots = self._levels_of_ids(ids), self.source.slots
-        if slots is not None:
+        levels = np.array([self._level_of_id.get(found, 0) for found in weights_ids.tolist()], dtype=np.int64)
+        if self.source.slots is not None:
             # The record may contain an older augmentation, or that of a run resumed from another checkpoint.
-            levels[draws != slots.draw_numbers(index)] = 0
+            levels[np.asarray(draws) != self.source.slots.draw_numbers(index)] = 0
         return levels
-
-    def _levels_of_ids(self, ids: Indices) -> Indices:
-        return np.array([self._level_of_id.get(found, 0) for found in ids.tolist()], dtype=np.int64)
 
     def stored_share(self, samples: Indices) -> float:
         """Return the share of the samples' records that are stored for the present weights; 0 to 1.
@@ -236,8 +221,8 @@ class ActivationCache:
         Raises:
             StoreDamagedError: the index cannot be read.
         """
-        ids = self.store.weights_ids(self.source.all_rows_of(samples))
-        return float((self._levels_of_ids(ids) > 0).mean())
+        ids = self.store.weights_ids(self.source.all_records_of(samples))
+        return float(np.isin(ids, list(self._level_of_id)).mean())
 
     def prefetch(self, samples: list[int]) -> None:
         """Start reading the next batch's records if all its samples are stored; the result may go unused."""
@@ -248,20 +233,20 @@ class ActivationCache:
             return
         longest = int(entries[field_column(LENGTH_FIELD)].max()) if self.source.is_text else 0
         length = self.source.padded_length(longest)
-        self._ahead = index, length, self._reader.submit(self._read_and_pin, index, length)
+        self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
 
-    def _read_and_pin(self, index: Indices, length: int) -> Rows:
-        rows = self.store.read(self.source.rows_of(index), length)
-        return replace(rows, activation=rows.activation.pin_memory()) if self._is_apart else rows
+    def _read_ahead(self, index: Indices, length: int) -> Records:
+        records = self.store.read(self.source.records_of(index), length)
+        return replace(records, activation=records.activation.pin_memory()) if self._pins else records
 
-    def _read_rows(self, index: Indices, length: int) -> Rows:
+    def _read_records(self, index: Indices, length: int) -> Records:
         start = time.perf_counter()
         try:
             self._check_inputs(index)
             ahead, self._ahead = self._ahead, None
             if ahead is not None and ahead[1] == length and np.array_equal(ahead[0], index):
                 return ahead[2].result()
-            return self.store.read(self.source.rows_of(index), length)
+            return self.store.read(self.source.records_of(index), length)
         finally:
             self.counts.read_seconds += time.perf_counter() - start
 
@@ -273,7 +258,7 @@ class ActivationCache:
         self._hits_unchecked -= CHECKED_HITS
         _, found = self.source.digests(self.source.read(index[:1].tolist()))
         self.counts.checked += 1
-        (entry,) = self.store.entries(self.source.rows_of(index[:1]))
+        (entry,) = self.store.entries(self.source.records_of(index[:1]))
         if entry["weights_id"] and found[0] != entry["input_digest"]:
             sample = self.source.sample_of(int(index[0]))
             raise StoreDamagedError(
@@ -281,34 +266,51 @@ class ActivationCache:
                 "its transform changes: set activation_cache='off', or make it give the same sample each time."
             )
 
-    # ---- writing: the engine's side ----
+
+class RecordWriter:
+    """Writer of the activations that the engine computes, on a thread of its own if they come from a GPU."""
+
+    def __init__(self, cache: ActivationCache, device: torch.device) -> None:
+        self.cache = cache
+        self._is_apart = is_apart(device)
+        self._copies = CopyStream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="activation-cache-writer")
+        self._pending: list[Callable[[], int]] = []
+        self._writing: deque[Future[int]] = deque()
 
     def write(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         """Store the activations after `level` blocks of the samples that have no record at that level yet."""
         tags = micro_batch.tags
         assert tags is not None
-        rows = (tags.num_layers < self.level).nonzero().squeeze(1)
-        if self._is_off or not len(rows):
+        chosen = (tags.num_layers < self.cache.level).nonzero().squeeze(1)
+        if self.cache.is_off or not len(chosen):
             return
         start = time.perf_counter()
-        store_rows = self._prepared(micro_batch, tags, hidden, rows)
+        store_records = self._prepared(micro_batch, tags, hidden, chosen)
         if not self._is_apart:
-            self._count_written(store_rows)
+            self._count_written(store_records)
         else:
             # On a GPU, a change of the weights shows one batch late: keep the record until they are verified.
-            self._pending.append(store_rows)
+            self._pending.append(store_records)
             self._count_finished(MAX_BATCHES_IN_FLIGHT)
-        self.counts.write_seconds += time.perf_counter() - start
+        self.cache.counts.write_seconds += time.perf_counter() - start
+
+    def forget_pending(self) -> None:
+        """Drop records that were computed with weights that may have changed already."""
+        self._pending.clear()
 
     def write_pending(self) -> None:
         """Hand pending records to the writer thread, once their weights are verified as unchanged."""
         while self._pending:
-            self._writing.append(self._writer.submit(self._pending.pop(0)))
+            self._writing.append(self._thread.submit(self._pending.pop(0)))
         self._count_finished(MAX_BATCHES_IN_FLIGHT)
 
-    def wait_for_writes(self) -> None:
+    def wait(self) -> None:
         """Wait until the writer thread has stored everything handed to it."""
         self._count_finished(0)
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
     def _count_finished(self, num_left: int) -> None:
         while self._writing and (len(self._writing) > num_left or self._writing[0].done()):
@@ -316,38 +318,38 @@ class ActivationCache:
 
     def _count_written(self, written: Callable[[], int]) -> None:
         try:
-            self.counts.written += written()
+            self.cache.counts.written += written()
         except (StoreDamagedError, OSError, ValueError) as error:
-            self.switch_off(str(error))
+            self.cache.switch_off(str(error))
 
     def _prepared(
-        self, micro_batch: MicroBatch, tags: CacheTags, hidden: torch.Tensor, rows: torch.Tensor
+        self, micro_batch: MicroBatch, tags: CacheTags, hidden: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], int]:
-        """Start copying rows of a micro-batch to the host; return a function that stores and counts them."""
-        is_all = len(rows) == len(tags.num_layers)
+        """Start copying samples of a micro-batch to the host; return a function that stores and counts them."""
+        cache, store, source = self.cache, self.cache.store, self.cache.source
+        is_all = len(chosen) == len(tags.num_layers)
         given = micro_batch.inputs if micro_batch.on_host is None else micro_batch.on_host
-        inputs = given if is_all else take_rows(given, rows)
-        activation = (hidden if is_all else hidden[rows.to(hidden.device, non_blocking=True)]).detach()
+        inputs = given if is_all else take_rows(given, chosen)
+        activation = (hidden if is_all else hidden[chosen.to(hidden.device, non_blocking=True)]).detach()
         # With an asynchronous copy, clone: the model may modify the activation in place before it is read.
-        arriving = self._copies.to_host(activation.to(self.store.row_format.dtype, copy=self._is_apart))
-        samples, weights_id, slots = tags.samples[rows].numpy(), self._weights_id, self.source.slots
-        index = self.source.rows_of(samples)
-        names = [*self.source.report.token_fields, *self.source.report.sample_fields]
-        fields = {name: inputs[name].cpu() for name in names}
-        lengths = np.full(len(index), activation.shape[1], dtype=np.int64)
-        if self.source.is_text:
-            real = real_lengths(fields, self.source.main_input)
+        arriving = self._copies.to_host(activation.to(store.record_format.dtype, copy=self._is_apart))
+        samples, weights_id = tags.samples[chosen].numpy(), cache.weights_id
+        places = source.records_of(samples)
+        fields = {name: inputs[name].cpu() for name in (*source.report.token_fields, *source.report.sample_fields)}
+        lengths = np.full(len(places), activation.shape[1], dtype=np.int64)
+        if source.is_text:
+            real = real_lengths(fields, source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
-            lengths = lengths if self.source.keeps_padding else real
-        if slots is not None:
-            fields[DRAW_FIELD] = torch.from_numpy(slots.draw_numbers(samples).astype(np.int32))
+            lengths = lengths if source.keeps_padding else real
+        if source.slots is not None:
+            fields[DRAW_FIELD] = torch.from_numpy(source.slots.draw_numbers(samples).astype(np.int32))
         # The input of a cached sample was not read, so its digest comes from the record being replaced.
-        has_row, found = tags.num_layers[rows].numpy() > 0, tags.digests[rows].numpy().view(np.uint64)
+        has_record, found = tags.num_layers[chosen].numpy() > 0, tags.digests[chosen].numpy().view(np.uint64)
 
-        def store_rows() -> int:
-            if self._is_off:
+        def store_records() -> int:
+            if cache.is_off:
                 return 0
-            digests = np.where(has_row, self.store.entries(index)["input_digest"], found)
-            return self.store.write(index, weights_id, arriving.on_host(), lengths, fields, digests)
+            digests = np.where(has_record, store.entries(places)["input_digest"], found)
+            return store.write(places, weights_id, arriving.on_host(), lengths, fields, digests)
 
-        return store_rows
+        return store_records

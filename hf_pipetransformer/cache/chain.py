@@ -178,18 +178,15 @@ class FrozenWeights:
 def _context(model: Any, args: PipeTransformerArguments) -> str:
     """Return everything besides the weights that affects stored activations."""
     attention = config_value(model, "_attn_implementation")
+    # Device type and float32 precision settings (TF32, bfloat16) may differ in a later run.
+    convolutions, products = torch.backends.cudnn.conv, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    backends = (torch.backends.cuda.matmul, convolutions, products)
+    arithmetic = (args.device.type, *(backend.fp32_precision for backend in backends))
     versions = (transformers.__version__, torch.__version__)
-    parts = (type(model).__name__, attention, precision_of(args), *_arithmetic(args), *versions)
+    parts = (type(model).__name__, attention, precision_of(args), *arithmetic, *versions)
     # Saving a model rewrites the excluded entries, and the digests already cover the weights' dtype.
     entries: dict[str, Any] = config_value(model, "to_dict", dict)()
     settings = {key: value for key, value in entries.items() if key not in NOT_SETTINGS}
     if adapters.has_adapters(model):
         settings = {**settings, "adapters": adapters.settings(model)}
     return " ".join([*map(str, parts), json.dumps(settings, sort_keys=True, default=str)])
-
-
-def _arithmetic(args: PipeTransformerArguments) -> tuple[str, ...]:
-    """Return the device type and float32 precision settings (TF32, bfloat16), which may differ in a later run."""
-    convolutions, products = torch.backends.cudnn.conv, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    backends = (torch.backends.cuda.matmul, convolutions, products)
-    return (args.device.type, *(str(backend.fp32_precision) for backend in backends))

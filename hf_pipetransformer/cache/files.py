@@ -10,16 +10,27 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_NOT_A_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 _BLOCK_BYTES = 512
 """Unit of `st_blocks`, independent of the file system's block size."""
 _REMEDY = "Set activation_cache_dir to a folder of your own, or activation_cache to off."
+_CHANGED = (
+    "Something outside the run changed or deleted it; keep the folder of the activation cache away from cleaning jobs."
+)
+
+
+class StoreDamagedError(RuntimeError):
+    """Damaged file of the activation store, not what was written; the message names the file and the finding."""
 
 
 class PrivateFolder:
@@ -46,6 +57,23 @@ class PrivateFolder:
         return cls._opened(whole, os.fspath(whole), None, create)
 
     @classmethod
+    def under(cls, base: str | os.PathLike[str], name: str, create: bool = False) -> PrivateFolder:
+        """Open or create the folder `name` in `base`, a folder that the user chose or the temporary directory.
+
+        `base` may belong to root and be writable by all if it is sticky like `/tmp`, where nobody can replace this
+        user's files. Links above `base` are followed if they belong to root or this user. Raises like `at`.
+        """
+        path = Path(os.path.abspath(base))
+        descriptor = _open_base(path, create)
+        try:
+            return cls._opened(path / name, name, descriptor, create)
+        finally:
+            os.close(descriptor)
+
+    def child(self, name: str, create: bool = False) -> PrivateFolder:
+        return self._opened(self.path / name, name, self._fd, create)
+
+    @classmethod
     def _opened(cls, path: Path, name: str, dir_fd: int | None, create: bool) -> PrivateFolder:
         # Open first, then check the descriptor: checking the path would race with a replacement of the folder.
         if create:
@@ -64,27 +92,6 @@ class PrivateFolder:
         os.fchmod(folder._fd, 0o700)
         return folder
 
-    @classmethod
-    def under(cls, base: str | os.PathLike[str], name: str, create: bool = False) -> PrivateFolder:
-        """Open or create the folder `name` in `base`, a folder that the user chose or the temporary directory.
-
-        `base` may belong to root and be writable by all if it is sticky like `/tmp`, where nobody can replace this
-        user's files. Links above `base` are followed if they belong to root or this user.
-
-        Raises:
-            ValueError: either folder is a link, belongs to another user, or is writable by others.
-            OSError: either is missing, or cannot be created.
-        """
-        path = Path(os.path.abspath(base))
-        descriptor = _open_base(path, create)
-        try:
-            return cls._opened(path / name, name, descriptor, create)
-        finally:
-            os.close(descriptor)
-
-    def child(self, name: str, create: bool = False) -> PrivateFolder:
-        return self._opened(self.path / name, name, self._fd, create)
-
     def names(self) -> list[str]:
         """Return the names of everything in the folder, sorted; empty if the folder was removed."""
         with suppress(FileNotFoundError):
@@ -100,7 +107,7 @@ class PrivateFolder:
         # O_NONBLOCK: opening a FIFO would otherwise block.
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
         try:
-            _check_own(os.fstat(descriptor), self.path / name)
+            self._check_own(name, os.fstat(descriptor))
             if flags & os.O_CREAT:
                 os.fchmod(descriptor, 0o600)
         except BaseException:
@@ -108,23 +115,24 @@ class PrivateFolder:
             raise
         return descriptor
 
-    def size(self, name: str) -> int:
-        """Return the size of a regular file in bytes; raises like `open`."""
-        status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        _check_own(status, self.path / name)
-        return status.st_size
+    def _check_own(self, name: str, status: os.stat_result) -> os.stat_result:
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, f"not a regular file of user {os.geteuid()}", os.fspath(self.path / name))
+        return status
+
+    def status(self, name: str) -> os.stat_result:
+        """Return the status of a regular file of this user; raises like `open`."""
+        return self._check_own(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False))
 
     def bytes_on_disk(self, name: str) -> int:
         """Return the disk usage of a file, less than its size if it is sparse; raises like `open`."""
-        status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        _check_own(status, self.path / name)
+        status = self.status(name)
         return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
 
     def holds(self, name: str) -> bool:
-        try:
-            return self.size(name) >= 0
-        except OSError:
-            return False
+        with suppress(OSError):
+            return bool(self.status(name))
+        return False
 
     def read(self, name: str, limit: int = 1 << 20) -> bytes:
         """Return the first `limit` bytes of a file; raises like `open`."""
@@ -136,10 +144,7 @@ class PrivateFolder:
         unfinished = name + ".tmp"
         with os.fdopen(self.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(content)
-        self.rename(unfinished, name)
-
-    def rename(self, old: str, new: str) -> None:
-        os.rename(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        os.rename(unfinished, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def unlink(self, name: str) -> None:
         """Delete a regular file of this user; anything else of that name stays."""
@@ -151,37 +156,97 @@ class PrivateFolder:
         os.rmdir(name, dir_fd=self._fd)
 
 
-@contextmanager
-def locked(descriptor: int, path: Path, seconds: float) -> Iterator[None]:
-    """Lock the file behind `descriptor` against other processes; `path` is for the message.
+class StoreFile:
+    """Open file of a store, read and written at byte offsets; raises StoreDamagedError if it cannot be opened.
 
-    Raises:
-        TimeoutError: another process, probably a stopped one, had the lock for all of `seconds`.
+    `pread` is as fast as a memory map, and if the file is truncated it gives an error, not a SIGBUS.
     """
-    deadline = time.monotonic() + seconds
-    while True:
+
+    def __init__(self, folder: PrivateFolder, name: str, create: bool = False) -> None:
+        self.path = folder.path / name
+        self._fd = -1
         try:
-            # flock has no timeout: poll.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"Another process holds {path} for {seconds:g} s: end it, or set activation_cache_dir to "
-                    "another folder."
-                ) from None
-            time.sleep(0.02)
-    try:
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+            self._fd = folder.open(name, os.O_RDWR | (os.O_CREAT if create else 0))
+        except OSError as error:
+            if create:
+                raise
+            raise StoreDamagedError(f"{self.path} cannot be opened ({error}).") from error
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def size(self) -> int:
+        """Return the size in bytes; raises StoreDamagedError if the file was deleted."""
+        status = os.fstat(self._fd)
+        # An open descriptor survives deletion of its file; only the link count shows it.
+        if not status.st_nlink:
+            raise StoreDamagedError(f"{self.path} has vanished. {_CHANGED}")
+        return status.st_size
+
+    def check_size(self, expected: int) -> None:
+        """Raise StoreDamagedError if the file was deleted or has another size."""
+        if (found := self.size()) != expected:
+            raise StoreDamagedError(f"{self.path} has {found} bytes: expected {expected} bytes. {_CHANGED}")
+
+    def read(self, offset: int, targets: Sequence[Any]) -> None:
+        """Fill C-contiguous arrays, together below 2 GB, with consecutive bytes of the file.
+
+        Raises:
+            StoreDamagedError: the file ends too early, or cannot be read.
+        """
+        try:
+            num_read = os.preadv(self._fd, targets, offset)
+        except OSError as error:
+            raise StoreDamagedError(f"{self.path} cannot be read ({error}).") from error
+        if num_read != sum(target.nbytes for target in targets):
+            raise StoreDamagedError(f"{self.path} ends before the record that is read. {_CHANGED}")
+
+    def write(self, offset: int, values: Sequence[Any]) -> None:
+        """Write arrays one after the other; raises OSError."""
+        written = os.pwritev(self._fd, values, offset)
+        if written != sum(part.nbytes for part in values):
+            raise OSError(errno.EIO, "a record was written in part", os.fspath(self.path))
+
+    def reserve(self, start: int, end: int) -> None:
+        """Reserve disk space for the bytes `start` to `end`; the file grows. Raises OSError if the disk is full."""
+        os.posix_fallocate(self._fd, start, end - start)
+
+    def resize(self, size: int) -> None:
+        """Set the size; new bytes are zeros that take no disk space until they are written."""
+        os.ftruncate(self._fd, size)
+
+    @contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """Lock the file against other processes.
+
+        Raises:
+            TimeoutError: another process, probably a stopped one, had the lock for all of `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                # flock has no timeout: poll.
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"Another process holds {self.path} for {seconds:g} s: end it, or set activation_cache_dir to "
+                        "another folder."
+                    ) from None
+                time.sleep(0.02)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 def _open_folder(path: Path, name: str, dir_fd: int | None) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=dir_fd)
     except OSError as error:
-        if error.errno not in _NOT_A_FOLDER:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
         raise ValueError(f"{path} is a link or no folder: the activation cache follows no links. {_REMEDY}") from None
 
@@ -204,8 +269,3 @@ def _open_base(path: Path, create: bool) -> int:
         f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}: expected a folder "
         f"of user {os.geteuid()} that others may not write to. {_REMEDY}"
     )
-
-
-def _check_own(status: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, f"not a regular file of user {os.geteuid()}", os.fspath(path))

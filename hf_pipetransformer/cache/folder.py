@@ -9,16 +9,17 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from datasets import IterableDataset
 
-from hf_pipetransformer.cache.files import PrivateFolder, locked
-from hf_pipetransformer.cache.rows import DROPPED_FILE, HEADER_FILE, Header, RowFormat
-from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import StoreDamagedError
+from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
+from hf_pipetransformer.cache.records import HEADER_FILE, Header, RecordFormat
+from hf_pipetransformer.cache.store import DROPPED_FILE, ActivationStore
 from hf_pipetransformer.report import logger
 
 
@@ -35,7 +36,10 @@ MARKER = b"An activation store of hf_pipetransformer: its files may be deleted w
 _MOUNT_TABLE = Path("/proc/mounts")
 _LOCK_FILE = "lock"
 _KEEP_FILE = "keep"
-_STORE_FILES = re.compile(r"(store\.json|index\.arrow|shard-\d+-\d+\.arrow|dropped|keep)(\.tmp)?")
+# The names that end in .arrow are those of versions before 6.
+_STORE_FILES = re.compile(
+    r"(store\.json|index\.(bin|arrow)|records-\d+\.bin|shard-\d+-\d+\.arrow|dropped|keep)(\.tmp)?"
+)
 _LOCK_SECONDS = 10.0
 
 
@@ -82,18 +86,15 @@ class StoreFolder:
         """True if this process has the lock."""
         return self._lock >= 0
 
-    def is_reusable(self, num_samples: int, row_format: RowFormat, num_writers: int) -> bool:
-        """Return True if an earlier run kept a store of the same size and format with at least as many writers."""
+    def is_reusable(self, num_samples: int, record_format: RecordFormat) -> bool:
+        """Return True if an earlier run kept a store of the same size and format."""
         if not self.is_kept or self.folder.holds(DROPPED_FILE):
             return False
         try:
             header = Header.read(self.folder)
         except StoreDamagedError:
             return False
-        return (header.num_samples, header.row_format) == (
-            num_samples,
-            row_format,
-        ) and header.num_writers >= num_writers
+        return (header.num_samples, header.record_format) == (num_samples, record_format)
 
     def keep(self) -> None:
         """Mark the folder to outlive this run, for a later one with the same key."""
@@ -132,31 +133,24 @@ class StoreFolder:
 
 
 def take_store(
-    base: str | os.PathLike[str],
-    key: str,
-    num_samples: int,
-    row_format: RowFormat,
-    max_bytes: int,
-    num_writers: int,
-    row_length: int = 0,
+    base: str | os.PathLike[str], key: str, num_samples: int, record_format: RecordFormat, max_bytes: int
 ) -> tuple[StoreFolder, ActivationStore]:
     """Open the store kept under `key`, or create one, as writer 0; raises like `take` and `create`."""
     folder = StoreFolder.take(base, key)
-    if folder.is_reusable(num_samples, row_format, num_writers):
+    if folder.is_reusable(num_samples, record_format):
         try:
             # This run's byte limit applies to new records; existing ones are served even beyond it.
             header = replace(Header.read(folder.folder, key), max_bytes=max_bytes, run_id=uuid.uuid4().hex)
             header.write(folder.folder)
             return folder, ActivationStore.open(folder.folder, 0, key)
         except StoreDamagedError as error:
-            logger.warning(f"The activation cache of an earlier run is made anew: {error}")
+            logger.warning(f"The activation cache of an earlier run is made again: {error}")
     if not folder.clear():
         # Foreign files have appeared in the folder: take another one.
         folder.release()
         folder = StoreFolder.take(base, key)
     try:
-        args = (folder.folder, num_samples, row_format, max_bytes, num_writers, row_length, key)
-        return folder, ActivationStore.create(*args)
+        return folder, ActivationStore.create(folder.folder, num_samples, record_format, max_bytes, key)
     except BaseException:
         folder.remove()
         raise
@@ -205,9 +199,8 @@ def delete_leftovers(root: PrivateFolder) -> None:
 def safe_max_bytes(base: str | os.PathLike[str]) -> int:
     """Return half of the free space on the disk of `base`, which need not exist yet."""
     path = Path(os.path.realpath(base))
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free // 2
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free // 2
 
 
 def check_local(base: str | os.PathLike[str]) -> None:
@@ -222,8 +215,9 @@ def check_local(base: str | os.PathLike[str]) -> None:
             point, kind = mount, found
     if kind in NETWORK_FILE_SYSTEMS:
         raise ValueError(
-            f"The activation cache cannot be in {path}: {point} is a network file system ({kind}), where memory maps "
-            "are not shared between processes. Set activation_cache_dir to a folder on a disk of each node."
+            f"The activation cache cannot be in {path}: {point} is a network file system ({kind}), where a "
+            "process does not reliably see what others write. Set activation_cache_dir to a folder on a disk of each "
+            "node."
         )
 
 
@@ -265,14 +259,26 @@ def _opened(root: PrivateFolder, folder: PrivateFolder, is_new: bool = False) ->
     return StoreFolder(root, folder, -1) if found == MARKER else None
 
 
-@contextmanager
-def _locked(root: PrivateFolder) -> Iterator[None]:
+def _locked(root: PrivateFolder) -> AbstractContextManager[None]:
     """Lock all folders under one base, taken and deleted by one run at a time; raises TimeoutError after 10 s."""
-    with (
-        os.fdopen(root.open(_LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+b") as file,
-        locked(file.fileno(), root.path / _LOCK_FILE, _LOCK_SECONDS),
-    ):
-        yield
+    return StoreFile(root, _LOCK_FILE, create=True).locked(_LOCK_SECONDS)
+
+
+def as_dataset(folder: str | os.PathLike[str]) -> IterableDataset:
+    """Return the records of a store as a data set that reads them one by one, in the order of the samples.
+
+    Its columns are `sample`, `activation` `(tokens, hidden)` as floats, and the side fields by their names.
+    """
+    return IterableDataset.from_generator(_iterate_records, gen_kwargs={"folder": os.fspath(folder)})
+
+
+def _iterate_records(folder: str) -> Iterator[dict[str, Any]]:
+    store = ActivationStore.open(folder, None)
+    for sample in np.flatnonzero(store.weights_ids(np.arange(store.num_samples))).tolist():
+        (length,) = store.entries(np.array([sample]))["length"].tolist()
+        found = store.read(np.array([sample]), length)
+        fields = {name: values[0].tolist() for name, values in found.fields.items()}
+        yield {"sample": sample, "activation": found.activation[0].float().numpy(), **fields}
 
 
 _SOUND = "sound"
@@ -280,7 +286,12 @@ _SOUND = "sound"
 
 def list_stores(base: str | os.PathLike[str]) -> list[str]:
     """Return a line per store: name, state, size, number of samples stored. Raises like `open_root`."""
-    return _lines(base, _content_of)
+
+    def content_of(store: ActivationStore) -> str:
+        stored = np.count_nonzero(store.weights_ids(np.arange(store.num_samples)))
+        return f"{stored} of {store.num_samples} samples stored"
+
+    return _lines(base, content_of)
 
 
 def verify_stores(base: str | os.PathLike[str]) -> tuple[list[str], bool]:
@@ -330,11 +341,6 @@ def _size_of(folder: PrivateFolder) -> str:
         with suppress(OSError):
             total += folder.bytes_on_disk(name)
     return f"{total / 1e6:.1f} MB"
-
-
-def _content_of(store: ActivationStore) -> str:
-    stored = np.count_nonzero(store.weights_ids(np.arange(store.num_samples)))
-    return f"{stored} of {store.num_samples} samples stored"
 
 
 def _damage_of(store: ActivationStore) -> str:

@@ -37,7 +37,7 @@ def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.
     return np.zeros(count, dtype=np.int64)
 
 
-def row_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:
+def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:
     """Return one digest per sample, uint64 `(batch,)`, over all its tensors, independent of padding and of the batch.
 
     Tensors named in `token_fields`, `(batch, seq)`, are cut to the real lengths `(batch,)`.
@@ -45,8 +45,8 @@ def row_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Col
     digests = field_digests(batch, lengths, token_fields)
     if not digests:
         return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
-    rows = np.stack([digests[name] for name in sorted(digests)], axis=1)
-    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], dtype=np.uint64)
+    stacked = np.stack([digests[name] for name in sorted(digests)], axis=1)
+    return np.array([xxhash.xxh3_64_intdigest(each.tobytes()) for each in stacked], dtype=np.uint64)
 
 
 def field_digests(
@@ -62,9 +62,9 @@ def field_digests(
         head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
         data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
         found = np.empty(len(data), dtype=np.uint64)
-        for index, row in enumerate(data):
+        for index, content in enumerate(data):
             hasher = xxhash.xxh3_64(head)
-            hasher.update(row[: int(lengths[index]) * value.element_size()] if is_cut else row)
+            hasher.update(content[: int(lengths[index]) * value.element_size()] if is_cut else content)
             found[index] = hasher.intdigest()
         digests[name] = found
     return digests
@@ -102,10 +102,7 @@ class Probe:
         """Median time to read and collate a sample; 0 if nothing was read."""
         return float(np.median(self._times)) if self._times else 0.0
 
-    def rows(self, indices: Sequence[int]) -> list[Any]:
-        return [plain_row(row) for row in self._fetched(indices)]
-
-    def _fetched(self, indices: Sequence[int]) -> list[Any]:
+    def samples(self, indices: Sequence[int]) -> list[Any]:
         """Fetch samples the way a DataLoader does, with `__getitems__` if the data set has it."""
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(list(indices)))
@@ -119,7 +116,7 @@ class Probe:
         # torch.manual_seed would also seed every GPU, including ones that are not initialized yet.
         torch.default_generator.manual_seed(seed)
         start = time.perf_counter()
-        batch = self.collate(self._fetched(indices))
+        batch = self.collate(self.samples(indices))
         if len(indices) == len(self.indices):
             # Time full batches only, as in training: collating a single sample costs more per sample.
             self._times.append((time.perf_counter() - start) / len(indices))
@@ -134,7 +131,7 @@ class Probe:
                 "let the collator return a dict with it",
             )
         for name, value in batch.items():
-            remedy = "let the collator return tensors with one row a sample only"
+            remedy = "let the collator return tensors with one entry a sample only"
             if not isinstance(value, torch.Tensor):
                 raise UnfitError(f"{name!r} in the batch, a {type(value).__name__}", remedy)
             if value.dim() == 0 or value.shape[0] != count:
@@ -194,20 +191,16 @@ def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
 
     Return nothing if it is the data set that pads, or if the collator rejects truncated samples.
     """
-    rows = probe.rows(probe.indices)
-    sizes = [
-        _size(row[probe.main_input]) if isinstance(row, Mapping) and probe.main_input in row else 0 for row in rows
-    ]
+    samples = [plain_row(sample) for sample in probe.samples(probe.indices)]
+    sizes = [_size(sample.get(probe.main_input)) if isinstance(sample, Mapping) else 0 for sample in samples]
     if sizes != real_lengths(batches[0], probe.main_input).tolist():
         return []
-    size, row = max(sizes), rows[sizes.index(max(sizes))]
+    size, sample = max(sizes), samples[sizes.index(max(sizes))]
     found = []
     for length in sorted({1, 2, size // 2, size - 1} & set(range(1, size))):
+        short = {key: value[:length] if _size(value) == size else value for key, value in sample.items()}
         try:
-            batch = probe.collate(
-                [{key: value[:length] if _size(value) == size else value for key, value in row.items()}]
-            )
-            found.append(_observed(probe.checked(batch, 1), probe.main_input))
+            found.append(_observed(probe.checked(probe.collate([short]), 1), probe.main_input))
         # The collator may reject a truncated sample, because the data set never yields one.
         except Exception:
             return []
@@ -414,15 +407,12 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
     names = _listed(sorted(changed))
     if not is_own:
         raise _mixing(names)
+    what, why, remedy = "tokens or labels", " (random masking in the collator?)", "mask once, in the data set"
     if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
-        raise RandomInputError(
-            f"random augmentation: {names} of the same samples change from one reading to the next",
-            "transform the images always alike, or store augmented copies in the data set",
-        )
+        what, why = "augmentation", ""
+        remedy = "transform the images always alike, or store augmented copies in the data set"
     raise RandomInputError(
-        f"random tokens or labels: {names} of the same samples change from one reading to the next (random masking in "
-        "the collator?)",
-        "mask once, in the data set",
+        f"random {what}: {names} of the same samples change from one reading to the next{why}", remedy
     )
 
 
@@ -438,11 +428,8 @@ def _is_other(found: Batch, expected: Batch) -> bool:
 
 
 def _mixing(names: str) -> UnfitError:
-    return UnfitError(
-        f"that the batch mixes samples (mixup?): {names} of a sample depend on the others in its batch or on their "
-        "order",
-        "let the collator treat each sample by itself",
-    )
+    found = f"that the batch mixes samples (mixup?): {names} of a sample depend on the others in its batch or on their"
+    return UnfitError(f"{found} order", "let the collator treat each sample by itself")
 
 
 def _check_mixing(
@@ -457,12 +444,12 @@ def _check_mixing(
                 if expected.setdefault((index, name), digest) != digest:
                     changed.add(name)
     # A field that changes shape between batches is reported by `_find_sample_fields`, not as mixing.
-    changed = {name for name in changed if name in token_fields or len(_row_shapes(batches, name)) == 1}
+    changed = {name for name in changed if name in token_fields or len(_sample_shapes(batches, name)) == 1}
     if changed:
         raise _mixing(_listed(sorted(changed)))
 
 
-def _row_shapes(batches: list[Batch], name: str) -> list[tuple[int, ...]]:
+def _sample_shapes(batches: list[Batch], name: str) -> list[tuple[int, ...]]:
     return sorted({tuple(batch[name].shape[1:]) for batch in batches})
 
 
@@ -473,7 +460,7 @@ def _find_sample_fields(
     for name, value in batches[0].items():
         if name in token_fields:
             continue
-        shapes = _row_shapes(batches, name)
+        shapes = _sample_shapes(batches, name)
         if len(shapes) > 1:
             raise UnfitError(
                 f"{name!r} of shape {shapes[0]} and of shape {shapes[-1]} a sample",

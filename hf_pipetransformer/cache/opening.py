@@ -1,4 +1,4 @@
-"""Opening of activation stores: which data sets can be cached, in which row format, and in which store folder."""
+"""Opening of activation stores: which data sets can be cached, in which record format, and in which store folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
     check_base,
@@ -25,9 +25,8 @@ from hf_pipetransformer.cache.folder import (
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, SampleSource
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import StoreDamagedError
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -37,7 +36,7 @@ from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerat
 from hf_pipetransformer.data.sampler import draws_each_once
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.context import Journal
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.startup.planner import StartUp
 
 
@@ -53,17 +52,16 @@ def why_not_on_nodes(loader: PipelineLoader, topology: Topology) -> str | None:
     )
 
 
-def keep_on_nodes(
-    args: PipeTransformerArguments, topology: Topology, journal: Journal, loader: PipelineLoader
-) -> None:
+def keep_on_nodes(context: Context, loader: PipelineLoader) -> None:
     """Assign each node a part of the samples from the next epoch on; every rank computes it without communication."""
+    args, topology = context.args, context.topology
     if not topology.spans_nodes:
         return
     seed = args.data_seed if args.data_seed is not None else args.seed
     nodes = NodeOrder(seed, tuple(map(len, topology.nodes)), loader.total_batch_size)
     loader.keep_on(nodes)
     counts = nodes.counts(len(loader.dataset))
-    journal.write("cache", what="nodes", samples=counts, **nodes.as_json())
+    context.journal.write("cache", what="nodes", samples=counts, **nodes.as_json())
     if topology.rank == 0:
         announce(
             f"The run spans nodes of {', '.join(map(str, nodes.devices))} processes: each keeps its own part of the "
@@ -80,95 +78,121 @@ def samples_here(topology: Topology, loader: PipelineLoader) -> torch.Tensor:
     return torch.isin(nodes.owners(num_samples), torch.tensor(here)).nonzero().squeeze(1)
 
 
-def num_rows_here(topology: Topology, dataset: Any) -> int:
+def num_samples_here(topology: Topology, dataset: Any) -> int:
     """Return how many samples of a data set this node stores: its share of the ranks, rounded up."""
     return -(-len(dataset) * len(topology.ranks_here) // topology.world_size)
 
 
 @dataclass(frozen=True)
 class CacheInputs:
-    """Checks of data sets for the activation cache: whether their activations can be stored, and in which format."""
+    """The one place that decides if activations of a data set may be stored, why not, and in which format."""
 
-    args: PipeTransformerArguments
-    topology: Topology
-    journal: Journal
+    context: Context
     start_up: StartUp
+    is_asynchronous: bool
+    """True if stages do not wait for each other under the layout that the run starts on."""
+
+    @property
+    def args(self) -> PipeTransformerArguments:
+        return self.context.args
+
+    @property
+    def topology(self) -> Topology:
+        return self.context.topology
 
     @property
     def base(self) -> Path:
         return cache_base(self.args)
 
     def source_of(self, loader: Any, is_training: bool = True) -> SampleSource | None:
-        """Return a loader's samples; None, with a warning, if not cacheable. Collective: call on every rank."""
-        report = self._examined(loader)
-        if report.reason is not None:
+        """Return a loader's samples; None, with a warning, if not cacheable. Collective: call on every rank.
+
+        Raises:
+            ValueError: the user asked for a cache in a folder that cannot contain one.
+        """
+        start_up, activation = self.start_up, self.start_up.probe.activation
+        reason, report = self._reason_before_reading(loader), None
+        if reason is None:
+            report = self._examined(loader)
+            reason = report.reason
+        if report is None or reason is not None:
             others = " Or set activation_cache_views to the number of draws of each sample that it may store."
-            is_helped = is_training and report.is_random and not self.args.activation_cache_views
-            self.say_off(report.reason + (others if is_helped else ""), is_training)
+            is_random = report is not None and report.is_random
+            is_helped = is_training and is_random and not self.args.activation_cache_views
+            self.say_off(str(reason) + (others if is_helped else ""), is_training)
             return None
-        probe, start_up = self.start_up.probe, self.start_up
         return SampleSource(
             read=loader.read,
-            main_input=probe.activation.main_input,
+            main_input=activation.main_input,
             report=report,
-            row_length=probe.activation.hidden_shape[0],
-            hidden_size=probe.activation.hidden_shape[-1],
-            main_shape=probe.activation.input_shape,
+            record_length=activation.hidden_shape[0],
+            hidden_size=activation.hidden_shape[-1],
+            main_shape=activation.input_shape,
             main_dtype=start_up.main_dtype,
             pad_token_id=start_up.pad_token_id,
             keeps_padding=start_up.sees_padding,
             slots=None if loader.slots is None else loader.slots.code,
         )
 
-    def row_format(self, source: SampleSource) -> RowFormat:
+    def record_format(self, source: SampleSource) -> RecordFormat:
         sample_fields = dict(source.report.sample_fields)
         if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
         if source.slots is not None:
             sample_fields[DRAW_FIELD] = (torch.int32, ())
-        return RowFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
+        return RecordFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
     def say_off(self, reason: str, is_training: bool) -> None:
         """Log and journal why nothing of the training set, or of an evaluation set, is stored."""
-        self.journal.write("cache", what="off" if is_training else "evaluation off", reason=reason)
+        self.context.journal.write("cache", what="off" if is_training else "evaluation off", reason=reason)
         if self.topology.rank == 0:
             what = "The activation cache stays off" if is_training else "The evaluation set is not stored"
             logger.warning(f"{what}: {reason}")
 
-    def _examined(self, loader: Any) -> InputReport:
-        """Return the ranks' common report on the inputs, or the reason why they were not examined."""
-        reason = None
+    def _reason_before_reading(self, loader: Any) -> str | None:
+        """Return why a loader's samples cannot be stored, as far as no sample is needed to know it. Collective."""
+        activation = self.start_up.probe.activation
+        if self.args.schedule.abilities.cuts_tokens:
+            return "pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'."
+        if self.is_asynchronous:
+            return "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'."
         if not isinstance(loader, PipelineLoader):
-            reason = (
+            return (
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
                 "Build it with self._get_dataloader."
             )
-        elif loader.is_stream:
-            reason = (
+        if loader.is_stream:
+            return (
                 f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
                 "again. Use a data set with indices."
             )
-        elif len(self.start_up.probe.activation.hidden_shape) != 2:
-            shape = ("batch", *self.start_up.probe.activation.hidden_shape)
-            reason = f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."
-        elif self.start_up.probe.activation.changes_length:
-            tokens, (length, _) = (
-                self.start_up.probe.activation.input_shape[0],
-                self.start_up.probe.activation.hidden_shape,
+        if len(activation.hidden_shape) != 2:
+            shape = ("batch", *activation.hidden_shape)
+            return f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."
+        if activation.changes_length:
+            return (
+                f"the layers' activations have {activation.hidden_shape[0]} positions for {activation.input_shape[0]} "
+                "tokens, or other numbers for other lengths: expected one a token."
             )
-            reason = (
-                f"the layers' activations have {length} positions for {tokens} tokens, or other numbers for other "
-                "lengths: expected one a token."
-            )
-        else:
-            reason = why_not_on_nodes(loader, self.topology) or self._refused_base()
-        if reason is not None:
-            return InputReport(reason)
+        if (reason := why_not_on_nodes(loader, self.topology)) is not None:
+            return reason
+        try:
+            if self.topology.is_first_here:
+                check_base(self.base)
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        reason = self.first_told(reason)
+        if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
+            raise ValueError(reason)
+        return reason
+
+    def _examined(self, loader: PipelineLoader) -> InputReport:
+        """Return the ranks' common report on samples that are read. Collective: call on every rank."""
         probe = self.start_up.probe
         dataset = loader.dataset if loader.slots is None else loader.samples
         report = examine_inputs(dataset, loader.collate_fn, probe.activation.main_input, probe.placeholders)
         try:
-            RowFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
+            RecordFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
             report = InputReport(report.reason or str(error))
         if report.reason is None and isinstance(loader.reading, DispatchedReading):
@@ -188,13 +212,6 @@ class CacheInputs:
                 return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
         return None
 
-    def _refused_base(self) -> str | None:
-        """Return why the base folder is unusable; raise if it was asked for. Collective: call on every rank."""
-        reason = self.first_told(_error_of(self.base) if self.topology.is_first_here else None)
-        if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
-            raise ValueError(reason)
-        return reason
-
     def _stored_dtype(self) -> torch.dtype:
         name = self.args.activation_cache_dtype
         if name != "auto":
@@ -202,14 +219,6 @@ class CacheInputs:
             return asked
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         return autocast or self.start_up.probe.boundary_dtypes[-1]
-
-
-def _error_of(base: Path) -> str | None:
-    try:
-        check_base(base)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def cache_base(args: PipeTransformerArguments) -> Path:
@@ -223,9 +232,6 @@ def remove_old_stores(args: PipeTransformerArguments) -> None:
         delete_leftovers(open_root(cache_base(args)))
 
 
-_SAMPLES, _BATCHES = "samples", "batches"
-
-
 def seeded_reading(
     args: PipeTransformerArguments, topology: Topology, start_up: StartUp, dataset: Any, collate: Any
 ) -> SeededReading | None:
@@ -236,42 +242,35 @@ def seeded_reading(
     num_slots, seed = args.activation_cache_views, args.data_seed if args.data_seed is not None else args.seed
     code = ItemCode(max(1, len(dataset)), num_slots)
     samples = SeededSamples(dataset, code, SeededGenerators([dataset], seed))
-    found, reason = topology.decide(lambda: list(_what_draws(samples, collate, start_up)))
+    main_input = start_up.probe.activation.main_input
+
+    def find() -> list[Any]:
+        """Return if the data set draws, if the collator does, and the reason why slots are of no use."""
+        report = examine_inputs(dataset, collate, main_input, start_up.probe.placeholders)
+        if not report.is_random:
+            same = None if report.reason else "samples are the same each time they are read, one record of each does"
+            return [False, False, same]
+        # With seeded samples any remaining difference comes from the collator. One that mixes samples is refused here.
+        report = examine_inputs(samples, PlainRows(collate), main_input, start_up.probe.placeholders)
+        return [report.reason is None, report.is_random, None if report.is_random else report.reason]
+
+    dataset_draws, collator_draws, reason = topology.decide(find)
     if topology.rank == 0:
-        _tell(found, reason, num_slots)
-    if found is None:
+        if reason is not None:
+            logger.warning(f"activation_cache_views={num_slots} has no use: {reason}")
+        if dataset_draws or collator_draws:
+            what = "Random augmentation" if dataset_draws else "A collator that draws at random"
+            slots = "one stored version" if num_slots == 1 else f"up to {num_slots} stored versions"
+            announce(
+                f"{what} found: {slots} of each sample will be kept as soon as layers are cached, and taken in turn. "
+                "Each draw is seeded by seed, sample and epoch."
+            )
+    if not dataset_draws and not collator_draws:
         return None
     of_batch: SeededCollator | PlainRows = PlainRows(collate)
-    if found == _BATCHES:
-        main_input = start_up.probe.activation.main_input
-        generators = SeededGenerators([collate], seed)
-        of_batch = SeededCollator(collate, code, generators, main_input, start_up.pad_token_id)
+    if collator_draws:
+        of_batch = SeededCollator(collate, code, SeededGenerators([collate], seed), main_input, start_up.pad_token_id)
     return SeededReading(samples, of_batch, AugmentationSlots(code, seed))
-
-
-def _what_draws(samples: SeededSamples, collate: Any, start_up: StartUp) -> tuple[str | None, str | None]:
-    """Return the source of randomness (data set only, or collator too), or the reason why slots are of no use."""
-    names = start_up.probe.activation.main_input, start_up.probe.placeholders
-    report = examine_inputs(samples.dataset, collate, *names)
-    if not report.is_random:
-        return None, None if report.reason else "samples are the same each time they are read, one row of each does"
-    # With seeded samples any remaining difference comes from the collator. One that mixes samples is refused here.
-    report = examine_inputs(samples, PlainRows(collate), *names)
-    if report.reason is None:
-        return _SAMPLES, None
-    return (_BATCHES, None) if report.is_random else (None, report.reason)
-
-
-def _tell(found: str | None, reason: str | None, num_slots: int) -> None:
-    if reason is not None:
-        logger.warning(f"activation_cache_views={num_slots} has no use: {reason}")
-    if found is not None:
-        what = "Random augmentation" if found == _SAMPLES else "A collator that draws at random"
-        slots = "one view" if num_slots == 1 else f"up to {num_slots} slots"
-        announce(
-            f"{what} found: of each sample {slots} will be stored as soon as layers are cached, and taken in turn. "
-            "Each draw is seeded by seed, sample and epoch."
-        )
 
 
 NUM_KEY_SAMPLES = 32
@@ -311,12 +310,13 @@ class CacheStores:
             return None
         if topology.rank == 0 and store.num_found:
             announce(
-                f"The activation cache has the rows of an earlier run for {store.num_found} of {store.num_samples} "
-                "samples. A row is used once its sample has been read again and found to be the same: the first epoch "
-                "saves computing, but still reads the data set."
+                f"The activation cache has the records of an earlier run for {store.num_found} of {store.num_samples} "
+                "samples. A record is used once its sample has been read again and found to be the same: the first "
+                "epoch saves computing, but still reads the data set."
             )
-        # `activation_cache_max_gb` bounds all stores together.
-        store.bytes_beside = partial(self._bytes_beside, store, taken)
+        # `activation_cache_max_gb` bounds all stores together: this one loses what others take from now on.
+        own = store
+        store.bytes_beside = lambda: self._bytes_taken() - own.bytes_taken - taken
         opened = ActivationCache(store, source, self.args.device)
         self._opened.append(opened)
         return opened
@@ -330,10 +330,6 @@ class CacheStores:
 
     def _bytes_taken(self) -> int:
         return sum(cache.store.bytes_taken for cache in self._opened)
-
-    def _bytes_beside(self, store: ActivationStore, taken: int) -> int:
-        """Return the bytes that other stores have taken in addition to `taken`, the total when `store` was opened."""
-        return self._bytes_taken() - store.bytes_taken - taken
 
     def close(self) -> None:
         """Close all stores and delete their folders, except those that the user asked to keep."""
@@ -352,10 +348,8 @@ class CacheStores:
             self.inputs.base,
             key or f"unnamed-{uuid.uuid4().hex}",
             len(loader.dataset) * source.num_slots,
-            self.inputs.row_format(source),
+            self.inputs.record_format(source),
             int(self.max_bytes()),
-            self.topology.world_size,
-            row_length=0 if source.is_text else source.row_length,
         )
         self._folders.append(folder)
         if self.args.activation_cache_keep and key is not None:
@@ -363,7 +357,7 @@ class CacheStores:
         return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
-        """Return a name for samples and row format that a later run recognizes; None without a fingerprint."""
+        """Return a name for samples and record format that a later run recognizes; None without a fingerprint."""
         num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
         if fingerprint is None:
             if self.args.activation_cache_keep:
@@ -375,12 +369,12 @@ class CacheStores:
         # A data set's fingerprint does not cover the collator, so a few collated samples are hashed as well.
         spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
         _, digests = source.digests(source.read(spread))
-        # Another row format gets another folder. The name is hashed since a fingerprint may be any text.
-        row_format = json.dumps(self.inputs.row_format(source).to_json(), sort_keys=True)
+        # Another record format gets another folder. The name is hashed since a fingerprint may be any text.
+        record_format = json.dumps(self.inputs.record_format(source).to_json(), sort_keys=True)
         # AugmentationSlots depend on the seed.
         drawn = "" if loader.slots is None else f"\0{source.num_slots}\0{loader.slots.seed}"
-        # Input digests stop at the last real token; stored rows may include padding.
+        # Input digests stop at the last real token; stored records may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{row_format}{drawn}{padded}".encode())
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{drawn}{padded}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

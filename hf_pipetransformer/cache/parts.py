@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_pipetransformer.cache.inputs import InputReport, real_lengths, row_digests
-from hf_pipetransformer.cache.rows import Rows
-from hf_pipetransformer.cache.table import StoreDamagedError
+from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.inputs import InputReport, real_lengths, sample_digests
+from hf_pipetransformer.cache.records import Records
 from hf_pipetransformer.data.augmentation import ItemCode
-from hf_pipetransformer.data.batches import CacheTags, fill_value, pad_batch, take_rows
+from hf_pipetransformer.data.batches import fill_value, pad_batch, take_rows
 
 
 Indices = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class SampleSource:
 
     Args:
         read: collates the samples with these indices (or items, with `slots`) into a batch.
-        row_length: sequence length of the activations if samples have no token dimension.
+        record_length: sequence length of the activations if samples have no token dimension.
         main_shape: shape of a sample of the main input without token dimension; cached samples get a placeholder.
         keeps_padding: True if the loss sees padding, so that records must include it.
         slots: for random samples: items replace indices, and each sample has V records.
@@ -41,7 +41,7 @@ class SampleSource:
     read: Callable[[list[int]], Mapping[str, Any]]
     main_input: str
     report: InputReport
-    row_length: int
+    record_length: int
     hidden_size: int
     main_shape: tuple[int, ...]
     main_dtype: torch.dtype
@@ -57,7 +57,7 @@ class SampleSource:
     def digests(self, batch: Mapping[str, Any]) -> tuple[Indices, Any]:
         """Return the real length and the input digest of each sample of a batch."""
         lengths = real_lengths(batch, self.main_input)
-        return lengths, row_digests(batch, lengths, self.report.token_fields)
+        return lengths, sample_digests(batch, lengths, self.report.token_fields)
 
     @property
     def num_slots(self) -> int:
@@ -67,19 +67,19 @@ class SampleSource:
     def sample_of(self, item: int) -> int:
         return item if self.slots is None else int(self.slots.samples_of(item))
 
-    def rows_of(self, samples: Indices) -> Indices:
+    def records_of(self, samples: Indices) -> Indices:
         """Return the store's record number for each sample or item."""
-        return samples if self.slots is None else self.slots.rows_of(samples)
+        return samples if self.slots is None else self.slots.records_of(samples)
 
-    def all_rows_of(self, samples: Indices) -> Indices:
+    def all_records_of(self, samples: Indices) -> Indices:
         """Return the record numbers of all slots of these samples, sample by sample."""
-        rows: Indices = (samples[:, None] * self.num_slots + np.arange(self.num_slots)).reshape(-1)
-        return rows
+        places: Indices = (samples[:, None] * self.num_slots + np.arange(self.num_slots)).reshape(-1)
+        return places
 
     def padded_length(self, longest: int) -> int:
         """Return the sequence length of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
-        return self.row_length if rule is None or not self.is_text else rule.length(longest)
+        return self.record_length if rule is None or not self.is_text else rule.length(longest)
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
         """Rebuild the inputs of cached samples from their side fields, padded like the collator does."""
@@ -97,11 +97,12 @@ class SampleSource:
 
 
 class Parts:
-    """Parts of a batch that were read from the data set: positions, collated inputs, and digests of the inputs."""
+    """Parts of a batch that were read from the data set."""
 
     def __init__(self, source: SampleSource) -> None:
         self.source = source
         self.found: list[tuple[npt.NDArray[np.bool_], Mapping[str, Any], Any]] = []
+        """Mask of the samples in the batch, collated inputs, and digests of the inputs."""
         self._longest: list[int] = []
 
     def add(self, where: Any, batch: Mapping[str, Any], holds: Any) -> None:
@@ -126,7 +127,7 @@ class Parts:
         """
         source = self.source
         if not source.is_text:
-            return source.row_length
+            return source.record_length
         read = max((batch[source.main_input].shape[1] for _, batch, _ in self.found), default=0)
         expected = max(map(source.padded_length, self._longest), default=0)
         if is_checked and read != expected:
@@ -136,33 +137,33 @@ class Parts:
             )
         return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
-    def joined(self, samples: Indices, levels: Indices, rows: Rows | None, stamp: int, length: int) -> dict[str, Any]:
-        """Return the whole batch, padded and tagged: the samples that were read, and `rows` where `levels` > 0."""
-        source, pieces, digests = self.source, [], np.zeros(len(samples), dtype=np.uint64)
+    def joined(
+        self, hit: Any, records: Records | None, length: int
+    ) -> tuple[dict[str, torch.Tensor], Any, torch.Tensor | None]:
+        """Return the inputs of the whole batch, padded, the digests of those that were read, and stored activations.
+
+        `records` are those of the samples in the mask `hit`.
+        """
+        source, pieces, digests = self.source, [], np.zeros(len(hit), dtype=np.uint64)
         for where, batch, found in self.found:
             digests[where] = found
             if source.is_text:
                 fills = source.report.fill_values
                 batch = pad_batch(batch, source.main_input, length, source.pad_token_id, fills)
             pieces.append((where, batch))
-        hidden = None
-        if rows is not None:
-            hit = levels > 0
-            pieces.append((hit, source.stored_inputs(rows.fields, rows.lengths, length)))
-            if hit.any():
-                hidden = _spread([(hit, rows.activation)], len(samples))
-        inputs = {
-            name: _spread([(where, piece[name]) for where, piece in pieces], len(samples)) for name in pieces[0][1]
-        }
-        index, num_layers, known = (torch.from_numpy(values) for values in (samples, levels, digests.view(np.int64)))
-        return CacheTags(index, num_layers, known, stamp, hidden).attach(inputs)
+        if records is not None:
+            pieces.append((hit, source.stored_inputs(records.fields, records.lengths, length)))
+        hidden = _spread([(hit, records.activation)]) if records is not None and hit.any() else None
+        inputs = {name: _spread([(where, piece[name]) for where, piece in pieces]) for name in pieces[0][1]}
+        return inputs, digests, hidden
 
 
-def _spread(pieces: list[tuple[Any, torch.Tensor]], count: int) -> torch.Tensor:
+def _spread(pieces: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
+    """Join parts of a batch by the masks that say where their samples belong."""
     where, first = pieces[0]
     if where.all():
         return first
-    whole = first.new_zeros(count, *first.shape[1:])
+    whole = first.new_zeros(len(where), *first.shape[1:])
     for where, piece in pieces:
         whole[torch.from_numpy(np.flatnonzero(where))] = piece
     return whole

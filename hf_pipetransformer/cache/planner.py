@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from timeit import repeat, timeit
 
@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.cache.cache import ActivationCache
+from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
-from hf_pipetransformer.cache.rows import RowFormat
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cache.table import Array, StoreDamagedError
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
     Pass,
     SlotCosts,
+    Stored,
     decide_cache,
     fresh_share,
     passes_ahead,
@@ -28,7 +29,7 @@ from hf_pipetransformer.planning.storing import (
 from hf_pipetransformer.report import announce, logger
 
 
-MEASURED_ROWS = 32
+MEASURED_RECORDS = 32
 """Number of records written and read to measure the storage speed."""
 
 
@@ -40,6 +41,7 @@ class StorageSpeed:
     write: float
 
 
+@dataclass
 class CachePlanner:
     """Chooser of the number of blocks to cache, asked at each freeze step (PipeTransformer, section 3.4).
 
@@ -50,30 +52,21 @@ class CachePlanner:
         input_seconds: seconds to read and collate a sample.
         measure: measures the storage; called once, on first use.
         fits_share: share of the samples that fits into the store, 0 to 1.
+        write: writes an event to the journal.
         num_slots: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        input_seconds: float,
-        measure: Callable[[], StorageSpeed],
-        fits_share: float,
-        steps_per_epoch: int,
-        write: Callable[..., None],
-        num_slots: int = 0,
-    ) -> None:
-        self.mode = mode
-        self.input_seconds = input_seconds
-        self.fits_share = fits_share
-        self.steps_per_epoch = steps_per_epoch
-        self.write = write
-        self.num_slots = num_slots
-        self._cache: ActivationCache | None = None
-        self._samples = np.arange(0)
-        self._measure = measure
-        self._speed: StorageSpeed | None = None
-        self._costs: CacheCosts | None = None
+    mode: str
+    input_seconds: float
+    measure: Callable[[], StorageSpeed]
+    fits_share: float
+    steps_per_epoch: int
+    write: Callable[..., None]
+    num_slots: int = 0
+    _cache: ActivationCache | None = field(default=None, init=False)
+    _samples: Array = field(default_factory=lambda: np.arange(0), init=False)
+    _speed: StorageSpeed | None = field(default=None, init=False)
+    _costs: CacheCosts | None = field(default=None, init=False)
 
     def follow(self, cache: ActivationCache, samples: Array) -> None:
         """Base later decisions on this cache and on `samples`, those that this node stores."""
@@ -101,10 +94,10 @@ class CachePlanner:
             max_steps: last step of the run, or step at which blocks are unfrozen.
             active_seconds: seconds per sample that a step spends above the frozen blocks.
         """
-        costs, share = self._measured(prefix_seconds, stored_level)
+        costs, stored = self._measured(prefix_seconds, stored_level)
         self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
+        decision = self._cheapest(costs, stored, num_frozen, epochs_left, active_seconds)
         self.write(
             "cache",
             what="decision",
@@ -117,7 +110,7 @@ class CachePlanner:
             read_s=costs.read,
             write_s=costs.write,
             epochs_left=epochs_left,
-            stored_share=share,
+            stored_share=stored.share,
             fits_share=self.fits_share,
             num_slots=self.num_slots,
             active_s=active_seconds,
@@ -125,30 +118,16 @@ class CachePlanner:
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
         if decision.write and self.num_slots:
-            does += f", {self._in_slots()}; later ones draw {decision.fresh_share:.1%} of the samples anew"
+            slots = "one augmentation slot of each sample, which the first epoch fills"
+            if self.num_slots > 1:
+                slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
+            does += f", {slots}; later ones augment {decision.fresh_share:.1%} of the samples again"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         return decision
 
     def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
         """Return the measured times before anything is stored; for the argument see `decide`."""
         return self._measured(prefix_seconds, 0)[0]
-
-    def _in_slots(self) -> str:
-        one = "one view of each sample, which the first epoch fills"
-        return one if self.num_slots == 1 else f"{self.num_slots} slots of each sample, which as many epochs fill"
-
-    def _cheapest(
-        self,
-        costs: CacheCosts,
-        share: float,
-        num_frozen: int,
-        stored_level: int,
-        epochs_left: float,
-        active_seconds: float,
-    ) -> CacheDecision:
-        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_slots else 0.0
-        slots = SlotCosts(max(1, self.num_slots), fresh)
-        return decide_cache(costs, num_frozen, stored_level, share, epochs_left, self.mode, self.fits_share, slots)
 
     def foresee(
         self,
@@ -160,41 +139,43 @@ class CachePlanner:
         active_seconds: float = 0.0,
     ) -> tuple[int, tuple[Pass, ...]]:
         """Return the level that `decide` would choose and the passes that would follow, without deciding anything."""
-        costs, share = self._measured(prefix_seconds, stored_level)
+        costs, stored = self._measured(prefix_seconds, stored_level)
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = self._cheapest(costs, share, num_frozen, stored_level, epochs_left, active_seconds)
-        level = decision.level if decision.use else 0
-        slots = SlotCosts(max(1, self.num_slots), decision.fresh_share)
-        return level, self._passes(costs, level, stored_level, share, max_steps - step, slots)
+        decision = self._cheapest(costs, stored, num_frozen, epochs_left, active_seconds)
+        level, slots = decision.level if decision.use else 0, self._slots(decision.fresh_share)
+        return level, passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
 
     def going_on(
-        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, share_drawn: float = 0.0
+        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, fresh_share: float = 0.0
     ) -> tuple[Pass, ...]:
-        """Return the passes that follow if nothing is decided: the cache level stays, and so does `share_drawn`."""
-        costs, share = self._measured(prefix_seconds, stored_level)
-        level = 0 if self.mode == "off" else stored_level
-        slots = SlotCosts(max(1, self.num_slots), share_drawn)
-        return self._passes(costs, level, stored_level, share, max_steps - step, slots)
+        """Return the passes that follow if nothing is decided: the cache level stays, and so does `fresh_share`."""
+        costs, stored = self._measured(prefix_seconds, stored_level)
+        level, slots = 0 if self.mode == "off" else stored_level, self._slots(fresh_share)
+        return passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
 
-    def _passes(
-        self, costs: CacheCosts, level: int, stored_level: int, share: float, steps_left: int, slots: SlotCosts
-    ) -> tuple[Pass, ...]:
-        steps = steps_left, self.steps_per_epoch
-        return passes_ahead(costs, level, stored_level, share, self.fits_share, *steps, slots)
+    def _slots(self, fresh_share: float) -> SlotCosts:
+        return SlotCosts(max(1, self.num_slots), fresh_share)
 
-    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, float]:
-        """Return the times and the share of the samples that have records. If that fails, turn the cache off."""
+    def _cheapest(
+        self, costs: CacheCosts, stored: Stored, num_frozen: int, epochs_left: float, active_seconds: float
+    ) -> CacheDecision:
+        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_slots else 0.0
+        return decide_cache(costs, num_frozen, stored, epochs_left, self.mode, self._slots(fresh))
+
+    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, Stored]:
+        """Return the times and what is stored. If that fails, turn the cache off."""
         cache, share = self._cache, 0.0
         if cache is not None and cache.store.dropped is not None:
             self.mode = "off"
         try:
-            self._speed = self._speed or self._measure()
+            self._speed = self._speed or self.measure()
             if cache is not None and stored_level and self.mode != "off":
                 share = cache.stored_share(self._samples)
         except (OSError, ValueError, StoreDamagedError) as error:
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
-        return CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write), share
+        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
+        return costs, Stored(stored_level, share, self.fits_share)
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
         """Return True if an evaluation set is worth caching, by the costs of the last decision on the training set.
@@ -206,27 +187,27 @@ class CachePlanner:
         """
         if self._costs is None:
             return self.mode == "on" and passes_left > 1  # Layouts are replayed: nothing was measured.
-        return decide_cache(self._costs, level, 0, 0.0, passes_left, self.mode, fits_share).use
+        return decide_cache(self._costs, level, Stored(fits_share=fits_share), passes_left, self.mode).use
 
 
-def measure_storage(base: Path, row_format: RowFormat, length: int) -> StorageSpeed:
+def measure_storage(base: Path, record_format: RecordFormat, length: int) -> StorageSpeed:
     """Measure writing and reading records of `length` tokens in the store's folder; raises like `StoreFolder.take`."""
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
-    num_rows, samples = MEASURED_ROWS, np.arange(MEASURED_ROWS)
+    num_records, samples = MEASURED_RECORDS, np.arange(MEASURED_RECORDS)
     # Zeros, not random numbers: the run's RNG state must not advance.
-    activation = torch.zeros(num_rows, length, row_format.hidden_size)
+    activation = torch.zeros(num_records, length, record_format.hidden_size)
     fields = {
-        **{name: torch.zeros(num_rows, length, dtype=d) for name, d in row_format.token_fields.items()},
-        **{name: torch.zeros(num_rows, *s, dtype=d) for name, (d, s) in row_format.sample_fields.items()},
+        **{name: torch.zeros(num_records, length, dtype=d) for name, d in record_format.token_fields.items()},
+        **{name: torch.zeros(num_records, *s, dtype=d) for name, (d, s) in record_format.sample_fields.items()},
     }
-    rows = activation, np.full(num_rows, length), fields, np.zeros(num_rows, dtype=np.uint64)
+    records = activation, np.full(num_records, length), fields, np.zeros(num_records, dtype=np.uint64)
     try:
-        store = ActivationStore.create(folder.folder, num_rows, row_format, 2**40, num_writers=1, row_length=length)
+        store = ActivationStore.create(folder.folder, num_records, record_format, 2**40)
         # Two writes: the first also creates the shards, which a run does only occasionally.
-        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *rows), number=2) / 2
+        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *records), number=2) / 2
         # Reversed: training does not read records in file order either.
         read = min(repeat(lambda: store.read(samples[::-1], length), number=1, repeat=3))
         store.close()
     finally:
         folder.remove()
-    return StorageSpeed(read / num_rows, write / num_rows)
+    return StorageSpeed(read / num_records, write / num_records)

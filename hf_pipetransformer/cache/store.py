@@ -1,56 +1,127 @@
-"""Store the activations of the frozen blocks on disk: one record per sample, shared by all processes of a node."""
+"""Store the activations of the frozen blocks on disk: one record per sample, shared by all processes of a node.
+
+An index with one entry per sample says where the sample's record is; each writer appends records to a file of its own
+and rewrites them in place. Both are flat files: nothing is mapped into memory, so no truncated file can end a process.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.cache.files import PrivateFolder
-from hf_pipetransformer.cache.rows import (
-    DROPPED_FILE,
-    HEADER_FILE,
-    Header,
-    RowFormat,
-    Rows,
-    as_numpy,
-    as_torch,
-    field_column,
-)
-from hf_pipetransformer.cache.shards import (
+from hf_pipetransformer.cache.files import Array, PrivateFolder, StoreDamagedError, StoreFile
+from hf_pipetransformer.cache.records import (
     FULL_DISK,
+    HEADER_FILE,
     INDEX_FILE,
-    WRITER_FACTOR,
-    Arena,
+    Header,
     Index,
-    Shards,
+    RecordFormat,
+    Records,
     hash_of,
-    index_columns,
-    list_shards,
-    shard_name,
 )
-from hf_pipetransformer.cache.table import Array, ArrowTable, StoreDamagedError, table_bytes
 from hf_pipetransformer.report import logger
 
 
+DROPPED_FILE = "dropped"
+RECORDS_FILE = "records-{}.bin"
+
+MIN_GROWTH_BYTES = 256 * 1024
+GROWTH = 36
+"""A writer's file grows by at least 1 / GROWTH of its size: this wastes little disk space and keeps locks rare."""
+
 _NUM_TRIES = 3
-_PLACE = ["weights_id", "shard", "start", "length", "tokens"]
+_LOCK_SECONDS = 60.0
+"""Long timeout: file systems that cannot reserve space are filled with zeros, by one process at a time."""
 
 
 def fitting_share(
-    max_bytes: float, num_samples: int, row_format: RowFormat, row_length: int, num_rows: int | None = None
+    max_bytes: float, num_samples: int, record_format: RecordFormat, length: int, num_records: int | None = None
 ) -> float:
-    """Return the share of the samples, 0 to 1, that fits into `max_bytes` with records of `row_length` tokens.
+    """Return the share of the samples, 0 to 1, that fits into `max_bytes` with records of `length` tokens.
 
-    `num_rows` limits the records to those that this node stores; the index covers all `num_samples` anyway.
+    `num_records` limits the records to those that this node stores; the index covers all `num_samples` anyway.
     """
-    rows = table_bytes(row_format.shard_columns(), (num_samples if num_rows is None else num_rows) * row_length)
-    return min(1.0, max(0.0, max_bytes - table_bytes(index_columns(row_format), num_samples)) / rows)
+    records = (num_samples if num_records is None else num_records) * record_format.record_bytes(length)
+    return min(1.0, max(0.0, max_bytes - record_format.index_bytes(num_samples)) / records)
+
+
+class Space:
+    """Allocator of one writer: its file, which grows slightly ahead of its records.
+
+    A full disk therefore shows before a record is half written.
+
+    Args:
+        end: end of the writer's last record, in bytes.
+        growing: admits one writer at a time, and yields the bytes that this file may still grow by.
+    """
+
+    def __init__(
+        self, writer: int, file: StoreFile, end: int, max_bytes: int, growing: Callable[[], Iterator[int]]
+    ) -> None:
+        self.writer = writer
+        self._file = file
+        self._end = end
+        self._max_bytes = max_bytes
+        self._growing = contextmanager(growing)
+        self._reserved = file.size()
+        self._refused: float = math.inf  # Fewest bytes beyond the reserved ones rejected so far; files never shrink.
+        if self._reserved < end:
+            raise StoreDamagedError(f"{file.path} has {self._reserved} bytes: the index names {end}. It was cut.")
+
+    def check(self) -> None:
+        """Raise StoreDamagedError if the file was deleted or cut, or another process writes under the same number."""
+        self._file.check_size(self._reserved)
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Return the start of free space, or None if the byte limit or the disk leaves no room."""
+        start, end = self._end, self._end + num_bytes
+        if end > self._reserved and not self._grow(end):
+            return None
+        self._end = end
+        return start
+
+    def note_full_disk(self) -> bool:
+        """Stop growing for good; return False.
+
+        Other programs need the disk too, and each retry would take the little space left.
+        """
+        return self._refuse(0, f"the disk of {self._file.path.parent} is full")
+
+    def _grow(self, end: int) -> bool:
+        missing = end - self._reserved
+        if missing >= self._refused:
+            return False
+        with self._growing() as room:
+            if missing > room:
+                return self._refuse(missing, f"the bound of {self._max_bytes} bytes is reached")
+            grown = self._reserved + min(room, max(missing, MIN_GROWTH_BYTES, self._reserved // GROWTH))
+            try:
+                self._file.reserve(self._reserved, grown)
+            except OSError as error:
+                if error.errno not in FULL_DISK:
+                    raise
+                # Some file systems keep the part that still fitted.
+                self._file.resize(self._reserved)
+                return self.note_full_disk()
+        self._reserved = grown
+        return True
+
+    def _refuse(self, num_bytes: int, reason: str) -> bool:
+        if self._refused == math.inf:
+            logger.warning(
+                f"The activation cache in {self._file.path.parent} takes no more records: {reason}. The records that "
+                "are in it are used, the others are computed again each time."
+            )
+        self._refused = num_bytes
+        return False
 
 
 class ActivationStore:
@@ -66,15 +137,14 @@ class ActivationStore:
         self.folder = folder.path
         self.key = header.key
         self.num_samples = header.num_samples
-        self.row_format = header.row_format
+        self.record_format = header.record_format
         self._held = folder
-        self._store_id = header.store_id
+        self._header = header
         self._index = Index(folder, header)
-        self._shards = Shards(folder, header)
+        self._files: dict[int, StoreFile] = {}
         self.num_found = 0
         """Number of records already present when a writer opened the store."""
-        self._arena = None if writer is None else self._open_arena(header, writer)
-        self._has_warned = False
+        self._space = None if writer is None else self._open_space(writer)
         self._is_dropped = False
         self.bytes_beside: Callable[[], int] = lambda: 0
         """Bytes that other stores have taken from the common limit since this store was opened."""
@@ -84,47 +154,41 @@ class ActivationStore:
         cls,
         folder: str | os.PathLike[str] | PrivateFolder,
         num_samples: int,
-        row_format: RowFormat,
+        record_format: RecordFormat,
         max_bytes: int,
-        num_writers: int,
-        row_length: int = 0,
         key: str | None = None,
     ) -> ActivationStore:
         """Create an empty store in `folder` and open it as writer 0. An existing store there is deleted.
 
         Args:
             folder: on a local disk of this node, see `folder.StoreFolder`.
-            max_bytes: limit on the total file size of all writers; the files are sparse, so disk usage is lower.
-            row_length: tokens per record if all are equally long, else 0. A known length gives few, large shards.
+            max_bytes: limit on the total file size of all writers; the index is sparse, so disk usage is lower.
             key: identifies the data, see `folder.take_store`; defaults to the folder's name.
 
         Raises:
             ValueError: the index alone exceeds `max_bytes`.
             OSError: the disk is full or not writable.
         """
-        assert num_samples > 0 and num_writers > 0
+        assert num_samples > 0
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder, create=True)
-        columns = index_columns(row_format)
-        if table_bytes(columns, num_samples) > max_bytes:
+        size = record_format.index_bytes(num_samples)
+        if size > max_bytes:
             raise ValueError(
                 f"The activation cache may take {max_bytes} bytes, and the index of {num_samples} samples alone takes "
-                f"{table_bytes(columns, num_samples)}. Raise activation_cache_max_gb, or set activation_cache to off."
+                f"{size}. Raise activation_cache_max_gb, or set activation_cache to off."
             )
-        # The header goes first: without it the folder has no store, whatever else a crash leaves there.
-        for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *list_shards(held).values()):
+        # The header goes first and comes last: without it the folder has no store, whatever else a crash leaves there.
+        for old in (HEADER_FILE, INDEX_FILE, DROPPED_FILE, *_records_files(held)):
             held.unlink(old)
         header = Header(
             store_id=uuid.uuid4().hex,
             key=key or held.path.name,
             num_samples=num_samples,
             max_bytes=max_bytes,
-            num_writers=num_writers,
-            row_format=row_format,
-            row_length=row_length,
+            record_format=record_format,
             run_id=uuid.uuid4().hex,
         )
-        ArrowTable.create(held, INDEX_FILE, columns, num_samples, header.store_id)
-        # The header comes last: it makes the store valid.
+        StoreFile(held, INDEX_FILE, create=True).resize(size)
         header.write(held)
         return cls(held, header, 0)
 
@@ -143,48 +207,44 @@ class ActivationStore:
             OSError: the folder is missing.
         """
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder)
-        header = Header.read(held, key)
-        assert writer is None or 0 <= writer < header.num_writers
-        return cls(held, header, writer)
+        return cls(held, Header.read(held, key), writer)
 
-    def _open_arena(self, header: Header, writer: int) -> Arena:
-        # A killed process with this writer number may have left unfinished files.
-        for name in self._held.names():
-            if name.startswith(f"shard-{writer}-") and name.endswith(".tmp"):
-                self._held.unlink(name)
+    def _open_space(self, writer: int) -> Space:
         # Entries with id 0 count here: a record that is being written right now already owns its place.
-        entries = self._index.read(np.arange(header.num_samples))
+        entries = self._index.read(np.arange(self.num_samples))
         self.num_found = int(np.count_nonzero(entries["weights_id"]))
-        entries = entries[(entries["capacity"] > 0) & (entries["shard"] // WRITER_FACTOR == writer)]
-        own = {number for number in list_shards(self._held) if number // WRITER_FACTOR == writer}
-        used = dict.fromkeys(sorted(own.union(entries["shard"].tolist())), 0)
-        ends = (entries["start"] + entries["capacity"]).tolist()
-        for shard, end in zip(entries["shard"].tolist(), ends, strict=True):
-            used[shard] = max(used[shard], end)
-        return Arena(self._shards, writer, used, header, self._growing)
+        entries = entries[(entries["capacity"] > 0) & (entries["writer"] == writer)]
+        places = zip(entries["start"].tolist(), entries["capacity"].tolist(), strict=True)
+        end = max((start + self.record_format.record_bytes(capacity) for start, capacity in places), default=0)
+        name = RECORDS_FILE.format(writer)
+        # Created only if nothing of that name is there: a link is damage, not a reason to end the run.
+        file = self._files[writer] = StoreFile(self._held, name, create=name not in self._held.names())
+        return Space(writer, file, end, self._header.max_bytes, self._growing)
 
-    @contextmanager
     def _growing(self) -> Iterator[int]:
-        """Keep other writers from adding files; yield the bytes used so far, including those of other stores."""
-        with self._index.table.locked():
-            yield self._num_bytes() + self.bytes_beside()
+        """Keep other writers from growing their files; yield the bytes left, also by other stores."""
+        with self._index.file.locked(_LOCK_SECONDS):
+            yield self._header.max_bytes - self.bytes_taken - self.bytes_beside()
+
+    def _file(self, writer: int) -> StoreFile:
+        if writer not in self._files:
+            self._files[writer] = StoreFile(self._held, RECORDS_FILE.format(writer))
+        return self._files[writer]
 
     @property
     def bytes_taken(self) -> int:
-        """Apparent size of the index and all shards, limited by `max_bytes`; of the index alone if they are gone."""
+        """Size of the index and all records, limited by `max_bytes`; of the index alone if they are gone."""
+        records = 0
         with suppress(OSError):
-            return self._num_bytes()
-        return self._index.table.num_bytes
+            records = sum(self._held.status(name).st_size for name in _records_files(self._held))
+        return self._index.num_bytes + records
 
     @property
     def bytes_stored(self) -> int:
-        """Actual disk usage of the sparse files; 0 if the folder is gone."""
+        """Actual disk usage, less than `bytes_taken` as the index is sparse; 0 if the folder is gone."""
         with suppress(OSError):
-            return sum(map(self._held.bytes_on_disk, (INDEX_FILE, *list_shards(self._held).values())))
+            return sum(map(self._held.bytes_on_disk, (INDEX_FILE, *_records_files(self._held))))
         return 0
-
-    def _num_bytes(self) -> int:
-        return self._index.table.num_bytes + sum(map(self._held.size, list_shards(self._held).values()))
 
     @property
     def dropped(self) -> str | None:
@@ -207,10 +267,10 @@ class ActivationStore:
     def weights_id(self, key: str) -> int:
         """Return the positive id of the weights named by `key`: a hash, so there is no table of ids to lose."""
         # 63 bits, as entries store the id as a signed int64, and never 0, which means no record.
-        return xxhash.xxh3_64_intdigest(f"{self._store_id}\0{key}".encode()) >> 1 or 1
+        return xxhash.xxh3_64_intdigest(f"{self._header.store_id}\0{key}".encode()) >> 1 or 1
 
     def entries(self, samples: Array) -> Array:
-        """Return the current index entries `(n,)`, see `RowFormat.entry_dtype`; all zero where no record is stored.
+        """Return the current index entries `(n,)`, see `RecordFormat.entry_dtype`; all zero where nothing is stored.
 
         Raises:
             StoreDamagedError: the index is gone, was truncated, or fails its hash check.
@@ -225,20 +285,23 @@ class ActivationStore:
 
     def are_compared(self, samples: Array, entries: Array) -> Array:
         """Return a bool mask `(n,)`: True if this run wrote the record or verified it with `set_compared`."""
-        return self._index.are_compared(samples, entries)
+        marks: Array = entries["compared"] == self._index.compared_words(samples, entries["input_digest"])
+        return marks
 
     def set_compared(self, samples: Array, input_digests: Array) -> None:
         """Mark the inputs of samples as read and found to have these digests, for all processes of this run.
 
+        The mark is a separate word, valid for one digest in one run, so a concurrent change of the entry is harmless.
+
         Raises:
             StoreDamagedError: the index is gone or was truncated.
         """
-        self._index.table.check()
+        self._index.check()
         # A lost mark is harmless: the sample is read and compared again.
         with suppress(OSError):
             self._index.set_compared(samples, input_digests)
 
-    def read(self, samples: Array, length: int) -> Rows:
+    def read(self, samples: Array, length: int) -> Records:
         """Read records into new tensors.
 
         Args:
@@ -246,48 +309,49 @@ class ActivationStore:
             length: tokens per record in the result; longer records are truncated, shorter ones zero-padded.
 
         Raises:
-            StoreDamagedError: a shard is gone or was truncated, or a record fails its hash check.
+            StoreDamagedError: a file is gone or was truncated, or a record fails its hash check.
         """
         samples = np.asarray(samples, np.int64)
-        activation = torch.empty(len(samples), length, self.row_format.hidden_size, dtype=self.row_format.dtype)
-        # as_numpy shares memory, so records are read directly into the tensor.
-        columns = {"activation": as_numpy(activation)}
-        for name in map(field_column, self.row_format.token_fields):
-            columns[name] = np.empty((len(samples), length), self._shards.columns[name])
+        activation, columns = self.record_format.empty(len(samples), length)
         entries = self.entries(samples)
-        places = entries[_PLACE].tolist()
-        for shard in {place[1] for place in places if place[0]}:
-            self._shards[shard].check()
-        for row, place in enumerate(places):
-            targets = {name: values[row] for name, values in columns.items()}
+        for writer in set(entries["writer"][entries["weights_id"] != 0].tolist()):
+            self._file(writer).size()
+        for position, (sample, place) in enumerate(zip(samples.tolist(), _places(entries), strict=True)):
+            targets = [values[position] for values in columns]
             for _ in range(_NUM_TRIES):
                 if self._has_copied(place, targets):
                     break
                 # Either a writer replaced the record during the copy (retry helps), or it is damaged.
-                entries[row : row + 1] = self.entries(samples[row : row + 1])
-                place = entries[_PLACE][row].item()
+                entries[position : position + 1] = self.entries(samples[position : position + 1])
+                (place,) = _places(entries[position : position + 1])
             else:
                 raise StoreDamagedError(
-                    f"The row of sample {samples[row]} is not what was written: {place[3]} tokens from token "
-                    f"{place[2]} of {self.folder / shard_name(place[1])} have another hash. The disk or the memory is "
-                    "faulty, or something outside the run wrote to the file. Delete the folder to compute the rows "
-                    "anew."
+                    f"The record of sample {sample} is not what was written: {place[3]} tokens from byte {place[2]} "
+                    f"of {self._file(place[1]).path} have another hash. The disk or the memory is faulty, or "
+                    "something outside the run wrote to the file. Delete the folder to compute the records again."
                 )
-        fields = {}
-        for name, dtype in self.row_format.token_fields.items():
-            fields[name] = as_torch(columns[field_column(name)], dtype)
-        for name, (dtype, _) in self.row_format.sample_fields.items():
-            fields[name] = as_torch(entries[field_column(name)], dtype)
-        return Rows(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
+        fields = self.record_format.fields_of(columns[1:], entries)
+        return Records(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
 
-    def _has_copied(self, place: tuple[int, ...], targets: Mapping[str, Array]) -> bool:
-        """Copy a record, or zeros if none is stored; return False if its hash does not match."""
-        weights_id, shard, start, length, tokens = place
-        if weights_id:
-            return self._shards.read_row(shard, start, length, targets) == tokens
-        for target in targets.values():
-            target[:] = 0
-        return True
+    def _has_copied(self, place: tuple[int, ...], targets: list[Array]) -> bool:
+        """Copy a record, truncated or zero-padded, or zeros if none is stored; return False if its hash is another."""
+        weights_id, writer, start, length, tokens = place
+        if not weights_id:
+            for target in targets:
+                target[:] = 0
+            return True
+        whole = targets
+        if length != len(targets[0]):
+            whole = [
+                target[:length] if length < len(target) else np.empty((length, *target.shape[1:]), target.dtype)
+                for target in targets
+            ]
+        self._file(writer).read(start, whole)
+        for target, values in zip(targets, whole, strict=True):
+            if length > len(target):
+                target[:] = values[: len(target)]
+            target[length:] = 0
+        return hash_of(whole) == tokens
 
     def write(
         self,
@@ -295,7 +359,7 @@ class ActivationStore:
         weights_id: int,
         activation: torch.Tensor,
         lengths: Array,
-        fields: Mapping[str, torch.Tensor],
+        fields: dict[str, torch.Tensor],
         input_digests: Array,
     ) -> int:
         """Write records, replacing those the samples already have, and return the number written (0 if dropped).
@@ -316,74 +380,65 @@ class ActivationStore:
             StoreDamagedError: a file of the store is gone or was truncated.
         """
         assert weights_id > 0 and len(samples) == len(lengths) == len(input_digests) == len(activation)
-        arena = self._arena
-        if arena is None:
+        if self._space is None:
             raise ValueError(f"The store in {self.folder} was opened to read only.")
         if len(samples) and not 1 <= min(lengths) <= max(lengths) <= activation.shape[1]:
             raise ValueError(f"lengths are {min(lengths)} to {max(lengths)}: expected 1 to {activation.shape[1]}.")
-        columns, sample_fields = self.row_format.stored(activation, fields)
-        self._index.table.check()
+        columns, sample_fields = self.record_format.stored(activation, fields)
+        self._index.check()
+        self._space.check()
         if self.dropped is not None:
             return 0
-        last_row = {sample: row for row, sample in enumerate(np.asarray(samples).tolist())}
-        targets = np.fromiter(last_row, np.int64, len(last_row))
-        rows = np.fromiter(last_row.values(), np.int64, len(last_row))
+        last = {sample: position for position, sample in enumerate(np.asarray(samples).tolist())}
+        targets = np.fromiter(last, np.int64, len(last))
+        chosen = np.fromiter(last.values(), np.int64, len(last))
         entries = self._index.entries(targets)
-        entries["length"] = np.asarray(lengths)[rows]
+        entries["length"] = np.asarray(lengths)[chosen]
         is_placed = [
-            self._place(sample, entry, arena) for sample, entry in zip(targets.tolist(), entries, strict=True)
+            self._place(sample, entry, self._space) for sample, entry in zip(targets.tolist(), entries, strict=True)
         ]
-        targets, rows, entries = targets[is_placed], rows[is_placed], entries[is_placed]
-        places = entries[_PLACE].tolist()
+        targets, chosen, entries = targets[is_placed], chosen[is_placed], entries[is_placed]
+        places = _places(entries)
         values = [
-            {name: column[row, : place[3]] for name, column in columns.items()}
-            for row, place in zip(rows.tolist(), places, strict=True)
+            [column[position, : place[3]] for column in columns]
+            for position, place in zip(chosen.tolist(), places, strict=True)
         ]
-        entries["tokens"] = [hash_of(value) for value in values]
+        entries["tokens"] = [hash_of(record) for record in values]
         entries["weights_id"] = weights_id
-        entries["input_digest"] = np.asarray(input_digests)[rows]
+        entries["input_digest"] = np.asarray(input_digests)[chosen]
         for name, field in sample_fields.items():
-            entries[name] = field[rows]
-        for shard in {place[1] for place in places}:
-            self._shards[shard].check()
-
-        # Crash safety: ids go to 0 first, and `put` sets them only after all tokens are written.
-        self._index.clear(targets)
-        for place, value in zip(places, values, strict=True):
-            for name, tokens in value.items():
-                self._shards[place[1]].write(name, place[2], tokens)
+            entries[name] = field[chosen]
+        for writer in {place[1] for place in places}:
+            self._file(writer).size()
+        # Crash safety: `_place` has set ids to 0, and `put` sets them only after all tokens are written.
+        for (_, writer, start, _, _), tokens in zip(places, values, strict=True):
+            self._file(writer).write(start, tokens)
         self._index.put(targets, entries)
         return len(targets)
 
-    def _place(self, sample: int, entry: np.void, arena: Arena) -> bool:
-        """Find space for a record and put it into `entry`. A record keeps its place while it fits there."""
-        length = int(entry["length"])
-        if entry["capacity"] >= length:
-            return True
-        slot = arena.allocate(length)
-        if slot is not None and not entry["capacity"] and not self._has_entry(sample, arena):
-            slot = None
-        if slot is not None:
-            entry["shard"], entry["start"] = slot
-            entry["capacity"] = length
-        elif not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                f"The activation cache in {self.folder} takes no more rows: {arena.reason}. The rows that are "
-                "in it are used, the others are computed anew each time."
-            )
-        return slot is not None
+    def _place(self, sample: int, entry: np.void, space: Space) -> bool:
+        """Find space for a record, put it into `entry`, and mark the record as being written.
 
-    def _has_entry(self, sample: int, arena: Arena) -> bool:
-        """Allocate disk space for the index entry of a sample that had none; return False if the disk is full."""
-        try:
-            self._index.make_room(sample)
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
-            arena.note_full_disk()
-            return False
-        return True
+        A record keeps its place while it fits there.
+        """
+        length, is_new = int(entry["length"]), not entry["capacity"]
+        if entry["capacity"] < length:
+            start = space.allocate(self.record_format.record_bytes(length))
+            if start is None:
+                return False
+            entry["writer"], entry["start"], entry["capacity"] = space.writer, start, length
+        return self._index.clear(sample, is_new) or space.note_full_disk()
 
     def close(self) -> None:
-        self._shards.clear()
+        self._files.clear()
+
+
+def _places(entries: Array) -> list[tuple[int, ...]]:
+    """Return weights id, writer, start, length and hash of the tokens of each record."""
+    places: list[tuple[int, ...]] = entries[["weights_id", "writer", "start", "length", "tokens"]].tolist()
+    return places
+
+
+def _records_files(folder: PrivateFolder) -> list[str]:
+    prefix, suffix = RECORDS_FILE.split("{}")
+    return [name for name in folder.names() if name.startswith(prefix) and name.endswith(suffix)]

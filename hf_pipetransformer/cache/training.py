@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import FrozenWeights
-from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_rows_here, samples_here
+from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.parts import SampleSource
 from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.cache.store import fitting_share
@@ -21,7 +20,7 @@ from hf_pipetransformer.data.batches import detach_tags
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.runtime.context import Journal
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import WritingRunner
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
@@ -34,30 +33,28 @@ class TrainingCache:
 
     def __init__(
         self,
-        trainer: Trainer,
         pipeline: Pipeline,
         inputs: CacheInputs,
         loader: PipelineLoader,
         source: SampleSource,
         steps_per_epoch: int,
     ) -> None:
-        self.trainer = trainer
-        self.pipeline = pipeline
         self.inputs = inputs
+        self.trainer = inputs.context.trainer
         self.topology = inputs.topology
-        self.journal = inputs.journal
+        self.pipeline = pipeline
         self.loader = loader
         self.source = source
         self.stores = CacheStores(inputs)
-        row_format = inputs.row_format(source)
+        record_format = inputs.record_format(source)
         self.planner = CachePlanner(
-            mode=trainer.args.activation_cache,
+            mode=inputs.args.activation_cache,
             # DataLoader workers hide the time to read samples.
-            input_seconds=0.0 if trainer.args.dataloader_num_workers else source.report.seconds_per_sample,
-            measure=lambda: measure_storage(inputs.base, row_format, source.row_length),
+            input_seconds=0.0 if inputs.args.dataloader_num_workers else source.report.seconds_per_sample,
+            measure=lambda: measure_storage(inputs.base, record_format, source.record_length),
             fits_share=self._fitting_share(loader, source.num_slots),
             steps_per_epoch=steps_per_epoch,
-            write=self.journal.write,
+            write=inputs.context.journal.write,
             num_slots=0 if loader.slots is None else source.num_slots,
         )
         self._opened: ActivationCache | None = None
@@ -68,12 +65,9 @@ class TrainingCache:
 
     def _fitting_share(self, loader: PipelineLoader, num_slots: int = 1) -> float:
         """Return the share of a loader's samples that fits into the remaining space, at training's record length."""
-        row_format, row_length = self.inputs.row_format(self.source), self.source.row_length
-        num_samples, num_rows = (
-            len(loader.dataset) * num_slots,
-            num_rows_here(self.topology, loader.dataset) * num_slots,
-        )
-        return fitting_share(self.stores.max_bytes(), num_samples, row_format, row_length, num_rows)
+        num_samples, here = len(loader.dataset), num_samples_here(self.topology, loader.dataset)
+        how = (self.inputs.record_format(self.source), self.source.record_length, here * num_slots)
+        return fitting_share(self.stores.max_bytes(), num_samples * num_slots, *how)
 
     # ---- following the layout ----
 
@@ -97,7 +91,7 @@ class TrainingCache:
     @property
     def write(self) -> Callable[[MicroBatch, torch.Tensor], None] | None:
         """Callback that stores the activations of a micro-batch; None until a layout caches blocks."""
-        return None if self._opened is None else self._opened.write
+        return None if self._opened is None else self._opened.writer.write
 
     def prepare_transition(self) -> None:
         """Drop references to weights that may leave this rank. Collective: call on every rank of a pipeline."""
@@ -144,11 +138,11 @@ class TrainingCache:
         if self._opened is None or self._weights is None:
             return
         if self._weights.have_changed(at_once):
-            logger.warning("Weights of frozen layers were changed from outside: their activations are computed anew.")
+            logger.warning("Weights of frozen layers were changed from outside: their activations are computed again.")
             self._digests = {}
             self._name_weights(self._opened)
         else:
-            self._opened.write_pending()
+            self._opened.writer.write_pending()
 
     # ---- evaluation sets ----
 
@@ -200,15 +194,15 @@ class TrainingCache:
     @contextmanager
     def storing_for(self, loader: Any) -> Iterator[None]:
         """Store the activations of predictions made inside this context, in the cache of `loader`'s data set."""
-        cache, pipeline = getattr(loader, "rows", None), self.pipeline
+        cache, pipeline = getattr(loader, "records", None), self.pipeline
         if not isinstance(cache, ActivationCache):
             yield
             return
         shell = pipeline.shell
 
         def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-            cache.write(micro_batch, hidden)
-            cache.write_pending()  # Weights do not change during an evaluation.
+            cache.writer.write(micro_batch, hidden)
+            cache.writer.write_pending()  # Weights do not change during an evaluation.
 
         runner = shell.runner
         # Even with one stage: only the engine can start a forward from stored activations.
@@ -217,7 +211,7 @@ class TrainingCache:
             yield
         finally:
             shell.runner = runner
-            cache.wait_for_writes()
+            cache.writer.wait()
 
     # ---- reports, and the end ----
 
@@ -228,12 +222,12 @@ class TrainingCache:
         if is_apart(self.trainer.args.device):
             self.notice_changed_weights()
             # Otherwise early samples of the next epoch would miss records that are still being written.
-            self._opened.wait_for_writes()
+            self._opened.writer.wait()
         store = self._opened.store
         own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
         counts: list[Mapping[str, float]] = self.topology.gather(own)
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
-        self.journal.write("cache", what="epoch", **totals)
+        self.inputs.context.journal.write("cache", what="epoch", **totals)
         self._drop_on_all_nodes(self._opened)
         reads = totals["hits"] + totals["misses"]
         if reads:
@@ -259,27 +253,17 @@ class TrainingCache:
         self.stores.close()
 
 
-def begin_cache(
-    trainer: Trainer, pipeline: Pipeline, journal: Journal, topology: Any, loader: Any, steps_per_epoch: int
-) -> TrainingCache | None:
+def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
     """Check if activations can be cached and set up the cache; None if not. Collective: call on every rank.
 
     Raises:
         ValueError: the user asked for a cache in a folder that cannot contain one.
     """
-    if trainer.args.activation_cache == "off":
+    if context.args.activation_cache == "off":
         return None
-    inputs = CacheInputs(trainer.args, topology, journal, pipeline.start_up)
-    if trainer.args.schedule.abilities.cuts_tokens:
-        schedule = f"pipeline_schedule={trainer.args.pipeline_schedule!r}"
-        inputs.say_off(f"{schedule} runs slices of sequences. Use pipeline_schedule='1f1b'.", True)
-        return None
-    if pipeline.layout.abilities.overlaps_steps:
-        schedule = f"pipeline_schedule={pipeline.layout.schedule!r}"
-        inputs.say_off(f"{schedule} reads ahead of what is stored. Use pipeline_schedule='1f1b'.", True)
-        return None
+    inputs = CacheInputs(context, pipeline.start_up, pipeline.layout.abilities.overlaps_steps)
     source = inputs.source_of(loader)
     if source is None:
         return None
-    keep_on_nodes(trainer.args, topology, journal, loader)
-    return TrainingCache(trainer, pipeline, inputs, loader, source, steps_per_epoch)
+    keep_on_nodes(context, loader)
+    return TrainingCache(pipeline, inputs, loader, source, steps_per_epoch)

@@ -40,8 +40,8 @@ class ItemCode:
         """Return the number of the draw, of an integer or `(n,)`."""
         return items // (self.num_samples * self.num_slots)
 
-    def rows_of(self, items: Any) -> Any:
-        """Return the row in a store with V rows per sample, of an integer or `(n,)`."""
+    def records_of(self, items: Any) -> Any:
+        """Return the number of the record in a store with V records per sample, of an integer or `(n,)`."""
         return items % self.num_samples * self.num_slots + items // self.num_samples % self.num_slots
 
 

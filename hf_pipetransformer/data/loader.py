@@ -19,7 +19,7 @@ from hf_pipetransformer.comm.staging import pinned
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.data.augmentation import AugmentationSlots
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
-from hf_pipetransformer.data.reading import Part, Reading, ReplicaReading, RowSource
+from hf_pipetransformer.data.reading import Part, Reading, RecordSource, ReplicaReading
 from hf_pipetransformer.data.rng import States
 from hf_pipetransformer.data.sampler import FROM_FIRST, EpochStart
 
@@ -231,19 +231,19 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     # ---- the activation cache ----
 
     @property
-    def rows(self) -> RowSource | None:
-        return self.reading.rows
+    def records(self) -> RecordSource | None:
+        return self.reading.records
 
-    def take_from(self, rows: RowSource) -> None:
-        """Take samples from `rows` where it has them, starting with the next batch that is read."""
+    def take_from(self, records: RecordSource) -> None:
+        """Take samples from `records` where it has them, starting with the next batch that is read."""
         assert isinstance(self.reading, ReplicaReading)
-        self.reading.take_from(rows)
+        self.reading.take_from(records)
 
     def read(self, samples: list[int]) -> Any:
         return self.reading.reader.collate_fn(self.samples.__getitems__(samples))
 
     def read_again(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the samples of an earlier `batch` as `rows` has them now. Call on every stage of a pipeline."""
+        """Return the samples of an earlier `batch` as `records` has them now. Call on every stage of a pipeline."""
         if not self.link.groups.is_first:
             return self.link.receive().batch
         assert isinstance(self.reading, ReplicaReading)

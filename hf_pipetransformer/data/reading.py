@@ -34,7 +34,7 @@ from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, ra
 from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler
 
 
-class RowSource(Protocol):
+class RecordSource(Protocol):
     """Source of samples that need not be read from the data set: the activation cache."""
 
     def select(self, samples: list[int]) -> list[int]:
@@ -122,7 +122,7 @@ class Reading:
     reader: DataLoader[Any]
     link: PipelineLink
     shared: SharedRngState | None
-    rows: RowSource | None = field(default=None, init=False)
+    records: RecordSource | None = field(default=None, init=False)
     """Source of samples that need not be read from the data set."""
     _seed_state: torch.Tensor | None = field(default=None, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -199,16 +199,16 @@ class ReplicaReading(Reading):
             self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
         return super().begin_epoch(start)
 
-    def take_from(self, rows: RowSource) -> None:
-        """Take samples from `rows` where it has them, starting with the next batch that the sampler returns."""
-        self.rows = rows
-        self.sampler.select = rows.select if self.link.groups.is_first else None
+    def take_from(self, records: RecordSource) -> None:
+        """Take samples from `records` where it has them, starting with the next batch that the sampler returns."""
+        self.records = records
+        self.sampler.select = records.select if self.link.groups.is_first else None
 
     def follow(self, old: PipelineGroups, index: int) -> None:
         """Continue with batch `index` as another replica; workers that read ahead stay alive."""
         groups = self.link.groups
-        if self.rows is not None:
-            self.take_from(self.rows)
+        if self.records is not None:
+            self.take_from(self.records)
         elif (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
             return
         if groups.is_first and self._batches is not None:
@@ -231,9 +231,9 @@ class ReplicaReading(Reading):
             sampler.unread.popleft()
         self._num_stale = 0
         batch, own = next(self._batches), sampler.unread.popleft()
-        if self.rows is not None and own.is_single:
-            batch = self.rows.complete(own.samples, own.read, batch, self._agreed_length)
-            self.rows.prefetch(sampler.upcoming())
+        if self.records is not None and own.is_single:
+            batch = self.records.complete(own.samples, own.read, batch, self._agreed_length)
+            self.records.prefetch(sampler.upcoming())
         elif self.common_length is not None:
             main_input, pad_token_id = self.common_length.main_input, self.common_length.pad_token_id
             length = self._agreed_length(sequence_length(batch, main_input))
@@ -270,13 +270,13 @@ class ReplicaReading(Reading):
         return int(longest)
 
     def again(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the samples of an earlier `batch` as `rows` has them now, padded as before."""
+        """Return the samples of an earlier `batch` as `records` has them now, padded as before."""
         _, tags = detach_tags(batch)
-        if self.rows is None or tags is None:
+        if self.records is None or tags is None:
             return batch
         rule = self.common_length
         same = None if rule is None else sequence_length(batch, rule.main_input)
-        return self.rows.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
+        return self.records.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
 
     def close(self) -> None:
         self._batches = None

@@ -17,6 +17,7 @@ from hf_pipetransformer.planning.storing import (
     CacheCosts,
     Pass,
     SlotCosts,
+    Stored,
     decide_cache,
     fresh_share,
     passes_ahead,
@@ -35,8 +36,8 @@ def seconds_left(
 ) -> float:
     """Return the predicted seconds of all steps of `passes`, without the transition to the layout.
 
-    A step in which a share of the samples has cache rows takes that share of the time of a step that reads all of
-    them, plus the rest of one that computes all. Reading rows in place of samples saves at most the step's overhead
+    A step in which a share of the samples has records takes that share of the time of a step that reads all of
+    them, plus the rest of one that computes all. Reading records in place of samples saves at most the step's overhead
     outside the computation.
     """
     samples = samples_per_device * layout.pipeline_size
@@ -48,8 +49,8 @@ def seconds_left(
     for each in passes:
         reads = each.share * step_seconds(each.level) if each.share else 0.0
         computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
-        rows = max(accumulation * samples * each.row_seconds, -overheads.per_step)
-        total += each.steps * (reads + computes + rows)
+        records = max(accumulation * samples * each.record_seconds, -overheads.per_step)
+        total += each.steps * (reads + computes + records)
     return total
 
 
@@ -71,8 +72,8 @@ class Storing:
 
     Args:
         mode: `auto`, `on` or `off`.
-        fits_share: share of the samples whose rows fit.
-        num_slots: rows of a random sample, see `augmentation`; 0 where samples are not random and have one row.
+        fits_share: share of the samples whose records fit.
+        num_slots: records of a random sample, see `augmentation`; 0 where samples are not random and have one.
     """
 
     costs: CacheCosts
@@ -123,12 +124,13 @@ class Forecast:
                 total += self._seconds_of_move(layout, moved)
                 layout = moved
             if self.storing is not None:
-                own = (self.storing.costs, layout.cache_level, stored_level, share, self.storing.fits_share)
+                stored = Stored(stored_level, share, self.storing.fits_share)
                 # The overheads were measured at the start, when all samples were read from the data set.
                 saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
                 slots = self.storing.slots(self.costs, span.num_frozen)
-                ahead = passes_ahead(*own, steps_left, self.steps_per_epoch, slots)
-                passes = tuple(replace(each, row_seconds=each.row_seconds - saved) for each in ahead)
+                level = layout.cache_level
+                ahead = passes_ahead(self.storing.costs, level, stored, steps_left, self.steps_per_epoch, slots)
+                passes = tuple(replace(each, record_seconds=each.record_seconds - saved) for each in ahead)
                 writing = slots.num_slots * self.steps_per_epoch
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
@@ -142,9 +144,9 @@ class Forecast:
         if self.storing is None:
             return 0
         epochs_left = steps_left / self.steps_per_epoch
-        known = (self.storing.costs, num_frozen, stored_level, share, epochs_left)
-        how = (self.storing.mode, self.storing.fits_share, self.storing.slots(self.costs, num_frozen))
-        decision = decide_cache(*known, *how)
+        stored = Stored(stored_level, share, self.storing.fits_share)
+        slots = self.storing.slots(self.costs, num_frozen)
+        decision = decide_cache(self.storing.costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
         return decision.level if decision.use else 0
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:

@@ -31,7 +31,7 @@ class CacheDecision:
     Args:
         level: level the records will have: `num_frozen` if `write`, else their present level.
         costs: seconds per sample over the rest of the run, by choice: "compute", "keep", "write".
-        fresh_share: share of the samples that each later pass augments again, replacing their oldest view.
+        fresh_share: share of the samples that each later pass augments again, replacing their oldest slot.
     """
 
     use: bool
@@ -43,8 +43,28 @@ class CacheDecision:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Records that a store has, and what fits into it; raises ValueError for a share outside 0 to 1.
+
+    Args:
+        level: the number of blocks that the records cover; 0 if nothing is stored.
+        share: share of the samples that have a record, 0 to 1.
+        fits_share: share of the samples whose records fit, 0 to 1.
+    """
+
+    level: int = 0
+    share: float = 0.0
+    fits_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, share in (("stored_share", self.share), ("fits_share", self.fits_share)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share}: expected a share from 0 to 1.")
+
+
+@dataclass(frozen=True)
 class SlotCosts:
-    """Effect of storing random samples in several slots, see `data.augmentation`.
+    """Effect of storing random samples in several augmentation slots, see `data.augmentation`.
 
     Args:
         num_slots: the number of records per sample V; 1 also for samples that are not random.
@@ -55,7 +75,7 @@ class SlotCosts:
     fresh_share: float = 0.0
 
 
-ONE_ROW = SlotCosts()
+ONE_SLOT = SlotCosts()
 
 FRESH_BUDGET = 0.1
 """Fresh augmentations may add this fraction to a pass that reads all records and trains the blocks above."""
@@ -74,12 +94,10 @@ def fresh_share(costs: CacheCosts, num_frozen: int, active: float) -> float:
 def decide_cache(
     costs: CacheCosts,
     num_frozen: int,
-    stored_level: int,
-    stored_share: float,
+    stored: Stored,
     epochs_left: float,
     mode: str,
-    fits_share: float = 1.0,
-    slots: SlotCosts = ONE_ROW,
+    slots: SlotCosts = ONE_SLOT,
 ) -> CacheDecision:
     """Choose the cheapest way to get the output of the frozen prefix for the rest of the run.
 
@@ -103,59 +121,43 @@ def decide_cache(
 
     Args:
         num_frozen: F.
-        stored_level: g, 0 if nothing is stored. Records above F are ignored.
-        stored_share: s, 0 to 1.
+        stored: g, s and p; records above F are ignored.
         epochs_left: E, how often an average sample will still be read, the current epoch included.
         mode: "auto" takes the cheapest; "on" caches whenever records will be read again; "off" never caches.
-        fits_share: p, 0 to 1.
 
     Raises:
-        ValueError: unknown mode, a share outside 0 to 1, or no measured time for F blocks.
+        ValueError: unknown mode, or no measured time for F blocks.
     """
-    _check(costs, num_frozen, stored_share, fits_share, mode)
-    share = stored_share if 0 < stored_level <= num_frozen else 0.0
-    found = _costs(costs, num_frozen, stored_level if share else 0, share, max(epochs_left, 0.0), fits_share, slots)
-    choice, reason = _choose(found, num_frozen, epochs_left, mode, slots)
-    writes = choice == "write"
-    level = num_frozen if writes else stored_level
-    return CacheDecision(choice != "compute", writes, level, found, reason, slots.fresh_share if writes else 0.0)
-
-
-def _check(costs: CacheCosts, num_frozen: int, stored_share: float, fits_share: float, mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
     if not 0 <= num_frozen < len(costs.prefix):
         raise ValueError(
             f"{num_frozen} layers are frozen: expected 0 to {len(costs.prefix) - 1}, the prefixes that were measured."
         )
-    for name, share in (("stored_share", stored_share), ("fits_share", fits_share)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} is {share}: expected a share from 0 to 1.")
+    is_usable = stored.share > 0 and 0 < stored.level <= num_frozen
+    used = stored if is_usable else Stored(fits_share=stored.fits_share)
+    found = _costs(costs, num_frozen, used, max(epochs_left, 0.0), slots)
+    choice, reason = _choose(found, num_frozen, epochs_left, mode, slots)
+    writes = choice == "write"
+    level = num_frozen if writes else stored.level
+    return CacheDecision(choice != "compute", writes, level, found, reason, slots.fresh_share if writes else 0.0)
 
 
-def _costs(
-    costs: CacheCosts,
-    num_frozen: int,
-    stored_level: int,
-    share: float,
-    epochs: float,
-    fits_share: float,
-    slots: SlotCosts,
-) -> dict[str, float]:
+def _costs(costs: CacheCosts, num_frozen: int, stored: Stored, epochs: float, slots: SlotCosts) -> dict[str, float]:
     """Return the seconds per sample of each possible choice, ordered by how much it stores."""
-    computed = costs.input + costs.prefix[num_frozen]
+    computed, share = costs.input + costs.prefix[num_frozen], stored.share
     found = {"compute": epochs * computed}
     if num_frozen == 0:
         return found
     # Noise can make a longer prefix measure faster than a shorter one.
-    advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored_level], 0.0)
+    advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored.level], 0.0)
     if share > 0:
         found["keep"] = epochs * (share * advanced + (1 - share) * computed)
     passes, new = slots.num_slots, slots.fresh_share
     if epochs > passes:
         # Records that are stored already fit.
-        fits = max(fits_share, share)
-        rewritten = 0.0 if stored_level == num_frozen else costs.write
+        fits = max(stored.fits_share, share)
+        rewritten = 0.0 if stored.level == num_frozen else costs.write
         first = share * (advanced + rewritten) + (fits - share) * (computed + costs.write)
         later = (1 - new) * costs.read + new * (computed + costs.write)
         found["write"] = passes * first + fits * (epochs - passes) * later + (1 - fits) * epochs * computed
@@ -172,11 +174,11 @@ def _choose(
     left = f"{epochs_left:.3g} epochs left" + (f" for {slots.num_slots} slots" if slots.num_slots > 1 else "")
     if mode == "on":
         chosen = "keep" if "keep" in found else "compute"
-        return chosen, f"nothing is written with {left}: no row would be read again"
+        return chosen, f"nothing is written with {left}: no record would be read again"
     # On a tie, min keeps the first entry, the choice that stores less.
     chosen = min(found, key=lambda name: found[name])
     if len(found) == 1:
-        return chosen, f"{left}: no row would be read again"
+        return chosen, f"{left}: no record would be read again"
     named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
     compared = ", ".join(f"{named[name]} {1000 * cost:.3g} ms" for name, cost in found.items())
     return chosen, f"over {epochs_left:.3g} epochs a sample costs: {compared}"
@@ -189,42 +191,39 @@ class Pass:
     Args:
         level: the number of blocks covered by the records that are read.
         share: share of the samples whose records are read, 0 to 1; the others are computed.
-        row_seconds: change against now, in seconds per sample, of reading samples and records and writing records.
+        record_seconds: change against now, in seconds per sample, of reading samples and records and writing records.
     """
 
     steps: float
     level: int = 0
     share: float = 0.0
-    row_seconds: float = 0.0
+    record_seconds: float = 0.0
 
 
 def passes_ahead(
     costs: CacheCosts,
     level: int,
-    stored_level: int,
-    stored_share: float,
-    fits_share: float,
+    stored: Stored,
     steps_left: int,
     steps_per_epoch: int,
-    slots: SlotCosts = ONE_ROW,
+    slots: SlotCosts = ONE_SLOT,
 ) -> tuple[Pass, ...]:
-    """Predict the passes to come: those that write records of `level` (one per view), then those that read them.
+    """Predict the passes to come: those that write records of `level` (one per slot), then those that read them.
 
     Args:
         level: the number of blocks whose output is stored from now on; 0 for none.
-        stored_level: the number of blocks covered by the present records, at most `level`; 0 for none.
-        fits_share: share of the samples whose records fit; raised to `stored_share` if smaller.
+        stored: the present records, which cover at most `level` blocks.
         steps_left: optimizer steps.
     """
-    share = stored_share if stored_level else 0.0
+    share = stored.share if stored.level else 0.0
     now = reading_seconds(costs, share)
     if not level:
-        return (Pass(steps_left, row_seconds=costs.input - now),)
-    fits = max(fits_share, share)
-    written = fits - share if stored_level == level else fits
+        return (Pass(steps_left, record_seconds=costs.input - now),)
+    fits = max(stored.fits_share, share)
+    written = fits - share if stored.level == level else fits
     first = min(steps_left, slots.num_slots * steps_per_epoch)
     found = [
-        Pass(first, stored_level if share else 0, share, reading_seconds(costs, share) + written * costs.write - now)
+        Pass(first, stored.level if share else 0, share, reading_seconds(costs, share) + written * costs.write - now)
     ]
     if steps_left > first:
         read, new = fits * (1 - slots.fresh_share), fits * slots.fresh_share

@@ -330,7 +330,7 @@ class StartUp:
 
     Args:
         common_length: how replicas pad to a common length; None if padding does not change the loss.
-        sees_padding: True if hidden states at masked positions may change the loss, so that stored rows keep them.
+        sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
     """
 
     probe: Probe

@@ -207,9 +207,7 @@ class TrainingSetup:
         if saved is not None and isinstance(loader, PipelineLoader) and loader.slots is not None:
             place, slots = saved.progress.place, None if saved.is_plain else saved.state.slots
             loader.slots.load_state(slots, 0 if place is None else place["epoch"])
-        return begin_cache(
-            self.context.trainer, self.pipeline, self.context.journal, self.context.topology, loader, steps_per_epoch
-        )
+        return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """Return the best number of micro-batches M by stages K and chunks V, from checkpoint or events file."""

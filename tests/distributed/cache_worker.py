@@ -385,7 +385,7 @@ def shards_are_deleted(scenario: Scenario) -> None:
         setting = Setting(REPLICAS)
 
         def delete(**_kwargs: Any) -> None:
-            for path in scenario.stored(setting, "shard-*") if RANK == 0 else []:
+            for path in scenario.stored(setting, "records-*") if RANK == 0 else []:
                 path.unlink()
 
         setting.callbacks = [At(DISTURBED_AT, delete)]
@@ -399,10 +399,11 @@ def a_byte_is_flipped(scenario: Scenario) -> None:
         setting = Setting()
 
         def flip(**_kwargs: Any) -> None:
-            for path in scenario.stored(setting, "shard-*") if RANK == 0 else []:
+            written = [path for path in scenario.stored(setting, "records-*") if path.stat().st_size]
+            for path in written if RANK == 0 else []:
                 content = np.memmap(path, np.uint8, "r+")
-                # Behind the head of the file; zeros are no rows.
-                used = np.flatnonzero(content[4096:]) + 4096
+                # Zeros are no records.
+                used = np.flatnonzero(content)
                 content[used[len(used) // 3]] ^= 1
                 content.flush()
 
@@ -491,7 +492,7 @@ def interrupted(scenario: Scenario) -> None:
         setting, held = Setting(), list[Path]()
 
         def stop(setting: Setting = setting, held: list[Path] = held, error: Any = error, **_kwargs: Any) -> None:
-            held += scenario.stored(setting, "shard-*")
+            held += scenario.stored(setting, "records-*")
             raise error
 
         setting.callbacks = [At(DISTURBED_AT, stop)]
@@ -552,7 +553,7 @@ def a_rank_fails(scenario: Scenario) -> None:
     setting, held = Setting(), list[Path]()
 
     def fail(**_kwargs: Any) -> None:
-        held.extend(scenario.stored(setting, "shard-*"))
+        held.extend(scenario.stored(setting, "records-*"))
         if RANK == 1:
             raise RuntimeError("planted")
 

@@ -96,7 +96,7 @@ class Act:
 
     def stored(self) -> list[Path]:
         """The files with rows on this node's disk."""
-        return sorted(self.disk.rglob("shard-*"))
+        return sorted(self.disk.rglob("records-*"))
 
     def run(
         self,

@@ -303,7 +303,7 @@ def test_little_room(outcome: Outcome):
     assert 0 < last["hits"] < NUM_SAMPLES
     assert last["hits"] + last["misses"] == NUM_SAMPLES
     assert all(event["bytes_stored"] <= 40e3 for event in outcome.cache_events("with", "epoch"))
-    assert warnings_of(outcome, "with", "takes no more rows")
+    assert warnings_of(outcome, "with", "takes no more records")
     assert_equal_runs(outcome)
 
 
@@ -349,7 +349,7 @@ def test_frozen_by_the_user_and_cut_anew(outcome: Outcome):
 def test_one_epoch_left(outcome: Outcome):
     (decision,) = outcome.cache_events("with", "decision")
     assert decision["level"] == 0
-    assert "no row would be read again" in decision["reason"]
+    assert "no record would be read again" in decision["reason"]
     assert set(outcome.of("with", "cached_levels")) == {0}
     assert outcome.cache_events("with", "epoch") == []
     assert outcome.all_of("with", "left") == []
