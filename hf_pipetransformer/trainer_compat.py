@@ -176,11 +176,11 @@ def restore_loss(
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
 
 
-Notes = dict[str, dict[str, list[float]]]
+Metrics = dict[str, dict[str, list[float]]]
 """Batch averages that `compute_loss` recorded, by mode ("train" or "eval") and name."""
 
 
-def notes(trainer: Trainer) -> Notes | None:
+def metrics(trainer: Trainer) -> Metrics | None:
     """Return the metrics of a TRL trainer; None for a trainer that records none."""
     found = getattr(trainer, "_metrics", None)
     if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
@@ -201,7 +201,7 @@ def count_tokens_read(trainer: Trainer, num: int) -> None:
 
 
 @contextmanager
-def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
+def kept_token_count(trainer: Trainer) -> Iterator[None]:
     """Restore the count of `num_tokens_read` on exit."""
     count = num_tokens_read(trainer)
     try:
@@ -212,10 +212,55 @@ def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def gathering_nothing(accelerator: Any) -> Iterator[None]:
+def local_gather(accelerator: Any) -> Iterator[None]:
     """Make `accelerator.gather` return its argument, for code that only some ranks run."""
     accelerator.gather = lambda value: value
     try:
         yield
     finally:
         del accelerator.gather
+
+
+@contextmanager
+def gathering_with(trainer: Trainer, gather: Callable[[Any], Any]) -> Iterator[None]:
+    """Make Trainer's evaluation loop gather with another function."""
+    original = trainer.gather_function
+    trainer.gather_function = gather
+    try:
+        yield
+    finally:
+        trainer.gather_function = original
+
+
+def pass_num_items(trainer: Trainer, passes: bool) -> None:
+    """Let Trainer pass `num_items_in_batch` to the model or not, and divide the loss itself where it does not."""
+    trainer.model_accepts_loss_kwargs = passes
+
+
+class SelfFilteringLoss(torch.Tensor):
+    """Loss that Trainer can add up without a device sync.
+
+    Trainer checks each loss for nan and inf, two device syncs per batch, and replaces a bad one by the mean loss since
+    the last log. This tensor answers False to both checks and does the replacement on the device when it is added.
+    """
+
+    num_logged: int
+
+    @staticmethod
+    def of(loss: torch.Tensor, num_logged: int) -> SelfFilteringLoss:
+        """Wrap a scalar loss; `num_logged` is Trainer's divisor of the summed losses since the last log."""
+        filtering = loss.as_subclass(SelfFilteringLoss)
+        filtering.num_logged = num_logged
+        return filtering
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.isnan, torch.isinf):
+            return torch.zeros(args[0].shape, dtype=torch.bool)
+        with torch._C.DisableTorchFunctionSubclass():
+            # `+=` may arrive as either method.
+            if function in (torch.Tensor.add_, torch.Tensor.__iadd__) and isinstance(args[1], cls):
+                total, loss = args
+                loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
+                return total.add_(torch.where(loss.isfinite(), loss, total / count))
+            return function(*args, **(kwargs or {}))

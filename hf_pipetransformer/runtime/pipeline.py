@@ -14,8 +14,7 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.gathering import whole_on_every_rank
-from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.runtime.wiring import StageSettings
+from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.startup.planner import StartUp
@@ -106,6 +105,7 @@ class Pipeline:
         self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
         self.steps: Settling | None = None
+        """Training in progress, which may have work in flight between two steps."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Evaluation loaders that are reused from one evaluation to the next."""
         self.warned_events: set[str] = set()
