@@ -77,12 +77,12 @@ class Watching(PipeTransformerTrainer):
             setattr(part, name, partial(watched, getattr(part, name)))
         return prepared
 
-    def _watch_step(self, before_step: Any) -> None:
+    def _watch_step(self, before_step: Any) -> Any:
         meter = self.pipeline_run.pipeline.settings.meter
         if meter.num_steps == NUM_MEASURED and not self.is_kept:
             self.parts.append((self.pipeline_run.pipeline.layout, meter.medians()))
         self.is_kept = meter.num_steps == NUM_MEASURED
-        before_step()
+        return before_step()
 
     def _watch_move(self, move: Any, change: Any) -> None:
         move(change)

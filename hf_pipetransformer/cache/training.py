@@ -22,7 +22,6 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.context import Journal
-from hf_pipetransformer.runtime.execution import WritingRunner
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
@@ -204,19 +203,19 @@ class TrainingCache:
         if not isinstance(cache, ActivationCache):
             yield
             return
-        shell = pipeline.shell
+        shell, runner = pipeline.shell, pipeline.runner
 
         def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             cache.write(micro_batch, hidden)
             cache.write_pending()  # Weights do not change during an evaluation.
 
-        runner = shell.runner
+        outer = shell.runner, runner.write
         # Even with one stage: only the engine can start a forward from stored activations.
-        shell.runner = WritingRunner(pipeline.runner, write_now)
+        shell.runner, runner.write = runner, write_now
         try:
             yield
         finally:
-            shell.runner = runner
+            shell.runner, runner.write = outer
             cache.wait_for_writes()
 
     # ---- reports, and the end ----

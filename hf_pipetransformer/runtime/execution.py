@@ -74,18 +74,10 @@ class StageRunner:
         self._copies = CopyStream(stage.settings.device)
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
+        self.write: Write | None = None
+        """Stores the activations that enter the entry block while predicting."""
         self.sends_loss_only = False
         """True if `predict` sends only the loss, without logits, to the other stages."""
-
-    @property
-    def is_inside_step(self) -> bool:
-        """True while the model runs a stage of this rank."""
-        return self.stage.view.is_running
-
-    @property
-    def is_installed(self) -> bool:
-        """True if the model is restricted to this rank's blocks."""
-        return self.stage.view.is_installed
 
     def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -170,17 +162,17 @@ class StageRunner:
         guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
         return sums.tolist()
 
-    def predict(self, inputs: dict[str, Any], forward: Forward, write: Write | None = None) -> Any:
+    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs one micro-batch; `write` stores the activations that enter the entry block.
+        `forward` runs one micro-batch.
         """
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=write), rule, count)
+        micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
         outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
         stage.view.widen()
@@ -309,25 +301,6 @@ class GradientNorms:
             parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
             self._places, self._mask = places, parts.to(self.stage.settings.device)
         return self._mask
-
-
-class WritingRunner:
-    """Wrapper of a runner that also stores the activations that enter the entry block while predicting."""
-
-    def __init__(self, runner: StageRunner, write: Write) -> None:
-        self.runner = runner
-        self.write = write
-
-    @property
-    def is_inside_step(self) -> bool:
-        return self.runner.is_inside_step
-
-    @property
-    def is_installed(self) -> bool:
-        return self.runner.is_installed
-
-    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
-        return self.runner.predict(inputs, forward, self.write)
 
 
 class OnDevice(Sequence[MicroBatch]):

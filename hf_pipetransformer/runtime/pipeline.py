@@ -20,21 +20,6 @@ from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.startup.planner import StartUp
 
 
-class Runner(Protocol):
-    """Part of a runner that `PipelineShell` needs."""
-
-    @property
-    def is_inside_step(self) -> bool:
-        """True while the engine runs a stage of this rank."""
-
-    @property
-    def is_installed(self) -> bool:
-        """True if the model is restricted to this rank's stages; else it has its original forward."""
-
-    def predict(self, inputs: dict[str, Any], forward: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return the model output for one batch, on every stage. `forward` runs this stage's part of a micro-batch."""
-
-
 class PipelineShell(nn.Module):
     """Wrapper that takes the place of Trainer's wrapped model; the same object for the whole run.
 
@@ -48,11 +33,12 @@ class PipelineShell(nn.Module):
         self.module = model
         self._autocast = autocast
         self._is_mixed = is_mixed
-        self.runner: Runner | None = None
+        self.runner: StageRunner | None = None
         """Runner of the stages; None if there is only one stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.runner is None or self.runner.is_inside_step or not self.runner.is_installed:
+        runner = self.runner
+        if runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed:
             with self._autocast():
                 outputs = self.module(*args, **kwargs)
             return convert_to_fp32(outputs) if self._is_mixed else outputs
@@ -62,7 +48,7 @@ class PipelineShell(nn.Module):
                 "torch.no_grad() only; gradients are computed by trainer.train(). Set pipeline_parallel_size=1 to "
                 "call it freely."
             )
-        return self.runner.predict(kwargs, self._run_own_part)
+        return runner.predict(kwargs, self._run_own_part)
 
     def _run_own_part(self, inputs: dict[str, Any]) -> Any:
         return self(**inputs)
@@ -137,7 +123,8 @@ class Pipeline:
 
     @property
     def is_inside_step(self) -> bool:
-        return self.runner.is_inside_step
+        """True while the engine runs a stage of this rank."""
+        return self.stage.view.is_running
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:

@@ -191,7 +191,7 @@ class Trainings:
         self.context.seeds.begin(pipeline.stage)
         self._setup = setup
         self._in_loop.enter_context(pipeline.stage.active())
-        self.signals = SavesOnSignal(trainer, topology)
+        self.signals = SavesOnSignal(self.context)
         self._in_loop.callback(self.signals.give_back)
         if request is None:
             self.loader = with_shared_rng(loader, pipeline.shared_rng)

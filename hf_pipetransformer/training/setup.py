@@ -20,7 +20,7 @@ from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
-from hf_pipetransformer.elastic.migration import OptimizerState
+from hf_pipetransformer.elastic.migration import OptimizerState, keep_parameters
 from hf_pipetransformer.elastic.transition import Transitions, longest_pipeline
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.freeze.signals import LayerProbe
@@ -37,7 +37,7 @@ from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.asynchronous import AsynchronousSteps
 from hf_pipetransformer.training.expectation import coming_spans, in_words, make_forecast, measure
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
-from hf_pipetransformer.training.steps import Steps, SynchronousSteps, divide
+from hf_pipetransformer.training.steps import Steps, SynchronousSteps
 from hf_pipetransformer.training.training import Training
 
 
@@ -211,7 +211,11 @@ class TrainingSetup:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
         layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.context.args.elastic
         optimizer = trainer_compat.torch_optimizer(self.context.trainer)
-        groups = divide(optimizer, self.pipeline, self.names)
+        groups = {}
+        if layout.pipeline_size > 1:
+            # The first stage that uses a shared parameter updates it; the others receive the value.
+            now = {id(parameter): name for name, parameter in stage.view.model.named_parameters()}
+            groups = keep_parameters(optimizer, {**self.names, **now}, stage.trained_here())
         # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
         # its cache.
         freezes = self.policy.freezes or self.replay is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -227,7 +227,9 @@ class Starter:
         if self._took_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
             self._took_loss_kwargs = False
-        check_trained_model(trainer.model, self.options, trainer.optimizer if is_training else None)
+        # A script may have replaced the arguments since the trainer was made.
+        options = replace(self.options, args=args)
+        check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter = self.options.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training

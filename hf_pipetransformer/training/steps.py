@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
-from hf_pipetransformer.elastic.migration import keep_parameters
 from hf_pipetransformer.engine.losses import agree_on_overflow
 from hf_pipetransformer.engine.program import Write
 from hf_pipetransformer.runtime.context import Context
@@ -25,24 +23,6 @@ from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.base import main_input_of
 from hf_pipetransformer.training.metrics import MetricAccumulator
-
-
-def divide(optimizer: torch.optim.Optimizer, pipeline: Pipeline, names: Mapping[int, str]) -> dict[str, int]:
-    """Restrict an optimizer to this stage's parameters, keeping its groups.
-
-    The first stage that uses a shared parameter updates it; the others receive the value.
-
-    Args:
-        names: `id` of each parameter, from before the model was split, to its name.
-
-    Returns:
-        Parameter name to group index, for the whole model; empty for a single stage, which keeps everything.
-    """
-    if pipeline.layout.pipeline_size == 1:
-        return {}
-    stage = pipeline.stage
-    now = {id(parameter): name for name, parameter in stage.view.model.named_parameters()}
-    return keep_parameters(optimizer, {**names, **now}, stage.trained_here())
 
 
 @dataclass
