@@ -1,4 +1,41 @@
-"""Access to Trainer internals that are not public API: its rules for columns, item counts and losses."""
+"""Access to Trainer internals that are not public API, and the list of all patches of other libraries.
+
+Names that are read or overridden are listed in `tests/private_names.py`. What the package sets on objects or modules
+of other libraries is here:
+
+- `Accelerator.gather` (`local_gather`): code that only some ranks run would wait for the others. Way out: an argument
+  of TRL's and Trainer's metrics to count locally.
+- `Trainer.gather_function` (`gathering_with`): a gather that knows how many samples each replica has. Way out: a
+  gather method to override.
+- `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
+  out: transformers#47688.
+- `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
+  method that places the model.
+- `Trainer._tr_loss` and its counts (`restore_loss`, `_finalize_training`): unlogged loss of a resumed run; the mean
+  over all ranks. Way out: Trainer saving them in its state.
+- metrics and token counts of TRL (`metrics`, `kept_token_count`): parts of a batch overlap and are averaged apart.
+  Way out: a hook for metrics in TRL.
+- bytecode names of `get_*_dataloader` (`check_loaders`): refuse a class's own DataLoader before it is built. Way out:
+  none needed: later loaders are refused too.
+- loss that answers `isnan` (`SelfFilteringLoss`): Trainer syncs the device twice a batch. Way out: a filter on the
+  device in Trainer.
+- `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
+  model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
+- `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
+  method between saving and rotation.
+- `transformers.trainer.skip_first_batches` (`state/restore.py`): skip batches of a loader that is no DataLoader. Way
+  out: a method to override.
+- `transformers.trainer.rotate_checkpoints` (`state/checkpoint.py`): delete old checkpoints by their step. Way out:
+  the option to sort by step in Trainer.
+- `TrainingArguments.__class__` (`options/arguments.py`): plain arguments get the pipeline's options. Way out: pass
+  `PipeTransformerArguments`.
+- `PipelineLoader.__class__` (`data/loader.py`): pass for a DataLoader where Trainer asks `isinstance`. Way out: duck
+  typing in Trainer.
+- `torch.set_autocast_enabled` (`startup/check.py`): the probe runs in float32 whatever the model enables. Way out: a
+  context that forbids autocast.
+- `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
+  removed after every run.
+"""
 
 from __future__ import annotations
 
@@ -173,11 +210,11 @@ def restore_loss(
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
 
 
-Notes = dict[str, dict[str, list[float]]]
+Metrics = dict[str, dict[str, list[float]]]
 """Batch averages that `compute_loss` recorded, by mode ("train" or "eval") and name."""
 
 
-def notes(trainer: Trainer) -> Notes | None:
+def metrics(trainer: Trainer) -> Metrics | None:
     """Return the metrics of a TRL trainer; None for a trainer that records none."""
     found = getattr(trainer, "_metrics", None)
     if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
@@ -197,7 +234,7 @@ def count_tokens_read(trainer: Trainer, num: int) -> None:
 
 
 @contextmanager
-def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
+def kept_token_count(trainer: Trainer) -> Iterator[None]:
     """Restore the count of `num_tokens_read` on exit."""
     count = num_tokens_read(trainer)
     try:
@@ -208,10 +245,55 @@ def counting_no_tokens(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def gathering_nothing(accelerator: Any) -> Iterator[None]:
+def local_gather(accelerator: Any) -> Iterator[None]:
     """Make `accelerator.gather` return its argument, for code that only some ranks run."""
     accelerator.gather = lambda value: value
     try:
         yield
     finally:
         del accelerator.gather
+
+
+@contextmanager
+def gathering_with(trainer: Trainer, gather: Callable[[Any], Any]) -> Iterator[None]:
+    """Make Trainer's evaluation loop gather with another function."""
+    original = trainer.gather_function
+    trainer.gather_function = gather
+    try:
+        yield
+    finally:
+        trainer.gather_function = original
+
+
+def pass_num_items(trainer: Trainer, passes: bool) -> None:
+    """Let Trainer pass `num_items_in_batch` to the model or not, and divide the loss itself where it does not."""
+    trainer.model_accepts_loss_kwargs = passes
+
+
+class SelfFilteringLoss(torch.Tensor):
+    """Loss that Trainer can add up without a device sync.
+
+    Trainer checks each loss for nan and inf, two device syncs per batch, and replaces a bad one by the mean loss since
+    the last log. This tensor answers False to both checks and does the replacement on the device when it is added.
+    """
+
+    num_logged: int
+
+    @staticmethod
+    def of(loss: torch.Tensor, num_logged: int) -> SelfFilteringLoss:
+        """Wrap a scalar loss; `num_logged` is Trainer's divisor of the summed losses since the last log."""
+        filtering = loss.as_subclass(SelfFilteringLoss)
+        filtering.num_logged = num_logged
+        return filtering
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.isnan, torch.isinf):
+            return torch.zeros(args[0].shape, dtype=torch.bool)
+        with torch._C.DisableTorchFunctionSubclass():
+            # `+=` may arrive as either method.
+            if function in (torch.Tensor.add_, torch.Tensor.__iadd__) and isinstance(args[1], cls):
+                total, loss = args
+                loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
+                return total.add_(torch.where(loss.isfinite(), loss, total / count))
+            return function(*args, **(kwargs or {}))

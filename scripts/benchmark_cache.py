@@ -279,7 +279,7 @@ def _throughput_run(name: str, frozen: int) -> dict[str, Any]:
     # The first epoch stores. One step more than are measured: the parts are kept at the beginning of the next one.
     num_steps = (num_batches if frozen else NUM_WARM) + NUM_MEASURED + 1
     trainer, events = train(model, samples, batch, num_steps, **options)
-    assert trainer.pipeline_run.in_force is not None and len(trainer.parts) == 1, len(trainer.parts)
+    assert trainer.pipeline_run.starter.in_force is not None and len(trainer.parts) == 1, len(trainer.parts)
     found, parts = trainer.parts[0]
     assert (found.num_frozen_layers, found.cache_level) == (frozen, frozen), found
     costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(found, 1, {}).blocks

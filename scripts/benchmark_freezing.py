@@ -77,12 +77,12 @@ class Watching(PipeTransformerTrainer):
             setattr(part, name, partial(watched, getattr(part, name)))
         return prepared
 
-    def _watch_step(self, before_step: Any) -> None:
+    def _watch_step(self, before_step: Any) -> Any:
         meter = self.pipeline_run.pipeline.settings.meter
         if meter.num_steps == NUM_MEASURED and not self.is_kept:
             self.parts.append((self.pipeline_run.pipeline.layout, meter.medians()))
         self.is_kept = meter.num_steps == NUM_MEASURED
-        before_step()
+        return before_step()
 
     def _watch_move(self, move: Any, change: Any) -> None:
         move(change)
@@ -99,7 +99,7 @@ class Watching(PipeTransformerTrainer):
     def _watch_norm(self, gradient_norm: Any) -> torch.Tensor:
         if not self.compares_norms:
             return gradient_norm()
-        gradients = [p.grad for p in self.pipeline_run.pipeline.runner.parameters_with_gradient()]
+        gradients = [p.grad for p in self.pipeline_run.pipeline.runner.norms.parameters()]
         for first in range(2):  # Whoever comes second finds the gradients in the cache: take turns.
             start = time.perf_counter()
             if (first + self.state.global_step) % 2:
@@ -164,7 +164,7 @@ def benchmark_throughput(rounds: int) -> dict[str, Any]:
     each = NUM_WARM + NUM_MEASURED + 1
     plan = plan_of([layout(num_layers, frozen, 1, 1) for _ in range(rounds) for frozen in depths], each)
     trainer = train(name, rounds * len(depths) * each, plan, pipeline_parallel_size=1)
-    assert trainer.pipeline_run.in_force is not None
+    assert trainer.pipeline_run.starter.in_force is not None
     costs = trainer.pipeline_run.pipeline.start_up.plans.inputs(trainer.parts[0][0], 1, {}).blocks
     shares: dict[int, list[float]] = {frozen: [] for frozen in depths}
     speedups: dict[int, list[float]] = {frozen: [] for frozen in depths}

@@ -50,12 +50,11 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size, split_batch
-from hf_pipetransformer.elastic.transition import apply_layout
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
-from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
+from hf_pipetransformer.runtime.stage import Stage, StageSettings
+from hf_pipetransformer.runtime.wiring import make_engine, start_stage
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
@@ -202,7 +201,7 @@ def our_step(
     """One forward and backward of a mini-batch through our engine."""
     batch = len(inputs["labels"])
     layout = replace(stage.layout, schedule=name)
-    engine = make_engine(stage.view, found, layout, stage.groups, stage.settings)
+    engine = make_engine(stage.view, layout, stage.groups, stage.settings)
     row = find_schedule(name).table(layout.pipeline_size, m)[stage.groups.position]
 
     def step() -> torch.Tensor:
@@ -282,8 +281,8 @@ def benchmark_schedules(rounds: int, repeats: int, num_microbatches: tuple[int, 
         found = probe(model, inputs)
         shape = PipelineShape(world, 1, 1, "1f1b")
         layout = plan_layout(found.block_flops, found.structure.cut_positions(), shape)
-        settings = StageSettings(torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
-        stage = apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
+        settings = StageSettings(found, topology, torch.device("cpu"), 120.0, "never", StepMeter(torch.device("cpu")))
+        stage = start_stage(model, find_splitter(model), layout, settings, is_training=True)
         results[model_name] = {"boundaries": layout.boundaries}
         for m in num_microbatches:
             results[model_name][f"M={m}"] = _one_setting(stage, model, whole, found, inputs, m, rounds, repeats)

@@ -31,15 +31,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
-from hf_pipetransformer.elastic.transition import apply_layout
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts
 from hf_pipetransformer.planning.token_plans import SlicePlanner
-from hf_pipetransformer.runtime.execution import StageRunner
-from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
+from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
+from hf_pipetransformer.runtime.stage import Stage, StageSettings
+from hf_pipetransformer.runtime.wiring import make_engine, start_stage
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
@@ -63,11 +62,10 @@ def gpt2(num_samples: int, length: int) -> tuple[GPT2LMHeadModel, dict[str, torc
 
 def stage_of(model: GPT2LMHeadModel, found: Probe, topology: Topology) -> Stage:
     """This rank's part of as many stages as there are processes."""
-    layout = plan_layout(
-        found.block_flops, found.structure.cut_positions(), PipelineShape(topology.world_size, 1, 1, "1f1b")
-    )
-    settings = StageSettings(torch.device("cpu"), 300.0, "never", StepMeter(torch.device("cpu")))
-    return apply_layout(model, find_splitter(model), found, topology, layout, settings, is_training=True)
+    shape = PipelineShape(topology.world_size, 1, 1, "1f1b")
+    layout = plan_layout(found.block_flops, found.structure.cut_positions(), shape)
+    settings = StageSettings(found, topology, torch.device("cpu"), 300.0, "never", StepMeter(torch.device("cpu")))
+    return start_stage(model, find_splitter(model), layout, settings, is_training=True)
 
 
 def kept_bytes(topology: Topology, samples: int = 8, length: int = 512, num_slices: int = 4) -> dict[str, Any]:
@@ -97,13 +95,14 @@ def step_of(
         stage.layout, schedule="token" if is_sliced else "1f1b", num_microbatches=m,
         token_slices=(lengths,) if is_sliced else (),
     )  # fmt: skip
-    engine = make_engine(stage.view, found, layout, stage.groups, stage.settings)
+    engine = make_engine(stage.view, layout, stage.groups, stage.settings)
     runner = StageRunner(replace(stage, layout=layout, engine=engine), found.activation, LossRule.MEAN, True)
-    total = count_items(inputs, shifts_labels=True)
+    num_items = count_items(inputs, shifts_labels=True)
+    batch = LoaderBatch(inputs, lambda part: model(**part).loss, num_items)
 
     def step() -> torch.Tensor:
         model.zero_grad()
-        return runner.train(inputs, dict, lambda part: model(**part).loss, total, 1.0, is_last_batch=False)
+        return runner.train(batch, is_last_batch=False)
 
     return step
 

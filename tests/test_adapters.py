@@ -26,7 +26,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import middle_layer
 from hf_pipetransformer.state.checkpoint import check_weights, load_weights
-from hf_pipetransformer.training.starting import Need, need_of
+from hf_pipetransformer.training.starting import Need, RunOptions
 from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.models import build_model, collate, make_dataset, probed_with
 from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
@@ -116,16 +116,14 @@ def test_a_model_that_is_wrapped_is_known_by_its_own_name() -> None:
 
 @pytest.mark.parametrize("make", [with_adapters, with_added_adapter])
 def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_path: Path) -> None:
-    assert need_of(arguments(tmp_path, **NOTHING), None, None, make()) is Need.NONE
-    assert need_of(arguments(tmp_path, freeze_policy="gradient_norm"), None, None, make()) is Need.MUST
-    assert (
-        need_of(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2), None, None, make()) is Need.MUST
-    )
+    assert RunOptions(arguments(tmp_path, **NOTHING)).need(make()) is Need.NONE
+    assert RunOptions(arguments(tmp_path, freeze_policy="gradient_norm")).need(make()) is Need.MUST
+    assert RunOptions(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2)).need(make()) is Need.MUST
 
 
 def test_layers_below_the_first_adapter_are_stored(tmp_path: Path) -> None:
-    assert need_of(arguments(tmp_path, **NOTHING), None, None, adapted("llama", "upper")) is Need.WISH
-    assert need_of(arguments(tmp_path, **NOTHING), None, None, adapted("llama", "scattered")) is Need.NONE
+    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "upper")) is Need.WISH
+    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "scattered")) is Need.NONE
     ours = trainer_of(
         adapted("llama", "upper"), tmp_path / "ours", "llama", freeze_policy="none", activation_cache="on",
         max_steps=12, save_strategy="no",

@@ -12,7 +12,7 @@ import torch
 
 from hf_pipetransformer.comm import transfers as rounds
 from hf_pipetransformer.runtime import gathering as collecting
-from hf_pipetransformer.runtime.gathering import collect_parameters, share_buffers
+from hf_pipetransformer.runtime.gathering import Wanted, collect_parameters, share_buffers
 from tests.wires import Wires
 
 
@@ -59,7 +59,7 @@ def test_each_stage_that_wants_them_gets_what_it_lacks_and_nothing_else_moves(
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", round_bytes)
     found, sent = on_three_stages(
-        lambda place: collect_parameters(part_of(place.position), OWNERS, place, CPU, 10, stages), monkeypatch
+        lambda place: collect_parameters(part_of(place.position), OWNERS, place, 10, Wanted(CPU, stages)), monkeypatch
     )
     for stage in range(3):
         lacks = [name for name in OWNERS if stage not in OWNERS[name]] if stages is None or stage in stages else []

@@ -75,6 +75,16 @@ class Meter:
         return True
 
 
+def settings(seconds: float) -> Any:
+    """Those of a stage whose steps take so long."""
+    return SimpleNamespace(device=torch.device("cpu"), meter=Meter(seconds))
+
+
+def context_of(topology: Topology, write: Write = lambda *_, **__: None) -> Any:
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]))
+    return SimpleNamespace(topology=topology, trainer=trainer, journal=SimpleNamespace(write=write))
+
+
 class OneMore(FreezePolicy):
     """One layer more each time, and then at other steps than before.
 
@@ -119,10 +129,11 @@ def run(
         policy, DecisionClock(1, 0, steps), args, inputs, 0, WORLD_SIZE, {}, lambda *_, **__: None, None
     )
     structure = SimpleNamespace(blocks_of_parameter={})
-    stage = SimpleNamespace(layout=layout, view=SimpleNamespace(structure=structure))
-    meter: Any = Meter(1.0 + rank)
+    stage: Any = SimpleNamespace(
+        layout=layout, view=SimpleNamespace(structure=structure), settings=settings(1.0 + rank)
+    )
     no_probe: Any = None  # No policy asks for it.
-    watcher = LayoutController(decided, Heard(rank, told), stage, write, meter, no_probe, None)
+    watcher = LayoutController(context_of(Heard(rank, told), write), decided, stage, no_probe, None)
     changes = []
     for step in range(steps):
         change = watcher.change_before(step, stage)
@@ -205,6 +216,7 @@ class Stage:
     def __init__(self, rank: int, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
         self.rank, self.layout, self.weights = rank, layout, weights
         self.view = SimpleNamespace(structure=SimpleNamespace(blocks_of_parameter=NAMES))
+        self.settings = settings(1.0)
 
     def trained_here(self) -> dict[str, torch.Tensor]:
         position, first = self.rank % self.layout.pipeline_size, self.layout.first_active_block
@@ -224,9 +236,9 @@ def controller_of(
     clock, ignore = DecisionClock(4, 0, 40), lambda *_, **__: None
     frozen = stage.layout.num_frozen_layers
     decided = Decisions(Watching(), clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
+    this_stage: Any = stage
     nothing: Any = None
-    meter: Any = Meter(1.0)
-    return LayoutController(decided, Heard(stage.rank, told), stage, ignore, meter, nothing, replay)
+    return LayoutController(context_of(Heard(stage.rank, told)), decided, this_stage, nothing, replay)
 
 
 @pytest.mark.parametrize("unfit", [0, 1], ids=["to one stage", "to two stages"])
@@ -254,8 +266,8 @@ def test_changes_are_measured_from_the_last_decision_whatever_moves_before_the_f
         sizes.add(change.layout.pipeline_size)
         own = stage = Stage(rank, change.layout, now)
         watcher.begin_step(stage)
-        assert watcher._weights is not None
-        reports.append(watcher._weights.report(stage.trained_here(), L))
+        assert watcher.measurements.weights is not None
+        reports.append(watcher.measurements.weights.report(stage.trained_here(), L))
     (size,) = sizes
     assert size == 1 + unfit
     changes = relative_changes(reports[:size])

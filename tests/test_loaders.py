@@ -17,7 +17,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.startup.first_samples import first_batches, probe_samples
 from hf_pipetransformer.training.metrics import MetricAccumulator
-from hf_pipetransformer.training.steps import Steps
+from hf_pipetransformer.training.steps import SynchronousSteps
 from tests.models import build_model, collate, make_dataset
 from tests.usages import same, untimed
 
@@ -139,7 +139,7 @@ def test_a_loader_that_can_be_read_once_only_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def steps_beside(counts_of_another: list[int]) -> Steps:
+def steps_beside(counts_of_another: list[int]) -> SynchronousSteps:
     """Steps of one of two replicas with loaders of a script's own; what the other one counts in a step."""
 
     def over_replicas(counts: list[int]) -> list[int]:
@@ -149,9 +149,9 @@ def steps_beside(counts_of_another: list[int]) -> Steps:
     trainer.args = SimpleNamespace(device="cpu")
     pipeline: Any = SimpleNamespace(runner=SimpleNamespace(over_replicas=over_replicas), has_labels=True)
     pipeline.layout = SimpleNamespace(num_replicas=2)
-    topology: Any = SimpleNamespace(rank=0)
-    windows: Any = SimpleNamespace(is_on=False, queue=())
-    return Steps(trainer, topology, pipeline, None, MetricAccumulator(trainer, topology), windows)
+    context: Any = SimpleNamespace(trainer=trainer, topology=SimpleNamespace(rank=0))
+    no_controller: Any = None
+    return SynchronousSteps(context, pipeline, None, MetricAccumulator(context), no_controller)
 
 
 def test_replicas_whose_loaders_give_different_numbers_of_batches_are_refused() -> None:

@@ -104,7 +104,7 @@ def test_the_seconds_are_those_of_the_layouts_and_stores_that_would_follow(tmp_p
     layout, written = layout_of(L, num_stages, num_stages), list[Any]()
     policy = Asks("predicted_seconds")
     decisions = decisions_of(tmp_path, policy, layout, planner(written))
-    answer = decisions.freeze(20, layout, [], {}, {}, learning_rate=0.25)
+    answer = decisions.freeze(20, layout, [], {}, learning_rate=0.25)
     (seen,) = policy.seen
     assert answer["change"] is None
     assert seen.learning_rate == 0.25
@@ -114,7 +114,7 @@ def test_the_seconds_are_those_of_the_layouts_and_stores_that_would_follow(tmp_p
     expected = 20 * predict_step(layout, costs, overheads, 8 * num_stages).seconds
     assert seen.predicted_seconds[0] == pytest.approx(expected)
     for num_frozen in range(1, L):
-        plan = decisions._plan(num_frozen, layout, 20, {})
+        plan = decisions._plan(num_frozen, layout, 20)
         assert plan.layout.cache_level == num_frozen, "one more epoch reads"
         samples = 8 * plan.layout.pipeline_size
         first = predict_step(replace(plan.layout, cache_level=0), costs, overheads, samples).seconds + samples * 0.02
@@ -127,9 +127,9 @@ def test_what_has_come_about_is_predicted_as_it_was_foreseen(tmp_path: Path) -> 
     """Frozen at step 20, the same seconds are left but for what the store holds."""
     before, policy = layout_of(L, 1, 1), Asks("predicted_seconds", wants=2)
     decisions = decisions_of(tmp_path, policy, before, planner([]))
-    decisions.freeze(20, before, [], {}, {})
+    decisions.freeze(20, before, [], {})
     after = replace(before, num_frozen_layers=2, cache_level=2)
-    decisions.freeze(20, after, [], {}, {})
+    decisions.freeze(20, after, [], {})
     foreseen, found = policy.seen
     assert found.predicted_seconds[:2] == (0.0, 0.0)
     assert found.predicted_seconds[2] == pytest.approx(foreseen.predicted_seconds[2])
@@ -147,9 +147,9 @@ def test_seconds_are_predicted_for_who_asks_alone(tmp_path: Path, monkeypatch: p
         decisions = decisions_of(tmp_path, policy, layout, None)
         if name == "predicted_seconds":
             with pytest.raises(AssertionError, match="nobody asked"):
-                decisions.freeze(20, layout, [], {}, {})
+                decisions.freeze(20, layout, [], {})
         else:
-            decisions.freeze(20, layout, [], {}, {})
+            decisions.freeze(20, layout, [], {})
             assert policy.seen[0].predicted_seconds == ()
 
 

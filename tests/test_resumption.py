@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer.elastic.transitions import longest_pipeline
+from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout

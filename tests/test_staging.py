@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_pipetransformer.cache.chain import PrefixWatch
 from hf_pipetransformer.comm.staging import CopyStream, pinned
-from hf_pipetransformer.trainer.overrides import SelfFilteringLoss
+from hf_pipetransformer.trainer_compat import SelfFilteringLoss
 from tests.doubles.device import DEVICE, DeviceStandIn
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from examples.policies.plasticity import Plasticity
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.elastic.transitions import check_unfreezing
+from hf_pipetransformer.elastic.transition import check_unfreezing
 from hf_pipetransformer.freeze.policies import Fixed, describe_outlook, make_policy, outlook
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.schedules.layout import Layout

@@ -21,7 +21,6 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.execution import WritingRunner
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
@@ -198,19 +197,19 @@ class TrainingCache:
         if not isinstance(cache, ActivationCache):
             yield
             return
-        shell = pipeline.shell
+        shell, runner = pipeline.shell, pipeline.runner
 
         def write_now(micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
             cache.writer.write(micro_batch, hidden)
             cache.writer.write_pending()  # Weights do not change during an evaluation.
 
-        runner = shell.runner
+        outer = shell.runner, runner.write
         # Even with one stage: only the engine can start a forward from stored activations.
-        shell.runner = WritingRunner(pipeline.runner, write_now)
+        shell.runner, runner.write = runner, write_now
         try:
             yield
         finally:
-            shell.runner = runner
+            shell.runner, runner.write = outer
             cache.writer.wait()
 
     # ---- reports, and the end ----

@@ -5,16 +5,16 @@ Rank 0 decides; the other ranks receive its decision and check that they are at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import plain
-from hf_pipetransformer.elastic.decisions import Decisions, Write
-from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.policy import ACTIVATION_SIMILARITY, GRADIENT_NORMS, WEIGHT_CHANGES
 from hf_pipetransformer.freeze.signals import (
     GradientNormMonitor,
@@ -25,13 +25,14 @@ from hf_pipetransformer.freeze.signals import (
 )
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, fitting_candidates
 from hf_pipetransformer.report import announce
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import block_of
 
 
 WEIGHTS, ACTIVATIONS, SAMPLES = "weights", "activations", "samples"
-"""Prefixes of the keys of `LayoutController.tensors`."""
+"""Prefixes of the keys of `Measurements.tensors`."""
 
 
 @dataclass(frozen=True)
@@ -53,43 +54,115 @@ class Change:
     measured: float | None = None
 
 
+class Measurements:
+    """Measurements between two decisions that a freeze policy `needs`, on every rank.
+
+    `probe` returns the outputs of the layers.
+    """
+
+    def __init__(self, needs: Collection[str], stage: Stage, topology: Topology, probe: LayerProbe) -> None:
+        self.topology = topology
+        self.probe = probe
+        device, num_layers = stage.settings.device, stage.layout.num_layers
+        blocks = stage.view.structure.blocks_of_parameter
+        places = {name: block_of(used_by[0]) - 1 for name, used_by in blocks.items() if used_by[0]}
+        self.norms = GradientNormMonitor(num_layers, device) if GRADIENT_NORMS in needs else None
+        self.weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
+        self.similarity = SimilarityMonitor() if ACTIVATION_SIMILARITY in needs else None
+        self._recall: Callable[[], Mapping[str, torch.Tensor]] | None = None
+
+    @property
+    def has_baseline(self) -> bool:
+        """True if changes are measured from weights that must stay on this rank."""
+        return self.weights is not None and self.weights.has_begun
+
+    def begin(self, stage: Stage) -> None:
+        """Take the baselines that are due. Collective when one is."""
+        self._restore()
+        if self.weights is not None and not self.weights.has_begun:
+            self.weights.begin(stage.trained_here())
+        if self.similarity is not None and not self.similarity.has_begun:
+            self.similarity.compare(self.probe.outputs(stage))
+
+    def collect(self, stage: Stage) -> dict[str, tuple[float, ...]]:
+        """Return the measurements since the last decision. Collective: call on every rank."""
+        found = {}
+        self._restore()
+        if self.norms is not None:
+            found[GRADIENT_NORMS] = self.norms.means()
+            self.norms.reset()
+        if self.weights is not None:
+            report = self.weights.report(stage.trained_here(), stage.layout.num_layers)
+            reports = self.topology.gather(report if self.weights.has_begun else None)
+            # Replicas have identical weights: the first pipeline's reports suffice.
+            own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
+            found[WEIGHT_CHANGES] = relative_changes(own) if own else ()
+            self.weights.forget()
+        if self.similarity is not None:
+            found[ACTIVATION_SIMILARITY] = self.similarity.compare(self.probe.outputs(stage))
+        return found
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's weights and, on rank 0, the activations of some samples, as of the last decision.
+
+        For a checkpoint; empty unless the policy needs them. The samples themselves are included, since a run resumed
+        with another batch size would pick others.
+        """
+        found = {}
+        if self.weights is not None:
+            found = {f"{WEIGHTS}|{name}": value for name, value in self.weights.state().items()}
+        if self.similarity is not None and self.topology.rank == 0:
+            found |= {f"{ACTIVATIONS}|{layer}": value for layer, value in self.similarity.state().items()}
+            found |= {f"{SAMPLES}|{name}": value for name, value in self.probe.tensors().items()}
+        return found
+
+    def load_state(self, norms: list[float] | None, recall: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Continue from saved gradient norms and, under the layout of the first step, from `recall`ed `tensors`."""
+        if self.norms is not None and norms is not None:
+            self.norms.load_state(norms)
+        if self.weights is not None or self.similarity is not None:
+            self._recall = recall
+
+    def _restore(self) -> None:
+        """Restore the baselines of the resumed run's measurements. Collective on the first call after `load_state`."""
+        if self._recall is None:
+            return
+        recall, self._recall = self._recall, None
+        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}, SAMPLES: {}}
+        for key, value in self.topology.together(recall).items():
+            kind, _, name = key.partition("|")
+            parts[kind][name] = value
+        if self.weights is not None and parts[WEIGHTS]:
+            self.weights.load_state(parts[WEIGHTS])
+        if self.similarity is not None:
+            self.similarity.load_state(parts[ACTIVATIONS])
+            self.probe.set_tensors(parts[SAMPLES])
+
+
 class LayoutController:
     """Gathers measurements for rank 0's decisions, and tries numbers of micro-batches.
 
     Args:
-        probe: returns the outputs of the layers, for policies that need them.
         replay: layouts of an earlier run by the optimizer step from which they applied; None to decide.
-        learning_rate: returns the learning rate of the coming step, see `FreezeSignal`.
     """
 
     def __init__(
         self,
+        context: Context,
         decisions: Decisions,
-        topology: Topology,
         stage: Stage,
-        write: Write,
-        meter: StepMeter,
         probe: LayerProbe,
         replay: Mapping[int, Layout] | None,
-        learning_rate: Callable[[], float] = float,
     ) -> None:
+        self.context = context
+        self.topology = context.topology
         self.decisions = decisions
-        self.topology = topology
-        self.write = write
-        self.meter = meter
-        self.probe = probe
+        self.meter = stage.settings.meter
         self.replay = replay
-        self.learning_rate = learning_rate
-        # A replayed run takes no decisions, so it needs no monitors.
-        num_layers, needs = stage.layout.num_layers, decisions.policy.needs if replay is None else ()
-        self._norms = GradientNormMonitor(num_layers, meter.device) if GRADIENT_NORMS in needs else None
-        blocks = stage.view.structure.blocks_of_parameter
-        places = {name: block_of(used_by[0]) - 1 for name, used_by in blocks.items() if used_by[0]}
-        self._weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
-        self._similarity = SimilarityMonitor() if ACTIVATION_SIMILARITY in needs else None
-        self._recall: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        # A replayed run takes no decisions, so it measures nothing.
+        needs = decisions.policy.needs if replay is None else ()
+        self.measurements = Measurements(needs, stage, context.topology, probe)
         self._predicted: float | None = None
-        self._known_microbatches = dict(decisions.inputs.rules.known_microbatches)
         self._trial: MicrobatchTrial | None = None
         self._next_decision: int | None = None
         self._is_first = True
@@ -118,8 +191,9 @@ class LayoutController:
             return self._replayed(self.replay[max(start for start in self.replay if start <= step)], layout)
         is_first, self._is_first = self._is_first, False
         change = self._decide(step, stage) if self.decides_before(step) else None
-        if change is None and is_first:
-            change = self._begin_with_cache(step, layout)
+        may_begin_cache = is_first and self.decisions.cache is not None
+        if change is None and may_begin_cache and layout.num_frozen_layers and not layout.cache_level:
+            change = self._adapt_to_cache(step, layout)
         if change is not None:
             return change
         self._report_measurement(layout)
@@ -139,17 +213,15 @@ class LayoutController:
     def begin_step(self, stage: Stage) -> None:
         """Begin an optimizer step. Collective when a baseline of the policy is due."""
         if self.replay is None:
-            self._restore_measurements()
-            if self._weights is not None and not self._weights.has_begun:
-                self._weights.begin(stage.trained_here())
-            if self._similarity is not None and not self._similarity.has_begun:
-                self._similarity.compare(self.probe.outputs(stage))
+            self.measurements.begin(stage)
         self.meter.begin_step()
 
     def watch_gradients(self, squares: torch.Tensor) -> None:
-        """Record the squared gradient norms of this step's layers and head, see `GradientNormMonitor.record`."""
-        if self._norms is not None:
-            self._norms.record(squares)
+        """Record this step's `GradientNorms.squares`."""
+        if self.measurements.norms is not None:
+            # The embeddings' norm belongs to no layer, but where it is inf or nan, 0 times it makes all entries nan:
+            # the step overflowed and counts nowhere.
+            self.measurements.norms.record(squares[:-1] + 0 * squares[-1])
 
     def end_step(self) -> None:
         if self.meter.end_step() and self._trial is not None:
@@ -161,11 +233,10 @@ class LayoutController:
         layout = stage.layout
         # Steps of a trial ran with several numbers of micro-batches, so their times describe no single layout.
         reports = self.topology.gather({} if self._trial is not None else self.meter.medians())
-        measured = self._measured(stage)
+        measured = self.measurements.collect(stage)
+        trainer = self.context.trainer
         answer = self.topology.decide(
-            lambda: self.decisions.freeze(
-                step, layout, reports, measured, self._known_microbatches, self.learning_rate()
-            ),
+            lambda: self.decisions.freeze(step, layout, reports, measured, trainer_compat.learning_rate(trainer)),
             {"step": step, "layout": layout.as_event()},
         )
         self._next_decision = answer["next_step"]
@@ -176,32 +247,8 @@ class LayoutController:
         self._predicted = answer["change"]["predicted"]
         return self._begun(answer["change"])
 
-    def _measured(self, stage: Stage) -> dict[str, tuple[float, ...]]:
-        """Return the measurements for the policy since the last decision. Collective: call on every rank."""
-        found = {}
-        self._restore_measurements()
-        if self._norms is not None:
-            found[GRADIENT_NORMS] = self._norms.means()
-            self._norms.reset()
-        if self._weights is not None:
-            report = self._weights.report(stage.trained_here(), stage.layout.num_layers)
-            reports = self.topology.gather(report if self._weights.has_begun else None)
-            # Replicas have identical weights: the first pipeline's reports suffice.
-            own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
-            found[WEIGHT_CHANGES] = relative_changes(own) if own else ()
-            self._weights.forget()
-        if self._similarity is not None:
-            found[ACTIVATION_SIMILARITY] = self._similarity.compare(self.probe.outputs(stage))
-        return found
-
-    def _begin_with_cache(self, step: int, layout: Layout) -> Change | None:
-        if self.decisions.cache is None or not layout.num_frozen_layers or layout.cache_level:
-            return None
-        return self._adapt_to_cache(step, layout)
-
     def _adapt_to_cache(self, step: int, layout: Layout) -> Change | None:
-        known = self._known_microbatches
-        change = self.topology.decide(lambda: self.decisions.adapt_to_cache(step, layout, known))
+        change = self.topology.decide(lambda: self.decisions.adapt_to_cache(step, layout))
         return None if change is None else self._begun(change)
 
     @property
@@ -211,7 +258,7 @@ class LayoutController:
         return cache is not None and cache.mode != "off"
 
     def _begun(self, change: dict[str, Any]) -> Change:
-        assert self._weights is None or not self._weights.has_begun, "weights leave that changes are measured from"
+        assert not self.measurements.has_baseline, "weights leave that changes are measured from"
         return Change(**{**change, "layout": self._begin_layout(Layout.from_event(change["layout"]))}, moves=True)
 
     def _begin_layout(self, layout: Layout) -> Layout:
@@ -221,7 +268,7 @@ class LayoutController:
         self.meter.reset(skip=cache.writing_steps if cache and layout.cache_level else 0)
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
-        if asks and layout.shape not in self._known_microbatches:
+        if asks and layout.shape not in self.decisions.known_microbatches:
             samples, bytes_ = inputs.samples_per_device, inputs.rules.device_bytes
             tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, samples, bytes_))
             self._trial = MicrobatchTrial(tried)
@@ -238,7 +285,7 @@ class LayoutController:
         reports = self.topology.gather(self.meter.medians())
         measured = max((report["total"] for report in reports if report), default=None)
         predicted, self._predicted = self._predicted, None
-        self.write(
+        self.context.journal.write(
             "profile",
             what="step",
             layout=layout.as_event(),
@@ -252,7 +299,7 @@ class LayoutController:
     # ---- micro-batches ----
 
     def _try_microbatches(self, layout: Layout) -> Change | None:
-        trial, known = self._trial, self._known_microbatches
+        trial, known = self._trial, self.decisions.known_microbatches
         if trial is not None and trial.is_done:
             known[layout.shape] = int(self.topology.decide(trial.best))
             self._report_trial(trial, known[layout.shape], layout)
@@ -270,7 +317,7 @@ class LayoutController:
 
     def _report_trial(self, trial: MicrobatchTrial, chosen: int, layout: Layout) -> None:
         seconds = {str(count): value for count, value in trial.as_event().items()}
-        self.write(
+        self.context.journal.write(
             "profile",
             what="microbatches",
             pipeline_size=layout.pipeline_size,
@@ -306,26 +353,13 @@ class LayoutController:
         Raises:
             ValueError: the state of the policy is not JSON.
         """
+        norms = self.measurements.norms
         state = {
             **self.decisions.state(),
-            "gradient_norms": None if self._norms is None else self._norms.state(),
-            "known_microbatches": [[*shape, m] for shape, m in self._known_microbatches.items()],
+            "gradient_norms": None if norms is None else norms.state(),
+            "known_microbatches": [[*shape, m] for shape, m in self.decisions.known_microbatches.items()],
         }
         return dict(plain(state, "What decides on layouts"))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's weights and, on rank 0, the activations of some samples, as of the last decision.
-
-        For a checkpoint; empty unless the policy needs them. The samples themselves are included, since a run resumed
-        with another batch size would pick others.
-        """
-        found = {}
-        if self._weights is not None:
-            found = {f"{WEIGHTS}|{name}": value for name, value in self._weights.state().items()}
-        if self._similarity is not None and self.topology.rank == 0:
-            found |= {f"{ACTIVATIONS}|{layer}": value for layer, value in self._similarity.state().items()}
-            found |= {f"{SAMPLES}|{name}": value for name, value in self.probe.tensors().items()}
-        return found
 
     def load_state(
         self,
@@ -337,34 +371,16 @@ class LayoutController:
         """Continue from `state`.
 
         Args:
-            recall: reads the `tensors` of all ranks, as far as this one needs them. It is called under the layout of
-                the first step, because a transition before it moves weights to other ranks.
+            recall: reads `Measurements.tensors` of all ranks, as far as this one needs them. It is called under the
+                layout of the first step, because a transition before it moves weights to other ranks.
             is_elsewhere: True under another layout than the saved run's, where its measured times do not apply.
             is_same_policy: False if the policy's class is not that of the saved run; it then starts fresh.
         """
         self.decisions.load_state(state, is_same_policy)
-        if self._norms is not None and state["gradient_norms"] is not None:
-            self._norms.load_state(state["gradient_norms"])
-        if self._weights is not None or self._similarity is not None:
-            self._recall = recall
+        self.measurements.load_state(state["gradient_norms"], recall)
         if is_elsewhere:
             return
         # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.
         cache = self.decisions.cache
         self._is_first = cache is not None and cache.mode == "on"
-        self._known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})
-
-    def _restore_measurements(self) -> None:
-        """Restore the baselines of the resumed run's measurements. Collective on the first call after `load_state`."""
-        if self._recall is None:
-            return
-        recall, self._recall = self._recall, None
-        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}, SAMPLES: {}}
-        for key, value in self.topology.together(recall).items():
-            kind, _, name = key.partition("|")
-            parts[kind][name] = value
-        if self._weights is not None and parts[WEIGHTS]:
-            self._weights.load_state(parts[WEIGHTS])
-        if self._similarity is not None:
-            self._similarity.load_state(parts[ACTIVATIONS])
-            self.probe.set_tensors(parts[SAMPLES])
+        self.decisions.known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})

@@ -64,6 +64,8 @@ class Decisions:
     num_frozen_by_user: int = 0
 
     def __post_init__(self, num_frozen: int) -> None:
+        self.known_microbatches = dict(self.inputs.rules.known_microbatches)
+        """Number of micro-batches M that trials found best, by K and V."""
         self._num_wanted = float(num_frozen)
         self._num_fruitless = 0
         self._calibrated = (self.inputs.blocks, self.inputs.overheads)
@@ -87,7 +89,6 @@ class Decisions:
         layout: Layout,
         reports: Sequence[Report],
         measured: Mapping[str, tuple[float, ...]],
-        known_microbatches: Mapping[tuple[int, int], int],
         learning_rate: float = 0.0,
     ) -> dict[str, Any]:
         """Ask the policy before optimizer step number `step`.
@@ -95,7 +96,6 @@ class Decisions:
         Args:
             reports: step timings by rank under `layout`; empty if a rank did not measure.
             measured: fields of `FreezeSignal` that the policy needs from the ranks.
-            known_microbatches: the number of micro-batches M that trials found best, by K and V.
 
         Returns:
             JSON values: `next_step` of the next decision; `change`, None or the next layout and why; and `has_cache`,
@@ -105,7 +105,7 @@ class Decisions:
         found = dict(measured)
         if PREDICTED_SECONDS in self.policy.needs:
             self._calibrate(layout, reports)
-            found[PREDICTED_SECONDS] = self._predicted_seconds(layout, step, known_microbatches)
+            found[PREDICTED_SECONDS] = self._predicted_seconds(layout, step)
         signal = FreezeSignal(
             step,
             self.clock.max_steps,
@@ -121,7 +121,7 @@ class Decisions:
         change = None
         if decision.freezes or decision.unfreezes:
             self._calibrate(layout, reports)
-            plan = self._plan(decision.num_frozen, layout, step, known_microbatches)
+            plan = self._plan(decision.num_frozen, layout, step)
             totals = [report["total"] for report in reports if report]
             change = _as_change(plan, self.policy.explain(signal), max(totals, default=None))
             self._report(decision, self._frozen_in_use(layout, plan.layout))
@@ -130,11 +130,9 @@ class Decisions:
         has_cache = self.cache is not None and self.cache.mode != "off"
         return {"next_step": self.next_step(step + 1), "change": change, "has_cache": has_cache}
 
-    def adapt_to_cache(
-        self, step: int, layout: Layout, known_microbatches: Mapping[tuple[int, int], int]
-    ) -> dict[str, Any] | None:
+    def adapt_to_cache(self, step: int, layout: Layout) -> dict[str, Any] | None:
         """Return the change to a layout that starts or stops storing activations; None if nothing changes."""
-        plan = self._plan(layout.num_frozen_layers, layout, step, known_microbatches)
+        plan = self._plan(layout.num_frozen_layers, layout, step)
         if plan.layout.cache_level == layout.cache_level:
             return None
         reason = "frozen from the start" if plan.layout.cache_level else "nothing is stored any more"
@@ -144,9 +142,7 @@ class Decisions:
         if any(reports):
             self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, layout, reports)
 
-    def _predicted_seconds(
-        self, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
-    ) -> tuple[float, ...]:
+    def _predicted_seconds(self, layout: Layout, step: int) -> tuple[float, ...]:
         kept = self.args.freeze_min_active_layers if self.policy.keeps_minimum else 0
         costs, overheads = self._calibrated
         samples, accumulation = self.inputs.samples_per_device, self.args.gradient_accumulation_steps
@@ -155,7 +151,7 @@ class Decisions:
             level, passes = self._foreseen(num_frozen, layout, step)
             # Without new frozen layers the run keeps its layout, so that one is costed as it is.
             is_new = num_frozen > layout.num_frozen_layers
-            planned = self._plan_with(num_frozen, layout, level, known_microbatches).layout if is_new else layout
+            planned = self._plan_with(num_frozen, layout, level).layout if is_new else layout
             found[num_frozen] = seconds_left(planned, passes, costs, overheads, samples, accumulation)
         return tuple(found)
 
@@ -169,18 +165,14 @@ class Decisions:
             return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share)
         return self.cache.foresee(prefix, num_frozen, now, step, last, self._active_seconds(num_frozen))
 
-    def _plan(
-        self, num_frozen: int, layout: Layout, step: int, known_microbatches: Mapping[tuple[int, int], int]
-    ) -> Plan:
+    def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
         level, share = self._cached(num_frozen, layout, step)
-        plan = self._plan_with(num_frozen, layout, level, known_microbatches)
+        plan = self._plan_with(num_frozen, layout, level)
         return replace(plan, layout=replace(plan.layout, fresh_share=share))
 
-    def _plan_with(
-        self, num_frozen: int, layout: Layout, cache_level: int, known_microbatches: Mapping[tuple[int, int], int]
-    ) -> Plan:
+    def _plan_with(self, num_frozen: int, layout: Layout, cache_level: int) -> Plan:
         costs, overheads = self._calibrated
-        rules = replace(self.inputs.rules, known_microbatches=known_microbatches)
+        rules = replace(self.inputs.rules, known_microbatches=self.known_microbatches)
         inputs = replace(self.inputs, blocks=costs, overheads=overheads, rules=rules)
         return plan_transition(layout, num_frozen, inputs, cache_level)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hf_pipetransformer.comm.errors import PipelineError, guarded
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds, pack, unpack
+from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -69,12 +70,12 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
 
 Collect = Callable[[Sequence[Move]], list[dict[str, Any]]]
 """Function that returns what this rank sends for each of some moves: a tree of tensors and JSON values."""
-TakeIn = Callable[[Sequence[Bundle], list[dict[str, Any]]], None]
+Install = Callable[[Sequence[Bundle], list[dict[str, Any]]], None]
 """Callback after each round: the bundles that have been moved, and the contents that this rank received."""
 
 
 def exchange(
-    moves: Sequence[Move], collect: Collect, take_in: TakeIn, topology: Topology, device: torch.device
+    moves: Sequence[Move], collect: Collect, install: Install, topology: Topology, device: torch.device
 ) -> int:
     """Carry out `moves`, in rounds of whole bundles, and return the bytes that all ranks sent together.
 
@@ -84,7 +85,7 @@ def exchange(
 
     Args:
         collect: called once, with one move of each content that this rank sends.
-        take_in: received tensors are on `device`, or on the CPU if they were there at their source.
+        install: received tensors are on `device`, or on the CPU if they were there at their source.
     """
     if not moves:
         return 0
@@ -108,11 +109,11 @@ def exchange(
                 parcels += _parcels(move, large, topology)
                 arrived.append((content["tree"], large))
         carry(parcels, topology.control, topology.timeout)
-        # Drop the references, so that `take_in` frees the memory of what leaves this rank.
+        # Drop the references, so that `install` frees the memory of what leaves this rank.
         parcels.clear()
         for content_key in [key for key in leaving if key[0] in done]:
             del leaving[content_key]
-        take_in(done, [_joined(tree, large) for tree, large in arrived])
+        install(done, [_joined(tree, large) for tree, large in arrived])
     return sum(small + large for small, large in sizes)
 
 
@@ -398,3 +399,19 @@ def check_replicas(digests: Mapping[str, int], place: Any) -> None:
             f"{differing[0]} (one of {len(differing)}) differs between {place.replicas}, which must hold the same "
             "bits. A callback or hook changed weights on one rank only, or a device computes wrongly."
         )
+
+
+def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
+    """Compare the replicas of every block, weights and optimizer state. Collective: call on every rank.
+
+    Raises:
+        PipelineError: replicas are not bit-identical.
+    """
+    if stage.groups.num_replicas == 1:
+        return
+    compared = {}
+    for name, parameter in stage.store.held().items():
+        if parameter.requires_grad:
+            state = [value for value in optimizer.state_of(parameter).values() if isinstance(value, torch.Tensor)]
+            compared[name] = [parameter.data, *state]
+    check_replicas(digests(compared), stage.groups)

@@ -2,70 +2,154 @@
 
 A transition lies between two optimizer steps and changes no bit of the weights: frozen parameters leave the optimizer,
 each rank receives what its new stage needs from a rank that has it, and the engine and gradient reduction are rebuilt.
-A run starts by broadcasting the whole model from rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.elastic.controller import Change, LayoutController
 from hf_pipetransformer.elastic.migration import (
     Bundle,
     Move,
     OptimizerState,
-    check_replicas,
-    digests,
+    check_replicas_agree,
     exchange,
     plan_moves,
 )
-from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
-from hf_pipetransformer.runtime.gathering import check_whole
-from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
+from hf_pipetransformer.freeze.policy import FreezePolicy
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.report import announce
+from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.runtime.ownership import frozen_names
+from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.runtime.wiring import StageSettings, make_engine
-from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.splitters.structure import Probe, Structure
-from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.runtime.wiring import make_stage, prepare_training
+from hf_pipetransformer.schedules.layout import Layout, counted
+from hf_pipetransformer.splitters.structure import Structure
 
 
-def apply_layout(
-    model: nn.Module,
-    splitter: Splitter,
-    probe: Probe,
-    topology: Topology,
-    layout: Layout,
-    settings: StageSettings,
-    is_training: bool,
-) -> Stage:
-    """Bring this rank into `layout`, from a model that is whole on every rank. Collective: call on every rank.
+def longest_pipeline(
+    layout: Layout, first: Layout | None, policy: FreezePolicy, replay: Mapping[int, Layout] | None
+) -> int:
+    """Return the largest pipeline size K that a run may have from here on.
 
-    Rank 0's parameters and buffers are broadcast to all ranks. What this stage uses moves to its device; in training
-    the rest is freed.
+    Pipelines grow when layers unfreeze, or as the replayed run did.
+
+    Args:
+        layout: layout in force.
+        first: layout under which the run began, if it was another; unfreezing may return to it.
+        replay: layouts of an earlier run by the optimizer step from which they applied; the policy is then not asked.
     """
-    send_model_from_first_rank(model, topology)
-    view = StageView(model, splitter, probe.structure, settings.compiled)
-    store = ParameterStore(model)
-    stage = _make_stage(view, store, probe, topology, layout, settings)
-    if is_training:
-        store.release(keep=stage.own_names())
-    store.move(stage.own_names(), settings.device)
-    if is_training:
-        _prepare_training(stage, topology, settings)
-    return stage
+    coming = [] if replay is None else list(replay.values())
+    if replay is None and policy.may_unfreeze and first is not None:
+        coming = [first]
+    return max(each.pipeline_size for each in (layout, *coming))
 
 
-def change_layout(
-    stage: Stage, layout: Layout, probe: Probe, topology: Topology, settings: StageSettings, optimizer: OptimizerState
-) -> tuple[Stage, int]:
+def check_unfreezing(
+    args: PipeTransformerArguments, policy: FreezePolicy, replay: Mapping[int, Layout] | None, pipeline_size: int
+) -> None:
+    """Refuse to unfreeze layers under schedules with which that has not been verified.
+
+    Raises:
+        ValueError: layers may unfreeze under an asynchronous schedule or one that cuts sequences into slices.
+    """
+    counts = [] if replay is None else [layout.num_frozen_layers for _, layout in sorted(replay.items())]
+    unfreezes = policy.may_unfreeze if replay is None else counts != sorted(counts)
+    if unfreezes and pipeline_size > 1 and not args.schedule.abilities.runs_steps_whole:
+        who = "layout_plan" if replay is not None else f"the freeze policy {policy.name!r}"
+        raise ValueError(
+            f"pipeline_schedule={args.pipeline_schedule!r} while {who} may unfreeze layers: that has not been "
+            "verified. Use pipeline_schedule='1f1b', or let the number of frozen layers only grow."
+        )
+
+
+@dataclass
+class Transitions:
+    """Changes the layout of a training run as its controller decides; cache, loader and optimizer state follow."""
+
+    context: Context
+    pipeline: Pipeline
+    controller: LayoutController
+    optimizer: OptimizerState
+    cache: TrainingCache | None
+    loader: PipelineLoader | None
+
+    def before_step(self) -> Change | None:
+        """Ask the controller and apply its decision; return the move to another layout, if any."""
+        step, pipeline, moved = self.context.trainer.state.global_step, self.pipeline, None
+        if self.controller.decides_before(step):
+            self.context.timeouts.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
+        for ask in (self.controller.change_before, self.controller.change_without_cache):
+            change = ask(step, pipeline.stage)
+            if change is not None and change.moves:
+                self.context.timeouts.rest()
+                self.move(change)
+                moved = change
+            elif change is not None:
+                pipeline.stage.layout = change.layout
+                self.context.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
+        self.controller.begin_step(pipeline.stage)
+        return moved
+
+    def move(self, change: Change) -> None:
+        """Continue the run under another layout, with the same weights and the same next batch."""
+        start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
+        pipeline.settle()
+        if self.cache is not None:
+            self.cache.prepare_transition()
+        self.context.journal.tried = pipeline.start_up.plans.trying(change.layout)
+        stage, num_bytes = change_layout(pipeline.stage, change.layout, self.optimizer)
+        pipeline.take(stage)
+        if self.cache is not None:
+            self.cache.follow()
+        for loader in (self.loader, *pipeline.persistent_loaders.values()):
+            if loader is not None:
+                loader.follow(stage.groups)
+        self.context.seeds.num_transitions += 1
+        self.context.seeds.part(stage)
+        self._report(change, old, time.perf_counter() - start, num_bytes)
+
+    def _report(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
+        new, predicted, measured = change.layout, change.predicted, change.measured
+        self.context.journal.write(
+            "transition",
+            **{"from": old.as_event(), "to": new.as_event()},
+            seconds=seconds,
+            bytes_moved=num_bytes,
+            measured_step_s=measured,
+            predicted_step_s=predicted,
+            alternatives=change.alternatives,
+            reason=change.reason,
+        )
+        if self.context.topology.rank != 0:
+            return
+        gain = ""
+        if measured and predicted:
+            gain = (
+                f" A step took {measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms are predicted from here on "
+                f"({measured / predicted:.2f}x)."
+            )
+        frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
+        if new.num_frozen_layers < old.num_frozen_layers:
+            count = old.num_frozen_layers - new.num_frozen_layers
+            frozen = f"{counted(count, 'layer')} unfrozen, {frozen}"
+        moved = ""
+        if (old.places, old.boundaries) != (new.places, new.boundaries):
+            shapes = " -> ".join(dict.fromkeys((old.shape_in_words, new.shape_in_words)))
+            moved = f" {shapes}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s."
+        announce(f"Step {self.context.trainer.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")
+
+
+def change_layout(stage: Stage, layout: Layout, optimizer: OptimizerState) -> tuple[Stage, int]:
     """Move a training run to another layout, between two optimizer steps. Collective: call on every rank.
 
     Returns:
@@ -74,43 +158,30 @@ def change_layout(
     Raises:
         PipelineError: replicas that must be bit-identical are not.
     """
+    settings = stage.settings
+    structure = settings.probe.structure
     check_replicas_agree(stage, optimizer)
     assert stage.reducer is not None, "only a run in training changes its layout"
     stage.reducer.remove()
     stage.reducer = None  # Frees its flat buffers before the parameters of the new stage arrive.
-    new = _make_stage(stage.view, stage.store, probe, topology, layout, settings)
-    bundles = _bundles(probe.structure)
+    new = make_stage(stage.view, stage.store, layout, settings)
+    bundles = _bundles(structure)
     moves = plan_moves(list(bundles), stage.layout, layout)
     # Newly frozen parameters move without optimizer state, see `plan_moves`.
-    stage.store.freeze(frozen_names(probe.structure, layout))
-    arrivals = _Arrivals(new, bundles, settings.device, optimizer)
+    stage.store.freeze(frozen_names(structure, layout))
+    arrivals = _Arrivals(new, bundles, optimizer)
     num_bytes = exchange(
-        moves, lambda own: _collect(stage, bundles, own, optimizer), arrivals.take_in, topology, settings.device
+        moves,
+        lambda own: _collect(stage, bundles, own, optimizer),
+        arrivals.install,
+        settings.topology,
+        settings.device,
     )
     arrivals.finish()
-    _prepare_training(new, topology, settings)
+    prepare_training(new)
     if stage.view.is_installed:
-        new.view.install(*layout.blocks_of_rank(new.groups.position))
+        new.install()
     return new, num_bytes
-
-
-def _make_stage(
-    view: StageView, store: ParameterStore, probe: Probe, topology: Topology, layout: Layout, settings: StageSettings
-) -> Stage:
-    groups = topology.groups(layout.places)
-    engine = make_engine(view, probe, layout, groups, settings)
-    owners = {name: layout.ranks_of(blocks) for name, blocks in probe.structure.blocks_of_parameter.items()}
-    return Stage(layout, groups, settings, view, store, engine, owners, shared=[], reducer=None)
-
-
-def _prepare_training(stage: Stage, topology: Topology, settings: StageSettings) -> None:
-    """Freeze parameters and set up gradient reduction, which only training needs."""
-    groups, store = stage.groups, stage.store
-    store.freeze(frozen_names(stage.view.structure, stage.layout))
-    stage.shared = _shared_parameters(stage, topology)
-    shared_ids = {id(entry.parameter) for entry in stage.shared}
-    own = [p for p in store.held().values() if id(p) not in shared_ids]
-    stage.reducer = GradientReducer(own, groups.replica_group, settings.timeout, groups.replicas)
 
 
 Bundles = dict[Bundle, tuple[list[str], list[str]]]
@@ -147,14 +218,13 @@ class _Arrivals:
         stage: the new stage, whose store still contains the parameters of the old one.
     """
 
-    def __init__(self, stage: Stage, bundles: Bundles, device: torch.device, optimizer: OptimizerState) -> None:
+    def __init__(self, stage: Stage, bundles: Bundles, optimizer: OptimizerState) -> None:
         self.stage = stage
         self.bundles = bundles
-        self.device = device
         self.optimizer = optimizer
         self._states: dict[str, dict[str, Any]] = {}
 
-    def take_in(self, done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
+    def install(self, done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
         """Install the contents of a round, and free bundles that no rank needs from here any more."""
         store = self.stage.store
         gone = {name for bundle in done for name in self.bundles[bundle][0]} - self.stage.own_names()
@@ -162,7 +232,9 @@ class _Arrivals:
         buffers = dict(self.stage.view.model.named_buffers())
         arrived: dict[str, torch.Tensor] = {}
         for content in contents:
-            arrived.update({name: value.to(self.device) for name, value in content["parameters"].items()})
+            arrived.update(
+                {name: value.to(self.stage.settings.device) for name, value in content["parameters"].items()}
+            )
             self._states.update(content["state"])
             for name, value in content["buffers"].items():
                 buffers[name].data.copy_(value)
@@ -179,54 +251,3 @@ class _Arrivals:
             held = self.stage.store.held()
             self.optimizer.let_go([held[name] for name in names])
             self.stage.store.release(keep=set(held) - names)
-
-
-def check_replicas_agree(stage: Stage, optimizer: OptimizerState) -> None:
-    """Compare the replicas of every block, weights and optimizer state. Collective: call on every rank.
-
-    Raises:
-        PipelineError: replicas are not bit-identical.
-    """
-    if stage.groups.num_replicas == 1:
-        return
-    compared = {}
-    for name, parameter in stage.store.held().items():
-        if parameter.requires_grad:
-            state = [value for value in optimizer.state_of(parameter).values() if isinstance(value, torch.Tensor)]
-            compared[name] = [parameter.data, *state]
-    check_replicas(digests(compared), stage.groups)
-
-
-def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
-    """Broadcast all parameters and buffers from rank 0: a head initialized without a seed becomes the same.
-
-    Uses the device's own backend if the model is on a device on every rank, else the control group.
-    """
-    check_whole(model)
-    if topology.world_size == 1:
-        return
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    is_on_cpu = torch.tensor(float(any(tensor.is_cpu for _, tensor in tensors)))
-    topology.largest(is_on_cpu)
-    group = topology.control if is_on_cpu else None
-    with torch.no_grad():
-        for name, tensor in tensors:
-            value = (tensor.data.cpu() if is_on_cpu else tensor.data).contiguous()
-            call = partial(dist.broadcast, value, src=0, group=group)
-            guarded(call, f"receiving {name} from rank 0")
-            if topology.rank != 0:
-                tensor.data.copy_(value)
-
-
-def _shared_parameters(stage: Stage, topology: Topology) -> list[SharedParameter]:
-    groups, named = stage.groups, stage.store.named()
-    shared = []
-    for name, positions in stage.owners.items():
-        if len(positions) < 2 or not stage.store.is_active(name):
-            continue
-        group, pipeline_group = topology.shared_groups(groups.pipeline_size, positions)
-        if groups.position in positions:
-            owner = groups.pipeline_ranks[positions[0]]
-            is_owner = groups.position == positions[0]
-            shared.append(SharedParameter(name, named[name], group, pipeline_group, owner, is_owner))
-    return shared

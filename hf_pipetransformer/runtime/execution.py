@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +38,27 @@ from hf_pipetransformer.schedules.placement import block_of, slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
 
+@dataclass(frozen=True)
+class LoaderBatch:
+    """Batch of a loader, and how its loss is computed.
+
+    Args:
+        inputs: empty for a replica without samples.
+        forward: runs one micro-batch.
+        num_items: items (samples or label tokens) of the batch over all replicas.
+        prepare: moves a micro-batch to this stage's device.
+        loss_scale: factor of the loss in the backward. A tensor must be on this stage's device.
+        write: stores the activations that enter the entry block.
+    """
+
+    inputs: dict[str, Any]
+    forward: Forward
+    num_items: int
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    loss_scale: float | torch.Tensor = 1.0
+    write: Write | None = None
+
+
 class StageRunner:
     """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
@@ -49,68 +70,36 @@ class StageRunner:
         self.activation = activation
         self.loss_rule = loss_rule
         self.shifts_labels = shifts_labels
-        num_layers = stage.layout.num_layers
-        self._layer_of = {
-            # Index into `gradient_squares`: layers, head, embeddings. Block 0, the embeddings, wraps to the last one.
-            name: (block_of(blocks[0]) - 1) % (num_layers + 2)
-            for name, blocks in stage.view.structure.blocks_of_parameter.items()
-        }
+        self.norms = GradientNorms(stage)
         self._copies = CopyStream(stage.settings.device)
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
-        self._places: tuple[int, ...] = ()
-        self._mask = torch.zeros(0, 0, dtype=torch.bool)
+        self.write: Write | None = None
+        """Stores the activations that enter the entry block while predicting."""
         self.sends_loss_only = False
         """True if `predict` sends only the loss, without logits, to the other stages."""
 
-    @property
-    def is_inside_step(self) -> bool:
-        """True while the model runs a stage of this rank."""
-        return self.stage.view.is_running
-
-    @property
-    def is_installed(self) -> bool:
-        """True if the model is restricted to this rank's blocks."""
-        return self.stage.view.is_installed
-
-    def train(
-        self,
-        inputs: dict[str, Any],
-        prepare: Callable[[dict[str, Any]], dict[str, Any]],
-        forward: Forward,
-        total_items: int,
-        loss_scale: float | torch.Tensor,
-        is_last_batch: bool,
-        write: Write | None = None,
-    ) -> torch.Tensor:
+    def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
 
         Collective: call on every rank. Returns this replica's weighted share of the batch loss on the last stage, zero
-        elsewhere.
-
-        Args:
-            inputs: the batch from the loader; empty for a replica without samples.
-            prepare: moves a micro-batch to this stage's device.
-            total_items: number of items (samples or label tokens) of the batch over all replicas.
-            loss_scale: factor of the loss in the backward. A tensor must be on this stage's device.
-            is_last_batch: True if the optimizer steps after this batch.
-            write: stores the activations that enter the entry block.
+        elsewhere. `is_last_batch` is True if the optimizer steps after this batch.
         """
         stage = self.stage
-        bounds = self._token_bounds(inputs)
-        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, write, bounds)
+        bounds = self._token_bounds(batch.inputs)
+        cut = self._cut(batch, self.loss_rule, stage.layout.num_microbatches, bounds)
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
             num_slices = max(1, len(bounds) - 1)
             actions = self._actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
             # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
-            run = stage.engine.begin(actions, OnDevice(cut, uses, prepare, self._copies))
+            run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
             self._advance(run, actions, is_last_batch)
             shares = run.drain()
             stage.view.widen()
             loss = torch.stack(shares).sum() if shares else loss
-        elif total_items == 0 and stage.groups.is_last:
+        elif batch.num_items == 0 and stage.groups.is_last:
             loss += float("nan")  # No replica had an item: the mean is nan on all of them, and Trainer filters it.
         if is_last_batch:
             self._reduce()
@@ -140,25 +129,18 @@ class StageRunner:
         stage = self.stage
         return Window(stage.engine, stage.groups, stage.layout.first_active_stage, weights)
 
-    def blocks(
-        self,
-        inputs: dict[str, Any],
-        prepare: Callable[[dict[str, Any]], dict[str, Any]],
-        forward: Forward,
-        total_items: int,
-        loss_scale: float | torch.Tensor,
-    ) -> Batch:
-        """Cut a batch for a window. Arguments as in `train`."""
-        groups, stage = self.stage.groups, self.stage.groups.position
-        cut = self._cut(inputs, total_items, self.loss_rule, forward, loss_scale, None)
-        has_backward = stage >= self.stage.layout.first_active_stage
+    def cut_for_window(self, batch: LoaderBatch) -> Batch:
+        """Cut a batch into the micro-batches of a window."""
+        stage, groups = self.stage, self.stage.groups
+        cut = self._cut(batch, self.loss_rule, stage.layout.num_microbatches)
+        has_backward = groups.position >= stage.layout.first_active_stage
         # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
         num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
         uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
-        return Batch(OnDevice(cut, uses, prepare, self._copies), [part.activation_shape for part in cut])
+        return Batch(OnDevice(cut, uses, batch.prepare, self._copies), [part.activation_shape for part in cut])
 
-    def train_in(self, window: Window, total_items: int, is_last_batch: bool) -> torch.Tensor:
-        """Run the next batch of a window. Arguments and result as in `train`."""
+    def train_in(self, window: Window, num_items: int, is_last_batch: bool) -> torch.Tensor:
+        """Run the next batch of a window, with `num_items` items over all replicas. Result as in `train`."""
         device = self.stage.settings.device
         actions = window.begin_batch()
         self._advance(window.run, actions, is_last_batch)
@@ -167,10 +149,8 @@ class StageRunner:
             self._reduce()
         if shares:
             return torch.stack(shares).sum()
-        is_nan = total_items == 0 and self.stage.groups.is_last
+        is_nan = num_items == 0 and self.stage.groups.is_last
         return torch.full((), float("nan") if is_nan else 0.0, device=device)
-
-    # ---- counts and norms ----
 
     def over_replicas(self, counts: list[int]) -> list[int]:
         """Sum item counts over replicas. Collective on the last stage; other stages get their own counts back."""
@@ -182,59 +162,17 @@ class StageRunner:
         guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
         return sums.tolist()
 
-    def parameters_with_gradient(self) -> list[torch.nn.Parameter]:
-        """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
-        return [p for p in self.stage.store.held().values() if p.grad is not None]
-
-    def gradient_squares(self) -> torch.Tensor:
-        """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
-
-        One entry per layer, then the head, then the embeddings. Both freezing and gradient clipping use the result.
-        Collective: call on every rank of the pipeline.
-        """
-        return self.summed_over_stages(self.own_gradient_squares())
-
-    def summed_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
-        """Sum the result of `own_gradient_squares` over the stages. Collective: call on every rank of the pipeline."""
-        group = self.stage.groups.pipeline_group
-        if group is not None:
-            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
-        return squares
-
-    def own_gradient_squares(self) -> torch.Tensor:
-        """Return `gradient_squares` of this rank's stages only."""
-        num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
-        squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
-        held = self.stage.store.held().items()
-        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
-        gradients = [gradient for gradient in trained.values() if gradient is not None]
-        if gradients:
-            found, none = iter(torch._foreach_norm(gradients)), squares.new_zeros(())
-            # Parameters without gradient count as zeros. Without them the cached mask would change from step to step.
-            norms = torch.stack([none if each is None else next(found).double() for each in trained.values()])
-            parts = self._parts(tuple(self._layer_of[name] for name in trained))
-            # Not index_add_, which is nondeterministic on a GPU: replicas must get bitwise equal results.
-            squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
-        return squares
-
-    def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
-        # The mask, `(num_layers + 2, parameters)`, is the same in almost every step; building it copies to the device.
-        if self._places != places:
-            parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
-            self._places, self._mask = places, parts.to(self.stage.settings.device)
-        return self._mask
-
-    def predict(self, inputs: dict[str, Any], forward: Forward, write: Write | None = None) -> Any:
+    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs one micro-batch; `write` stores the activations that enter the entry block.
+        `forward` runs one micro-batch.
         """
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        micro_batches = self._cut(inputs, total, rule, forward, 1.0, write, num_microbatches=count)
+        micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
         outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
         stage.view.widen()
@@ -265,20 +203,11 @@ class StageRunner:
         return self._last_gradients
 
     def _cut(
-        self,
-        inputs: dict[str, Any],
-        total_items: int,
-        rule: LossRule,
-        forward: Forward,
-        loss_scale: float | torch.Tensor,
-        write: Write | None,
-        bounds: Sequence[int] = (),
-        num_microbatches: int | None = None,
+        self, batch: LoaderBatch, rule: LossRule, num_microbatches: int, bounds: Sequence[int] = ()
     ) -> list[MicroBatch]:
-        """Cut a batch into micro-batches (the layout's number by default), and these into token slices at `bounds`."""
-        count = self.stage.layout.num_microbatches if num_microbatches is None else num_microbatches
+        """Cut a batch into micro-batches, and these into token slices at `bounds`."""
         cut: list[tuple[dict[str, Any], CacheTags | None, Place | None]] = []
-        for number, whole in enumerate(split_batch(inputs, count)):
+        for number, whole in enumerate(split_batch(batch.inputs, num_microbatches)):
             part, tags = detach_tags(whole)
             if not bounds:
                 cut.append((part, tags, None))
@@ -286,10 +215,21 @@ class StageRunner:
                 cut.append((own, tags, Place(number, start, stop, bounds[-1])))
         parts = [part for part, _, _ in cut]
         counts = [count_items(part, self.shifts_labels) for part in parts]
-        weights = [rule.weight(count, total_items) for count in counts]
+        weights = [rule.weight(count, batch.num_items) for count in counts]
         shapes = self._shapes(parts)
         return [
-            MicroBatch(i, part, weights[i], shapes[i], forward, loss_scale, tags, write, on_host=part, place=place)
+            MicroBatch(
+                index=i,
+                inputs=part,
+                weight=weights[i],
+                activation_shape=shapes[i],
+                forward=batch.forward,
+                loss_scale=batch.loss_scale,
+                tags=tags,
+                write=batch.write,
+                on_host=part,
+                place=place,
+            )
             for i, (part, tags, place) in enumerate(cut)
         ]
 
@@ -307,23 +247,60 @@ class StageRunner:
         return [self.activation.of(part) for part in parts]
 
 
-class WritingRunner:
-    """Wrapper of a runner that also stores the activations that enter the entry block while predicting."""
+class GradientNorms:
+    """Squared gradient norms of the model's layers, which freezing and gradient clipping share."""
 
-    def __init__(self, runner: StageRunner, write: Write) -> None:
-        self.runner = runner
-        self.write = write
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self._layer_of = {
+            # Index into `squares`: layers, head, embeddings. Block 0, the embeddings, wraps to the last one.
+            name: (block_of(blocks[0]) - 1) % (stage.layout.num_layers + 2)
+            for name, blocks in stage.view.structure.blocks_of_parameter.items()
+        }
+        self._places: tuple[int, ...] = ()
+        self._mask = torch.zeros(0, 0, dtype=torch.bool)
 
-    @property
-    def is_inside_step(self) -> bool:
-        return self.runner.is_inside_step
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
+        return [p for p in self.stage.store.held().values() if p.grad is not None]
 
-    @property
-    def is_installed(self) -> bool:
-        return self.runner.is_installed
+    def squares(self) -> torch.Tensor:
+        """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
 
-    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
-        return self.runner.predict(inputs, forward, self.write)
+        One entry per layer, then the head, then the embeddings. Both freezing and gradient clipping use the result.
+        Collective: call on every rank of the pipeline.
+        """
+        return self.sum_over_stages(self.own_squares())
+
+    def sum_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
+        """Sum the result of `own_squares` over the stages. Collective: call on every rank of the pipeline."""
+        group = self.stage.groups.pipeline_group
+        if group is not None:
+            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
+        return squares
+
+    def own_squares(self) -> torch.Tensor:
+        """Return `squares` of this rank's stages only."""
+        num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
+        squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
+        held = self.stage.store.held().items()
+        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
+        gradients = [gradient for gradient in trained.values() if gradient is not None]
+        if gradients:
+            found, none = iter(torch._foreach_norm(gradients)), squares.new_zeros(())
+            # Parameters without gradient count as zeros. Without them the cached mask would change from step to step.
+            norms = torch.stack([none if each is None else next(found).double() for each in trained.values()])
+            parts = self._parts(tuple(self._layer_of[name] for name in trained))
+            # Not index_add_, which is nondeterministic on a GPU: replicas must get bitwise equal results.
+            squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
+        return squares
+
+    def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
+        # The mask, `(num_layers + 2, parameters)`, is the same in almost every step; building it copies to the device.
+        if self._places != places:
+            parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
+            self._places, self._mask = places, parts.to(self.stage.settings.device)
+        return self._mask
 
 
 class OnDevice(Sequence[MicroBatch]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,26 +20,28 @@ Owners = Mapping[str, tuple[int, ...]]
 """Positions in the pipeline of the ranks that use each parameter or buffer, by name, first user first."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Parameters to fetch onto `device`: those with these `names`, on the ranks at these `positions`; None for all."""
+
+    device: torch.device
+    positions: Sequence[int] | None = None
+    names: Collection[str] | None = None
+
+
 def collect_parameters(
-    named: Mapping[str, torch.nn.Parameter],
-    owners: Owners,
-    place: PipelineGroups,
-    device: torch.device,
-    timeout: float,
-    wanting: Sequence[int] | None = None,
-    only: Collection[str] | None = None,
+    named: Mapping[str, torch.nn.Parameter], owners: Owners, place: PipelineGroups, timeout: float, wanted: Wanted
 ) -> dict[str, torch.Tensor]:
     """Fetch the parameters that this rank does not hold, each from its first user.
 
     Collective: call on every rank of the pipeline. Each rank must hold exactly the parameters of its own stages.
 
     Transfers go through the device of the held parameters, at most `ROUND_BYTES` at a time, so a model too large for
-    it can be gathered on the CPU (`device`). `timeout` is in seconds. `wanting` limits the ranks (positions in the
-    pipeline) that get parameters, `only` the names to fetch.
+    it can be gathered on the CPU. `timeout` is in seconds.
     """
-    wanting = range(place.pipeline_size) if wanting is None else wanting
+    wanting = range(place.pipeline_size) if wanted.positions is None else wanted.positions
     run_device = next(p.device for p in named.values() if not p.is_meta)
-    names = [name for name in named if only is None or name in only]
+    names = [name for name in named if wanted.names is None or name in wanted.names]
     found: dict[str, torch.Tensor] = {}
     for indices in in_rounds([_num_bytes(named[name]) for name in names]):
         parcels, arriving = [], {}
@@ -51,7 +54,7 @@ def collect_parameters(
                 arriving[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=run_device)
                 parcels.append(_arriving(name, arriving[name], source, place))
         carry(parcels, place.pipeline_control, timeout)
-        found.update({name: tensor.to(device) for name, tensor in arriving.items()})
+        found.update({name: tensor.to(wanted.device) for name, tensor in arriving.items()})
     return found
 
 
@@ -91,7 +94,7 @@ def gather_full_state(stage: Stage) -> None:
     Collective: call on every rank.
     """
     if stage.groups.pipeline_size > 1:
-        stage.store.fill(_missing(stage, torch.device("cpu")))
+        stage.store.fill(_missing(stage, Wanted(torch.device("cpu"))))
         _share_buffers(stage)
         stage.store.move(set(stage.store.held()), torch.device("cpu"))
     if stage.reducer is not None:
@@ -112,7 +115,7 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
         yield
         return
     held = set(stage.store.held())
-    stage.store.fill(_missing(stage, torch.device("cpu"), (0,), only))
+    stage.store.fill(_missing(stage, Wanted(torch.device("cpu"), (0,), only)))
     _share_buffers(stage)
     try:
         yield
@@ -131,7 +134,7 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
         return
     store, held, device = stage.store, set(stage.store.held()), stage.settings.device
     own = stage.own_names()
-    store.fill(_missing(stage, device))
+    store.fill(_missing(stage, Wanted(device)))
     # Outside training every rank holds all parameters, but only its own stages' are on the device.
     store.move(held, device)
     _share_buffers(stage)
@@ -141,23 +144,17 @@ def whole_on_every_rank(stage: Stage) -> Iterator[None]:
         yield
     finally:
         if was_installed:
-            stage.view.install(*stage.layout.blocks_of_rank(stage.groups.position))
+            stage.install()
         store.release(keep=held)
         if held - own:
             store.move(held - own, torch.device("cpu"))
             store.move(own, device)
 
 
-def _missing(
-    stage: Stage,
-    device: torch.device,
-    wanting: tuple[int, ...] | None = None,
-    only: Collection[str] | None = None,
-) -> dict[str, torch.Tensor]:
+def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:
     if not stage.is_spread:
         return {}
-    timeout = stage.settings.timeout
-    return collect_parameters(stage.store.named(), stage.owners, stage.groups, device, timeout, wanting, only)
+    return collect_parameters(stage.store.named(), stage.owners, stage.groups, stage.settings.timeout, wanted)
 
 
 def _share_buffers(stage: Stage) -> None:

@@ -14,26 +14,10 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.gathering import whole_on_every_rank
-from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.runtime.wiring import StageSettings
+from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.startup.planner import StartUp
-
-
-class Runner(Protocol):
-    """Part of a runner that `PipelineShell` needs."""
-
-    @property
-    def is_inside_step(self) -> bool:
-        """True while the engine runs a stage of this rank."""
-
-    @property
-    def is_installed(self) -> bool:
-        """True if the model is restricted to this rank's stages; else it has its original forward."""
-
-    def predict(self, inputs: dict[str, Any], forward: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return the model output for one batch, on every stage. `forward` runs this stage's part of a micro-batch."""
 
 
 class PipelineShell(nn.Module):
@@ -49,11 +33,12 @@ class PipelineShell(nn.Module):
         self.module = model
         self._autocast = autocast
         self._is_mixed = is_mixed
-        self.runner: Runner | None = None
+        self.runner: StageRunner | None = None
         """Runner of the stages; None if there is only one stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.runner is None or self.runner.is_inside_step or not self.runner.is_installed:
+        runner = self.runner
+        if runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed:
             with self._autocast():
                 outputs = self.module(*args, **kwargs)
             return convert_to_fp32(outputs) if self._is_mixed else outputs
@@ -63,7 +48,7 @@ class PipelineShell(nn.Module):
                 "torch.no_grad() only; gradients are computed by trainer.train(). Set pipeline_parallel_size=1 to "
                 "call it freely."
             )
-        return self.runner.predict(kwargs, self._run_own_part)
+        return runner.predict(kwargs, self._run_own_part)
 
     def _run_own_part(self, inputs: dict[str, Any]) -> Any:
         return self(**inputs)
@@ -106,6 +91,7 @@ class Pipeline:
         self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
         self.steps: Settling | None = None
+        """Training in progress, which may have work in flight between two steps."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Evaluation loaders that are reused from one evaluation to the next."""
         self.warned_events: set[str] = set()
@@ -137,7 +123,8 @@ class Pipeline:
 
     @property
     def is_inside_step(self) -> bool:
-        return self.runner.is_inside_step
+        """True while the engine runs a stage of this rank."""
+        return self.stage.view.is_running
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:

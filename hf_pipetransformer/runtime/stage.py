@@ -1,4 +1,4 @@
-"""State of one rank's part of a pipeline under one layout."""
+"""One rank's part of a pipeline under one layout, and what stays the same from layout to layout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
 
-from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
+from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.runtime.ownership import ParameterStore
-from hf_pipetransformer.runtime.wiring import StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import block_of
-from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.splitters.structure import Probe
+from hf_pipetransformer.splitters.view import Compile, StageView
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What a rank's stages are built from under every layout.
+
+    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`.
+    """
+
+    probe: Probe
+    topology: Topology
+    device: torch.device
+    timeout: float
+    recompute: str
+    meter: StepMeter
+    compiled: Compile | None = None
 
 
 @dataclass
@@ -78,6 +96,10 @@ class Stage:
     def _cached_blocks(self) -> range:
         return range(self.layout.cache_level + 1 if self.layout.cache_level else 0)
 
+    def install(self) -> None:
+        """Restrict the model to this rank's stages."""
+        self.view.install(*self.layout.blocks_of_rank(self.groups.position))
+
     @cached_property
     def _trainable_blocks(self) -> frozenset[int]:
         blocks = self.view.structure.blocks_of_parameter
@@ -96,7 +118,7 @@ class Stage:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Restrict the model to this rank's stages inside; restore its original forward afterward."""
-        self.view.install(*self.layout.blocks_of_rank(self.groups.position))
+        self.install()
         try:
             yield
         finally:

@@ -1,49 +1,111 @@
-"""Construction of a rank's engine for a layout: its stage programs and their links to neighboring stages."""
+"""Construction of a rank's stage under a layout: its engine, links to neighboring stages, and gradient reduction."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
-from hf_pipetransformer.engine.timing import StepMeter
+from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
+from hf_pipetransformer.runtime.gathering import check_whole
+from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
+from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.splitters.view import Compile, StageView
+from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.view import StageView
 
 
-@dataclass(frozen=True)
-class StageSettings:
-    """Settings of a rank's stages that do not depend on the layout.
+def start_stage(
+    model: nn.Module, splitter: Splitter, layout: Layout, settings: StageSettings, is_training: bool
+) -> Stage:
+    """Build this rank's stage from a model that is whole on every rank. Collective: call on every rank.
 
-    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`.
+    Rank 0's parameters and buffers are broadcast to all ranks. What this stage uses moves to its device; in training
+    the rest is freed.
     """
+    send_model_from_first_rank(model, settings.topology)
+    view = StageView(model, splitter, settings.probe.structure, settings.compiled)
+    stage = make_stage(view, ParameterStore(model), layout, settings)
+    if is_training:
+        stage.store.release(keep=stage.own_names())
+    stage.store.move(stage.own_names(), settings.device)
+    if is_training:
+        prepare_training(stage)
+    return stage
 
-    device: torch.device
-    timeout: float
-    recompute: str
-    meter: StepMeter
-    compiled: Compile | None = None
+
+def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings: StageSettings) -> Stage:
+    """Build this rank's stage under a layout; `store` may still hold the parameters of another one."""
+    groups = settings.topology.groups(layout.places)
+    engine = make_engine(view, layout, groups, settings)
+    owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
+    return Stage(layout, groups, settings, view, store, engine, owners, shared=[], reducer=None)
 
 
-def make_engine(
-    view: StageView, probe: Probe, layout: Layout, groups: PipelineGroups, settings: StageSettings
-) -> Engine:
+def prepare_training(stage: Stage) -> None:
+    """Freeze parameters and set up gradient reduction, which only training needs."""
+    groups, store = stage.groups, stage.store
+    store.freeze(frozen_names(stage.view.structure, stage.layout))
+    stage.shared = _shared_parameters(stage)
+    shared_ids = {id(entry.parameter) for entry in stage.shared}
+    own = [p for p in store.held().values() if id(p) not in shared_ids]
+    stage.reducer = GradientReducer(own, groups.replica_group, stage.settings.timeout, groups.replicas)
+
+
+def _shared_parameters(stage: Stage) -> list[SharedParameter]:
+    groups, named = stage.groups, stage.store.named()
+    shared = []
+    for name, positions in stage.owners.items():
+        if len(positions) < 2 or not stage.store.is_active(name):
+            continue
+        group, pipeline_group = stage.settings.topology.shared_groups(groups.pipeline_size, positions)
+        if groups.position in positions:
+            owner = groups.pipeline_ranks[positions[0]]
+            is_owner = groups.position == positions[0]
+            shared.append(SharedParameter(name, named[name], group, pipeline_group, owner, is_owner))
+    return shared
+
+
+def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
+    """Broadcast all parameters and buffers from rank 0: a head initialized without a seed becomes the same.
+
+    Uses the device's own backend if the model is on a device on every rank, else the control group.
+    """
+    check_whole(model)
+    if topology.world_size == 1:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    is_on_cpu = torch.tensor(float(any(tensor.is_cpu for _, tensor in tensors)))
+    topology.largest(is_on_cpu)
+    group = topology.control if is_on_cpu else None
+    with torch.no_grad():
+        for name, tensor in tensors:
+            value = (tensor.data.cpu() if is_on_cpu else tensor.data).contiguous()
+            call = partial(dist.broadcast, value, src=0, group=group)
+            guarded(call, f"receiving {name} from rank 0")
+            if topology.rank != 0:
+                tensor.data.copy_(value)
+
+
+def make_engine(view: StageView, layout: Layout, groups: PipelineGroups, settings: StageSettings) -> Engine:
     """Build the engine of this rank's stages under a layout."""
     stages = layout.places.stages_of(groups.position)
-    programs = [_program(view, probe, layout, stage, settings) for stage in stages]
-    links = [_links(probe, layout, groups, stage, settings) for stage in stages]
+    programs = [_program(view, layout, stage, settings) for stage in stages]
+    links = [_links(layout, groups, stage, settings) for stage in stages]
     return Engine(programs, links, settings.meter)
 
 
-def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
-    blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, probe.boundary_dtypes
+def _program(view: StageView, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
+    blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, settings.probe.boundary_dtypes
     dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
     splits = layout.abilities.splits_backward
     linears = linear_layers(view.model) if splits else []
@@ -73,7 +135,7 @@ def _program(view: StageView, probe: Probe, layout: Layout, stage: int, settings
     )
 
 
-def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, settings: StageSettings) -> StageLinks:
+def _links(layout: Layout, groups: PipelineGroups, stage: int, settings: StageSettings) -> StageLinks:
     def link(lower: int, direction: str, what: str) -> Link | Local | None:
         """Return the link over the boundary between stage `lower` and the one above it; `stage` is one of the two."""
         if not 0 <= lower < layout.num_stages - 1:
@@ -82,7 +144,7 @@ def _links(probe: Probe, layout: Layout, groups: PipelineGroups, stage: int, set
         if layout.places.rank_of(peer) == groups.position:
             return Local(layout.places.chunk_of(peer))
         rank = groups.pipeline_ranks[layout.places.rank_of(peer)]
-        dtype = probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
+        dtype = settings.probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
         group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
         return Wire(rank, group, where, dtype, settings.device, settings.timeout)
 

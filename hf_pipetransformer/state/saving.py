@@ -21,8 +21,7 @@ from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import random_state
 from hf_pipetransformer.elastic.controller import LayoutController
-from hf_pipetransformer.elastic.migration import OptimizerState
-from hf_pipetransformer.elastic.transition import check_replicas_agree
+from hf_pipetransformer.elastic.migration import OptimizerState, check_replicas_agree
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
@@ -104,7 +103,7 @@ class Checkpoints:
         header = {"names": names, "values": values, "groups": group_options(own.optimizer)}
         position = stage.groups.position
         self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
-        then = self.controller.tensors()
+        then = self.controller.measurements.tensors()
         if then:
             self._written |= checkpoint.write_part(folder, checkpoint.decisions_file(position), then, {})
 

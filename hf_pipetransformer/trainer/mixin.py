@@ -21,9 +21,9 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.trainer.overrides import Overrides
+from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.run import Run
-from hf_pipetransformer.training.starting import check_constructor_arguments
+from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _only_one(values: dict[str, Any], kind: type) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-class PipeTransformerMixin(Overrides):
+class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrides):
     """Splits a `Trainer`'s model into K pipeline stages and R replicas, with the same numerical results.
 
     Put it before the trainer in the bases: `class MyTrainer(PipeTransformerMixin, SomeTrainer)`. That trainer's own
@@ -172,14 +172,16 @@ class PipeTransformerMixin(Overrides):
         given = bind_arguments(type(self), PipeTransformerMixin, positional, named)
         args, model = given.args, given.model
         known = {name: given.values[name] for name in ("train_dataset", "optimizers") if name in given.values}
-        needs_pipeline = check_constructor_arguments(super(Overrides, self), model, args, policy, splitter, **known)
+        options = RunOptions(args, policy, splitter)
+        # The last class of this library before the user's trainer.
+        needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, **known)
         args.places_model = needs_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
-        self.pipeline_run = Run(self, policy, splitter, needs_pipeline)
+        self.pipeline_run = Run(self, options, needs_pipeline)
 
     @property
     def layout(self) -> Layout | None:
@@ -188,11 +190,11 @@ class PipeTransformerMixin(Overrides):
 
     @property
     def topology(self) -> Topology:
-        return self.pipeline_run.topology
+        return self.pipeline_run.context.topology
 
     @property
     def events(self) -> EventLog:
-        return self.pipeline_run.journal.log
+        return self.pipeline_run.context.journal.log
 
     def train(
         self,
@@ -209,7 +211,7 @@ class PipeTransformerMixin(Overrides):
             ValueError: something does not work with a pipeline, or this run cannot resume from the checkpoint.
             PipelineError: another rank failed; the message names the first cause.
         """
-        with self.pipeline_run.train_call(resume_from_checkpoint, trial) as folder:
+        with self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder:
             return super().train(folder, trial, ignore_keys_for_eval)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

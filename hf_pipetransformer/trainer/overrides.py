@@ -46,42 +46,13 @@ def _giving_way(overrides: type, name: str, method: FunctionType) -> Callable[..
     return call
 
 
-class SelfFilteringLoss(torch.Tensor):
-    """Loss that Trainer can add up without a device sync.
-
-    Trainer checks each loss for nan and inf, two device syncs per batch, and replaces a bad one by the mean loss since
-    the last log. This tensor answers False to both checks and does the replacement on the device when it is added.
-    """
-
-    num_logged: int
-
-    @staticmethod
-    def of(loss: torch.Tensor, num_logged: int) -> SelfFilteringLoss:
-        """Wrap a scalar loss; `num_logged` is Trainer's divisor of the summed losses since the last log."""
-        filtering = loss.as_subclass(SelfFilteringLoss)
-        filtering.num_logged = num_logged
-        return filtering
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.isnan, torch.isinf):
-            return torch.zeros(args[0].shape, dtype=torch.bool)
-        with torch._C.DisableTorchFunctionSubclass():
-            # `+=` may arrive as either method.
-            if function in (torch.Tensor.add_, torch.Tensor.__iadd__) and isinstance(args[1], cls):
-                total, loss = args
-                loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
-                return total.add_(torch.where(loss.isfinite(), loss, total / count))
-            return function(*args, **(kwargs or {}))
-
-
 # The class after the mixin in the MRO is a Trainer, whose methods these override.
 _Trainer: Any = object
 
 
 @left_to_trainer
-class Overrides(_Trainer):
-    """Trainer methods that a pipeline replaces. A run that needs no pipeline uses Trainer's own."""
+class TrainingOverrides(_Trainer):
+    """Methods of Trainer's training."""
 
     pipeline_run: Run
     args: PipeTransformerArguments
@@ -92,20 +63,19 @@ class Overrides(_Trainer):
             "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
         )
 
-    # ---- a training ----
-
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.pipeline_run.training_loop():
+        with self.pipeline_run.trainings.loop():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         return self.pipeline_run.pipeline.shell
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        loader = self.pipeline_run.training_loader
-        with self.pipeline_run.making_optimizer():
-            prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
-        self.pipeline_run.prepare_training(loader, max_steps)
+        trainings = self.pipeline_run.trainings
+        # The optimizer must include parameters that are frozen now but may unfreeze.
+        with self.pipeline_run.pipeline.stage.store.all_active():
+            prepared = super()._prepare_for_training(max_steps, trainings.loader, resume_from_checkpoint)
+        trainings.prepare(max_steps)
         return prepared
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -113,13 +83,14 @@ class Overrides(_Trainer):
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
-        dataloader = self.pipeline_run.begin_training(dataloader)
+        dataloader = self.pipeline_run.trainings.begin(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return self.pipeline_run.counts(values, dataloader)
+        return self.pipeline_run.trainings.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        rest = None if self.pipeline_run.resumption is None else self.pipeline_run.resumption.remainder
+        resumption = self.pipeline_run.trainings.resumption
+        rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
     def _run_epoch(self, **kwargs: Any) -> None:
@@ -136,9 +107,9 @@ class Overrides(_Trainer):
 
         Returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without reading it.
         """
-        loss = self.pipeline_run.training.run_batch(model, inputs, num_items_in_batch)
+        loss = self.pipeline_run.training.run_batch(inputs, num_items_in_batch)
         if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
-            return SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
+            return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
@@ -163,34 +134,40 @@ class Overrides(_Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
-        return int(super().floating_point_ops(inputs)) if self.pipeline_run.counts_inputs else 0
+        return int(super().floating_point_ops(inputs)) if self.pipeline_run.trainings.counts_inputs else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        with self.pipeline_run.counting_tokens() as counts_here:
+        with self.pipeline_run.trainings.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        self.pipeline_run.signals.after_step()
+        self.pipeline_run.trainings.signals.after_step()
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         training = self.pipeline_run.training
         training.end_step(logs, self.control.should_evaluate or self.control.should_save)
-        super()._maybe_log_save_evaluate(tr_loss, training.logged_norm(grad_norm), *args, **kwargs)
+        super()._maybe_log_save_evaluate(tr_loss, training.steps.logged_norm(grad_norm), *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
-        self.pipeline_run.add_scalars(logs)
+        self.pipeline_run.trainings.add_scalars(logs)
         super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        losses = self.pipeline_run.topology.gather(self._tr_loss.item())
+        losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.pipeline_run.finish_training()
+        self.pipeline_run.trainings.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.pipeline_run.journal.write("end", train_loss=output.training_loss)
+        self.pipeline_run.context.journal.write("end", train_loss=output.training_loss)
         return output
 
-    # ---- data and evaluation ----
+
+@left_to_trainer
+class EvaluationOverrides(_Trainer):
+    """Methods that make loaders, evaluate and predict."""
+
+    pipeline_run: Run
+    args: PipeTransformerArguments
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
@@ -206,12 +183,12 @@ class Overrides(_Trainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self.pipeline_run.evaluating(eval_dataset, "get_eval_dataloader"):
+        with self.pipeline_run.evaluations.call(eval_dataset, "get_eval_dataloader"):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
-        with self.pipeline_run.evaluating(test_dataset, "get_test_dataloader"):
+        with self.pipeline_run.evaluations.call(test_dataset, "get_test_dataloader"):
             return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(
@@ -223,7 +200,7 @@ class Overrides(_Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run Trainer's loop; with more than one stage, refuse a loader that this trainer did not make."""
-        with self.pipeline_run.passing_over(dataloader) as evaluation:
+        with self.pipeline_run.evaluations.loop(dataloader) as evaluation:
             output = super().evaluation_loop(
                 evaluation.loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -233,7 +210,7 @@ class Overrides(_Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
-        evaluation, given = self.pipeline_run.evaluation, dict(inputs)
+        evaluation, given = self.pipeline_run.evaluations.present, dict(inputs)
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
         with evaluation.running(inputs, prediction_loss_only and is_trainers):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
@@ -242,12 +219,20 @@ class Overrides(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
         # Trainer's `prediction_step` calls this; training counts over all replicas in `get_batch_samples`.
-        self.pipeline_run.evaluation.told_num_items = True
-        if self.pipeline_run.evaluation.is_users:
+        self.pipeline_run.evaluations.present.told_num_items = True
+        if self.pipeline_run.evaluations.present.is_users:
             return super()._get_num_items_in_batch(batch_samples, device)
         if not any("labels" in batch for batch in batch_samples) or not trainer_compat.takes_num_items(self):
             return None
         return torch.tensor(float(sum(trainer_compat.items_of(self, batch) for batch in batch_samples)), device=device)
+
+
+@left_to_trainer
+class SavingOverrides(_Trainer):
+    """Methods that save and load models and checkpoints."""
+
+    pipeline_run: Run
+    args: PipeTransformerArguments
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
@@ -278,7 +263,7 @@ class Overrides(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights while the model is still whole; Trainer's own only warns about missing weights."""
-        self.pipeline_run.topology.together(lambda: load_weights(model or self.model, resume_from_checkpoint))
+        self.pipeline_run.context.topology.together(lambda: load_weights(model or self.model, resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""

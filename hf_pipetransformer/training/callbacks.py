@@ -15,6 +15,7 @@ from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpoint
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
@@ -26,11 +27,10 @@ class SavesOnSignal:
     the ranks agree between two steps.
     """
 
-    def __init__(self, trainer: Trainer, topology: Topology) -> None:
-        self.trainer = trainer
-        self.topology = topology
+    def __init__(self, context: Context) -> None:
+        self.context = context
         self._managers: list[tuple[JITCheckpointCallback, CheckpointManager]] = []
-        for callback in trainer.callback_handler.callbacks:
+        for callback in context.trainer.callback_handler.callbacks:
             if isinstance(callback, JITCheckpointCallback) and callback.jit_manager is not None:
                 self._managers.append((callback, callback.jit_manager))
                 callback.jit_manager = None
@@ -43,17 +43,17 @@ class SavesOnSignal:
         Skips an evaluation, since the process may be killed at any moment, and a second save at the same step, since a
         checkpoint has no state while it is rewritten.
         """
-        if not self.trainer.args.enable_jit_checkpoint:
+        if not self.context.trainer.args.enable_jit_checkpoint:
             return
-        control, step = self.trainer.control, self.trainer.state.global_step
+        control, step = self.context.trainer.control, self.context.trainer.state.global_step
         if not self._stops:
             has_come = any(manager.is_checkpoint_requested for _, manager in self._managers)
-            self._stops = any(self.topology.gather(has_come))
+            self._stops = any(self.context.topology.gather(has_come))
             if self._stops:
                 for _, manager in self._managers:
                     manager.is_checkpoint_requested = False
                 control.should_training_stop = control.should_save = True
-                if self.topology.rank == 0:
+                if self.context.topology.rank == 0:
                     announce(f"A signal asked to end the run: checkpoint-{step} is saved, then the training stops.")
         if self._stops:
             control.should_evaluate = False

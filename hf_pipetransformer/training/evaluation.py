@@ -9,15 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology
-from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.training.callbacks import giving_whole_model
+from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator
+from hf_pipetransformer.training.starting import Starter
 
 
 class Evaluation:
@@ -25,13 +28,13 @@ class Evaluation:
 
     is_users = False
 
-    def __init__(self, trainer: Trainer, topology: Topology, pipeline: Pipeline, loader: PipelineLoader) -> None:
-        self.trainer = trainer
+    def __init__(self, context: Context, pipeline: Pipeline, loader: PipelineLoader) -> None:
+        self.trainer = context.trainer
         self.pipeline = pipeline
         self.loader = loader
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
-        self.noted = MetricAccumulator(trainer, topology)
+        self.metrics = MetricAccumulator(context)
         self.gather = ReplicaGather(pipeline.stage.groups, loader)
 
     @contextmanager
@@ -41,9 +44,9 @@ class Evaluation:
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
         runner.sends_loss_only = loss_only and has_loss and trainer_compat.has_plain_loss(trainer)
         self.told_num_items = False
-        self.noted.begin_batch()
+        self.metrics.begin_batch()
         try:
-            with self.noted.of_part(inputs):
+            with self.metrics.record_part(inputs):
                 yield
         finally:
             runner.sends_loss_only = False
@@ -54,7 +57,7 @@ class Evaluation:
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
         """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
-        self.noted.note("eval")
+        self.metrics.publish("eval")
         if not self.loader.is_stream:
             return output
         metrics = dict(output.metrics or {})
@@ -93,23 +96,6 @@ class UsersEvaluation:
 
     def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
         return output
-
-
-@contextmanager
-def evaluating(pipeline: Pipeline) -> Iterator[None]:
-    """Install the stage for evaluation or prediction, unless a training has done so."""
-    stage = pipeline.stage
-    if stage.view.is_installed:
-        yield
-        return
-    stage.store.move(stage.own_names(), pipeline.settings.device)
-    try:
-        with stage.active():
-            yield
-    finally:
-        # In training, a callback with the whole model may evaluate; the stage stays on the device then.
-        if stage.groups.pipeline_size > 1 and stage.reducer is None:
-            stage.store.move(stage.own_names(), torch.device("cpu"))
 
 
 class ReplicaGather:
@@ -155,3 +141,97 @@ class ReplicaGather:
         parts = [torch.empty_like(own) for _ in counts]
         guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+@contextmanager
+def _installed(pipeline: Pipeline) -> Iterator[None]:
+    """Install the stage for evaluation or prediction, unless a training has done so."""
+    stage = pipeline.stage
+    if stage.view.is_installed:
+        yield
+        return
+    stage.store.move(stage.own_names(), pipeline.settings.device)
+    try:
+        with stage.active():
+            yield
+    finally:
+        # In training, a callback with the whole model may evaluate; the stage stays on the device then.
+        if stage.groups.pipeline_size > 1 and stage.reducer is None:
+            stage.store.move(stage.own_names(), torch.device("cpu"))
+
+
+class Evaluations:
+    """Calls of `evaluate()` and `predict()`, which may start a pipeline and may come inside a training."""
+
+    def __init__(self, starter: Starter) -> None:
+        self.starter = starter
+        self._present: Evaluation | UsersEvaluation | None = None
+
+    @property
+    def present(self) -> Evaluation | UsersEvaluation:
+        """Current pass over an evaluation data set."""
+        if self._present is None:
+            raise RuntimeError("There is no evaluation: evaluate() and predict() alone call this.")
+        return self._present
+
+    @contextmanager
+    def call(self, dataset: Any, method: str) -> Iterator[None]:
+        """Wrap an evaluation of `dataset`: a data set, its name in `eval_dataset`, or a dict of several.
+
+        Args:
+            method: name of the trainer's method that makes the loader. If the user overrides it (possible with one
+                stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
+        """
+        trainer = self.starter.context.trainer
+        makes_loader = self.starter.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
+        awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
+        with self._up(None if awaits_loader else self._request(dataset)):
+            yield
+
+    def _request(self, dataset: Any) -> Request:
+        """Return the request that Trainer will make; for a dict of data sets, the one for the first."""
+        trainer = self.starter.context.trainer
+        dataset = trainer.eval_dataset if dataset is None else dataset
+        dataset = trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+        return Request(first, "Evaluation", trainer.args.eval_batch_size, trainer_compat.eval_sampler(trainer))
+
+    @contextmanager
+    def _up(self, request: Request | None) -> Iterator[bool]:
+        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request."""
+        starter = self.starter
+        with starter.context.timeouts.reporting_faults():
+            if not starter.is_started(request):
+                yield False
+                return
+            starter.pipeline.settle()
+            with giving_whole_model(starter.context.trainer, starter.pipeline), _installed(starter.pipeline):
+                yield True
+
+    @contextmanager
+    def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
+        """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
+        starter, request = self.starter, request_of(given)
+        trainer, cache = starter.context.trainer, starter.cache
+        is_users = request is None and not isinstance(given, PipelineLoader)
+        if is_users:
+            check_undivided(given, "get_eval_dataloader or get_test_dataloader", starter.num_stages)
+        outer, left = self._present, starter.is_left_to_trainer
+        try:
+            # Entered here as well: a user's own `evaluate` may call the loop directly.
+            with self._up(request) as is_up:
+                if is_users or not is_up:
+                    shared = starter.pipeline.shared_rng if is_up else None
+                    self._present = UsersEvaluation(with_shared_rng(given, shared))
+                    starter.is_left_to_trainer = left or not is_up
+                    yield self._present
+                    return
+                loader = given if request is None else starter.loader(request)
+                self._present = evaluation = Evaluation(starter.context, starter.pipeline, loader)
+                storing = nullcontext() if cache is None else cache.storing_for(loader)
+                with trainer_compat.gathering_with(trainer, evaluation.gather), storing:
+                    yield evaluation
+        finally:
+            self._present = outer
+            if is_users:
+                starter.is_left_to_trainer = left

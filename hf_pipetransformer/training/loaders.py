@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import BatchSampler
-from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from hf_pipetransformer import trainer_compat
@@ -25,6 +24,7 @@ from hf_pipetransformer.data.reading import (
 )
 from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, draws_at_random, random_state
 from hf_pipetransformer.data.sampler import EpochOrder, ReplicaBatchSampler, Samples, order_of_run, torch_loader
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
@@ -64,16 +64,15 @@ class UsersLoader:
             yield batch
 
 
-def drawing_alike(loader: Any, shared: SharedRngState | None) -> Any:
+def with_shared_rng(loader: Any, shared: SharedRngState | None) -> Any:
     """Make a user's own loader draw from `shared`, if there is one."""
     return loader if shared is None else UsersLoader(loader, shared)
 
 
-def make_loader(
-    trainer: Trainer, topology: Topology, pipeline: Pipeline, request: Request, may_store: bool = False
-) -> PipelineLoader:
+def make_loader(context: Context, pipeline: Pipeline, request: Request, may_store: bool) -> PipelineLoader:
     """Build a data set's loader for this rank's place; `may_store` says that its activations may be cached."""
-    args, start_up, shared = trainer.args, pipeline.start_up, pipeline.shared_rng
+    trainer, topology, args = context.trainer, context.topology, context.args
+    start_up, shared = pipeline.start_up, pipeline.shared_rng
     dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
     batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders

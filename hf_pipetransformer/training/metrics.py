@@ -12,9 +12,9 @@ from typing import Any
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.engine.wrappers import runs_again
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -37,26 +37,26 @@ def averages(parts: list[Part]) -> dict[str, float]:
 
 
 @contextmanager
-def noting_apart(trainer: Trainer) -> Iterator[trainer_compat.Notes]:
+def collect_separately(trainer: Trainer) -> Iterator[trainer_compat.Metrics]:
     """Collect the metrics recorded inside in the yielded dict instead of the trainer's; gathers become local."""
-    notes = trainer_compat.notes(trainer)
-    if notes is None:
+    recorded = trainer_compat.metrics(trainer)
+    if recorded is None:
         yield {}
         return
-    kept = dict(notes)
-    apart: trainer_compat.Notes = {mode: defaultdict(list) for mode in notes}
-    notes.update(apart)
+    kept = dict(recorded)
+    apart: trainer_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
+    recorded.update(apart)
     try:
-        with trainer_compat.gathering_nothing(trainer.accelerator):
+        with trainer_compat.local_gather(trainer.accelerator):
             yield apart
     finally:
-        notes.update(kept)
+        recorded.update(kept)
 
 
 @contextmanager
-def noting_nothing(trainer: Trainer) -> Iterator[None]:
+def discard_metrics(trainer: Trainer) -> Iterator[None]:
     """Discard the metrics and token counts of a loss that belongs to no step."""
-    with noting_apart(trainer), trainer_compat.counting_no_tokens(trainer):
+    with collect_separately(trainer), trainer_compat.kept_token_count(trainer):
         yield
 
 
@@ -64,49 +64,48 @@ def noting_nothing(trainer: Trainer) -> Iterator[None]:
 class MetricAccumulator:
     """Metrics that batch parts recorded, on the ranks that compute losses."""
 
-    trainer: Trainer
-    topology: Topology
+    context: Context
     _batch: int = field(default=0, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
     def begin_batch(self, inputs: dict[str, Any] | None = None) -> None:
         """Start the next batch, and count its tokens if given: parts of a batch overlap, so they cannot be counted."""
         self._batch += 1
-        if inputs and trainer_compat.num_tokens_read(self.trainer) is not None:
+        if inputs and trainer_compat.num_tokens_read(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
-            trainer_compat.count_tokens_read(self.trainer, num_tokens)
+            trainer_compat.count_tokens_read(self.context.trainer, num_tokens)
 
     @contextmanager
-    def of_part(self, inputs: dict[str, Any]) -> Iterator[None]:
+    def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        if trainer_compat.notes(self.trainer) is None:
+        if trainer_compat.metrics(self.context.trainer) is None:
             yield
             return
         # These trainers train causal models, where nothing predicts the first token of a sequence.
         num_items = count_items(inputs, shifts_labels=True) if inputs else 0
-        with noting_apart(self.trainer) as apart, trainer_compat.counting_no_tokens(self.trainer):
+        with collect_separately(self.context.trainer) as apart, trainer_compat.kept_token_count(self.context.trainer):
             yield
         if runs_again():
             return  # Recomputation: the first run recorded it.
-        for mode, notes in apart.items():
-            values = {name: values[-1] for name, values in notes.items() if values and name != "num_tokens"}
+        for mode, recorded in apart.items():
+            values = {name: values[-1] for name, values in recorded.items() if values and name != "num_tokens"}
             if values:
                 self._parts[mode].append((self._batch, num_items, values))
 
-    def note(self, mode: str) -> None:
+    def publish(self, mode: str) -> None:
         """Write the averages over all ranks to the trainer's metrics. Collective: call on every rank."""
-        notes = trainer_compat.notes(self.trainer)
-        if notes is None:
+        recorded = trainer_compat.metrics(self.context.trainer)
+        if recorded is None:
             return
-        found = self.topology.gather(
-            {"parts": self._parts[mode], "tokens": trainer_compat.num_tokens_read(self.trainer)}
+        found = self.context.topology.gather(
+            {"parts": self._parts[mode], "tokens": trainer_compat.num_tokens_read(self.context.trainer)}
         )
         self._parts[mode] = []
         together = averages([part for each in found for part in each["parts"]])
-        notes[mode].update({name: [value] for name, value in together.items()})
-        if together and trainer_compat.num_tokens_read(self.trainer) is not None:
-            notes[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]
+        recorded[mode].update({name: [value] for name, value in together.items()})
+        if together and trainer_compat.num_tokens_read(self.context.trainer) is not None:
+            recorded[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]
 
 
 @dataclass

@@ -20,8 +20,8 @@ from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
-from hf_pipetransformer.elastic.migration import OptimizerState
-from hf_pipetransformer.elastic.transitions import Transitions, longest_pipeline
+from hf_pipetransformer.elastic.migration import OptimizerState, keep_parameters
+from hf_pipetransformer.elastic.transition import Transitions, longest_pipeline
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.planning.planner import reachable_shapes
@@ -34,11 +34,11 @@ from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
+from hf_pipetransformer.training.asynchronous import AsynchronousSteps
 from hf_pipetransformer.training.expectation import coming_spans, in_words, make_forecast, measure
-from hf_pipetransformer.training.metrics import MetricAccumulator, noting_nothing
-from hf_pipetransformer.training.steps import StepHooks, Steps, divide
+from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
+from hf_pipetransformer.training.steps import Steps, SynchronousSteps
 from hf_pipetransformer.training.training import Training
-from hf_pipetransformer.training.windows import Windows
 
 
 @dataclass
@@ -101,46 +101,30 @@ class TrainingSetup:
 
             # `decide` makes an error of a user's policy end the run on every rank.
             self.context.topology.decide(foresee)
-        meter = pipeline.settings.meter
-        samples, device = pipeline.start_up.samples, self.context.args.device
-        probe = LayerProbe(
-            partial(_loss, self.context.trainer, pipeline.shell), samples, self.context.topology, device
-        )
-        controller = LayoutController(
-            decisions,
-            self.context.topology,
-            stage,
-            self.context.journal.write,
-            meter,
-            probe,
-            self.replay,
-            learning_rate=partial(trainer_compat.learning_rate, self.context.trainer),
-        )
+        loss = partial(_loss, self.context.trainer, pipeline.shell)
+        probe = LayerProbe(loss, pipeline.start_up.samples, self.context.topology, args.device)
+        controller = LayoutController(self.context, decisions, stage, probe, self.replay)
         optimizer = self._optimizer(cache, began_under)
-        parts = (self.context, pipeline)
-        noted = MetricAccumulator(self.context.trainer, self.context.topology)
-        windows = Windows(self.context.trainer, pipeline, controller.coming_decisions, controller.watch_gradients)
-        steps = Steps(self.context.trainer, self.context.topology, pipeline, loader, noted, windows)
-        pipeline.steps = steps
+        metrics = MetricAccumulator(self.context)
+
+        def make_steps() -> Steps:
+            # The one place that asks: an asynchronous schedule runs synchronously once a single stage is left.
+            kind = AsynchronousSteps if pipeline.layout.abilities.overlaps_steps else SynchronousSteps
+            return kind(self.context, pipeline, loader, metrics, controller)
+
         return Training(
+            context=self.context,
             pipeline=pipeline,
-            timeouts=self.context.timeouts,
             loader=loader,
             optimizer=optimizer,
-            hooks=StepHooks(optimizer.optimizer, pipeline, windows),
-            steps=steps,
             controller=controller,
-            transitions=Transitions(*parts, controller, optimizer, cache, loader),
+            transitions=Transitions(self.context, pipeline, controller, optimizer, cache, loader),
             cache=cache,
             checkpoints=Checkpoints(
-                self.context,
-                pipeline,
-                loader,
-                optimizer,
-                controller,
-                self.description,
-                began_under,
+                self.context, pipeline, loader, optimizer, controller, self.description, began_under
             ),
+            metrics=metrics,
+            make_steps=make_steps,
         )
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
@@ -226,7 +210,11 @@ class TrainingSetup:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
         layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.context.args.elastic
         optimizer = trainer_compat.torch_optimizer(self.context.trainer)
-        groups = divide(optimizer, self.pipeline, self.names)
+        groups = {}
+        if layout.pipeline_size > 1:
+            # The first stage that uses a shared parameter updates it; the others receive the value.
+            now = {id(parameter): name for name, parameter in stage.view.model.named_parameters()}
+            groups = keep_parameters(optimizer, {**self.names, **now}, stage.trained_here())
         # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
         # its cache.
         freezes = self.policy.freezes or self.replay is not None
@@ -250,5 +238,5 @@ def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
     """Return the output of `compute_loss`, which alone knows which columns of a batch the model takes."""
     num_items = torch.tensor(trainer_compat.items_of(trainer, inputs), device=trainer.args.device)
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
-    with noting_nothing(trainer):
+    with discard_metrics(trainer):
         return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)

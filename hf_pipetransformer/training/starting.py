@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.errors import ModelSettingError
-from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.loader import Request
-from hf_pipetransformer.elastic.transition import apply_layout
+from hf_pipetransformer.comm.topology import check_agreement
+from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.freeze.policy import FreezePolicy
@@ -28,8 +28,10 @@ from hf_pipetransformer.options.refusals import (
     warn_about_options,
 )
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
-from hf_pipetransformer.runtime.wiring import StageSettings
+from hf_pipetransformer.runtime.stage import StageSettings
+from hf_pipetransformer.runtime.wiring import start_stage
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
@@ -38,7 +40,9 @@ from hf_pipetransformer.startup.first_samples import first_batches, most_samples
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
-from hf_pipetransformer.training.metrics import noting_nothing
+from hf_pipetransformer.training.callbacks import check_callbacks
+from hf_pipetransformer.training.loaders import make_loader
+from hf_pipetransformer.training.metrics import discard_metrics
 
 
 class Need(Enum):
@@ -52,53 +56,58 @@ class Need(Enum):
     MUST = "must"
 
 
-def need_of(
-    args: PipeTransformerArguments, policy: FreezePolicy | None, splitter: Splitter | None, model: Any
-) -> Need:
-    """Return what the options and the model require.
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run; `policy` and `splitter` are the user's own, if any."""
 
-    `policy` and `splitter` are the user's own, if any; `model` is None if it is not built yet.
-    """
-    freezes = _freezes(args, policy)
-    asks_for_parts = _asks_for_parts(args, splitter)
-    if _leaves_adapters_to_trainer(model) and not asks_for_parts:
-        return Need.WISH if freezes or args.activation_cache == "on" else Need.NONE
-    is_divided = args.world_size > 1 and args.pipeline_size != 1
-    if is_divided or freezes or asks_for_parts or args.activation_cache == "on":
-        return Need.MUST
-    if args.world_size > 1 and not has_adapters(model):
-        return Need.WISH
-    return Need.WISH if args.activation_cache == "auto" and _may_store(model) else Need.NONE
+    args: PipeTransformerArguments
+    policy: FreezePolicy | None = None
+    splitter: Splitter | None = None
 
+    def need(self, model: Any) -> Need:
+        """Return what the options and the model require; `model` is None if it is not built yet."""
+        args = self.args
+        if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
+            return Need.WISH if self._freeze or args.activation_cache == "on" else Need.NONE
+        is_divided = args.world_size > 1 and args.pipeline_size != 1
+        if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
+            return Need.MUST
+        if args.world_size > 1 and not has_adapters(model):
+            return Need.WISH
+        return Need.WISH if args.activation_cache == "auto" and _may_store(model) else Need.NONE
 
-def does_without(
-    error: ValueError, args: PipeTransformerArguments, policy: FreezePolicy | None, splitter: Splitter | None
-) -> bool:
-    """Return True if `error` may leave the run to Trainer, because the user asked for nothing that needs a pipeline.
+    def does_without(self, error: ValueError) -> bool:
+        """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
 
-    A model that cannot be split is trained without freezing. If another setting or loss would make it splittable, the
-    run is refused when freezing was requested.
-    """
-    if _asks_for_parts(args, splitter) or args.activation_cache == "on":
-        return False
-    if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
-        return not _freezes(args, policy)
-    return isinstance(error, UnsupportedModelError)
+        A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
+        the run is refused when freezing was requested.
+        """
+        if self._ask_for_parts or self.args.activation_cache == "on":
+            return False
+        if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
+            return not self._freeze
+        return isinstance(error, UnsupportedModelError)
 
+    @property
+    def is_undivided(self) -> bool:
+        """True if one process computes each batch as a whole."""
+        return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
 
-def _freezes(args: PipeTransformerArguments, policy: FreezePolicy | None) -> bool:
-    return args.freeze_policy != "none" if policy is None else policy.freezes
+    @property
+    def _freeze(self) -> bool:
+        return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
 
-
-def _asks_for_parts(args: PipeTransformerArguments, splitter: Splitter | None) -> bool:
-    return (
-        args.pipeline_size not in (None, 1)
-        or args.num_microbatches not in (None, 1)
-        or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
-        or args.pipeline_token_slices != "auto"
-        or args.layout_plan is not None
-        or splitter is not None
-    )
+    @property
+    def _ask_for_parts(self) -> bool:
+        args = self.args
+        return (
+            args.pipeline_size not in (None, 1)
+            or args.num_microbatches not in (None, 1)
+            or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
+            or args.pipeline_token_slices != "auto"
+            or args.layout_plan is not None
+            or self.splitter is not None
+        )
 
 
 def _leaves_adapters_to_trainer(model: Any) -> bool:
@@ -129,95 +138,175 @@ class ModelReport:
     is_training: bool
 
 
-@dataclass
 class Starter:
-    """Moves the trainer's model onto stages. Collective: call its methods on every rank.
+    """Moves a trainer's model onto stages, unless the run is left to Trainer.
 
-    `events` is, on rank 0, the events file of earlier runs in this folder.
+    Lives as long as the trainer; each `train()` starts a new `Pipeline`, and so does an evaluation before any.
+    `policy` is the one in use. Without `needs_pipeline`, Trainer's own methods train and evaluate.
     """
 
-    trainer: Trainer
-    topology: Topology
-    splitter: Splitter | None
-    events: str | None
-
-    def __post_init__(self) -> None:
+    def __init__(self, context: Context, options: RunOptions, policy: FreezePolicy, needs_pipeline: bool) -> None:
+        self.context = context
+        self.options = options
+        self.policy = policy
+        self.needs_pipeline = needs_pipeline
+        self.in_force: Pipeline | None = None
+        self.cache: TrainingCache | None = None
+        """Activation cache of the training in progress."""
+        self.resumes_own = False
+        """True while a run resumes from a checkpoint that plain Trainer could not continue from."""
+        self.is_left_to_trainer = not needs_pipeline or options.is_undivided
+        """True while Trainer's own methods run instead of the overrides."""
+        self.evaluates_alone = self.is_left_to_trainer
+        """Value of `is_left_to_trainer` outside of `train()`."""
+        self._may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
         self._overrode_loss_kwargs = False
 
+    @property
+    def pipeline(self) -> Pipeline:
+        if self.in_force is None:
+            raise RuntimeError("The pipeline has not started: train(), evaluate() or predict() come first.")
+        return self.in_force
+
+    @property
+    def num_stages(self) -> int | None:
+        """Number of stages K now or at the next start; None if not known yet."""
+        if self._is_of_this_model:
+            return self.pipeline.layout.pipeline_size
+        size: int | None = self.context.args.pipeline_size
+        return 1 if self.context.topology.world_size == 1 else size
+
+    @property
+    def _is_of_this_model(self) -> bool:
+        """True if the pipeline was built from the model that the trainer has now."""
+        return self.in_force is not None and self.in_force.stage.view.model is self.context.trainer.model
+
+    def is_started(self, request: Request | None) -> bool:
+        """Return True if a pipeline of the current model exists, starting one for `request` if needed.
+
+        False if there is no request to start for, or if the run is left to Trainer.
+        """
+        if self._is_of_this_model:
+            return True
+        report = None if request is None else self.inspect_or_leave(request, is_training=False)
+        if report is not None:
+            self.start(report, report.start_up.plans.layout(self.context.args.train_samples_per_device))
+        return report is not None
+
+    def inspect_or_leave(self, given: Request | Any, is_training: bool) -> ModelReport | None:
+        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
+        try:
+            return self.inspect(given, is_training)
+        except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
+            # Trainer can only resume a run from its own kind of checkpoint.
+            if self.resumes_own or not (self._may_do_without or self.options.does_without(error)):
+                raise
+            say_left_to_trainer(error)
+        self.context.args.leave_recomputing_to_trainer()
+        trainer_compat.place_model(self.context.trainer)
+        self.is_left_to_trainer = self.evaluates_alone = True
+        return None
+
     def inspect(self, given: Request | Any, is_training: bool) -> ModelReport:
-        """Check data set, model and loss, and measure the model.
+        """Check data set, model and loss, and measure the model. Collective: call on every rank.
 
         `given` is the request made to Trainer's loader, or a loader of the user's own.
 
         Raises:
             ValueError: something does not work with a pipeline.
         """
-        trainer, what = self.trainer, "Training" if is_training else "Evaluation"
+        trainer, topology, args = self.context.trainer, self.context.topology, self.context.args
+        what = "Training" if is_training else "Evaluation"
         if isinstance(given, Request):
             if given.dataset is None:
                 raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
             check_dataset(given.dataset, what.lower())
-            check_agreement(self.topology, "data set", {"number of samples": _length(given.dataset)})
+            check_agreement(topology, "data set", {"number of samples": _length(given.dataset)})
         if self._overrode_loss_kwargs:
-            trainer.model_accepts_loss_kwargs = True  # Undo the override below; the model may be another one now.
+            trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
             self._overrode_loss_kwargs = False
-        check_trained_model(trainer.model, trainer.args, trainer.optimizer if is_training else None)
-        splitter = self.splitter or find_splitter(trainer.model)
+        # A script may have replaced the arguments since the trainer was made.
+        options = replace(self.options, args=args)
+        check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
+        splitter = self.options.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
         with undisturbed(trainer.model):
             batches = first_batches(trainer, given)
-            parts = (batches, main_input_of(trainer.model), count, most_samples(trainer.args))
-            samples = self.topology.decide(lambda: probe_samples(*parts))
+            parts = (batches, main_input_of(trainer.model), count, most_samples(args))
+            samples = topology.decide(lambda: probe_samples(*parts))
         needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
         start_up = inspect_model(
             ProbeTarget(trainer.model, splitter, samples, compute, count),
-            trainer.args,
-            self.topology,
+            args,
+            topology,
             is_training,
             batches.read if is_training else None,
-            self.events if is_training else None,
+            self.context.journal.log.path if is_training else None,
         )
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model accepts num_items_in_batch but ignores it; Trainer would then skip its own division of the loss
             # (transformers#47688).
             self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
-            trainer.model_accepts_loss_kwargs = False
+            trainer_compat.pass_num_items(trainer, False)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
 
-    def start(self, found: ModelReport, layout: Layout) -> Pipeline:
-        """Build this rank's stage of the model under `layout`."""
-        args: PipeTransformerArguments = self.trainer.args
+    def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
+        """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.
+
+        Collective: call on every rank.
+
+        Raises:
+            ValueError: a callback reads the model where it cannot have it.
+        """
+        trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
+        if max(layout.pipeline_size, longest) > 1:
+            check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
+        self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
         compiled = None
         if args.torch_compile:
             compiled = partial(torch.compile, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-        meter = StepMeter(args.device)
-        settings = StageSettings(args.device, args.pipeline_timeout, args.pipeline_checkpoint, meter, compiled)
-        probe = found.start_up.probe
-        stage = apply_layout(
-            self.trainer.model, found.splitter, probe, self.topology, layout, settings, found.is_training
+        settings = StageSettings(
+            start_up.probe,
+            self.context.topology,
+            args.device,
+            args.pipeline_timeout,
+            args.pipeline_checkpoint,
+            StepMeter(args.device),
+            compiled,
         )
-        shifts_labels = trainer_compat.shifts_labels(self.trainer)
-        return Pipeline(found.start_up, found.shell, settings, shifts_labels, found.has_labels, stage)
+        stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
+        shifts_labels = trainer_compat.shifts_labels(trainer)
+        self.in_force = Pipeline(start_up, report.shell, settings, shifts_labels, report.has_labels, stage)
+        return self.in_force
+
+    def loader(self, request: Request) -> PipelineLoader:
+        """Return the pipeline's loader for a request; evaluation loaders may persist."""
+        pipeline, args = self.pipeline, self.context.args
+        persists = request.key is not None and args.dataloader_persistent_workers
+        if persists and request.key in pipeline.persistent_loaders:
+            return pipeline.persistent_loaders[str(request.key)]
+        freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or args.layout_plan is not None
+        loader = make_loader(self.context, pipeline, request, may_store=bool(request.is_training and freezes))
+        if self.cache is not None and not request.is_training and not loader.is_stream:
+            self.cache.serve(loader, request.dataset)
+        if persists:
+            pipeline.persistent_loaders[str(request.key)] = loader
+        return loader
 
 
 def check_constructor_arguments(
-    below: Any,
-    model: Any,
-    args: PipeTransformerArguments,
-    policy: FreezePolicy | None = None,
-    splitter: Splitter | None = None,
-    train_dataset: Any = None,
-    optimizers: Any = (None, None),
+    below: Any, options: RunOptions, model: Any, train_dataset: Any = None, optimizers: Any = (None, None)
 ) -> bool:
     """Check a trainer's arguments before its constructor runs; return False if the run is left to Trainer.
 
     Refuses what cannot work, and warns about options that mean something else. `below` is the trainer's `super()`.
     """
+    args = options.args
     check_launch(args)
-    need = need_of(args, policy, splitter, model)
+    need = options.need(model)
     if need is Need.NONE:
         args.leave_recomputing_to_trainer()
         return False
@@ -225,10 +314,10 @@ def check_constructor_arguments(
         trainer_compat.check_taken_over(below, args)
         check_arguments(args)
         if model is not None:
-            check_trained_model(model, args, optimizers[0])
+            check_trained_model(model, options, optimizers[0])
         check_dataset(train_dataset, "training")
     except ValueError as error:
-        if need is Need.MUST and not does_without(error, args, policy, splitter):
+        if need is Need.MUST and not options.does_without(error):
             raise
         say_left_to_trainer(error)
         args.leave_recomputing_to_trainer()
@@ -244,7 +333,7 @@ def say_left_to_trainer(error: ValueError) -> None:
         logger.warning(f"This run is that of Trainer, which freezes and stores nothing: {error}")
 
 
-def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimizer: Any) -> None:
+def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -> None:
     """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
     reason = why_unsplittable(model)
     if reason is not None:
@@ -252,20 +341,15 @@ def check_trained_model(model: Any, args: PipeTransformerArguments, users_optimi
             f"{reason}. Use plain LoRA on an unquantized model, or ask for no stages, micro-batches or layout_plan: "
             "the model is then trained as by Trainer."
         )
-    num_stages = 1 if args.world_size == 1 else args.pipeline_size
-    check_model(model, num_stages, is_undivided(args), (users_optimizer, None))
-
-
-def is_undivided(args: PipeTransformerArguments) -> bool:
-    """Return True if one process computes each batch as a whole."""
-    return args.world_size == 1 and args.num_microbatches in (None, 1)
+    num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
+    check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
 
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
     device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    with noting_nothing(trainer):
+    with discard_metrics(trainer):
         loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 

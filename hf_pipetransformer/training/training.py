@@ -2,51 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_
 
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
-from hf_pipetransformer.elastic.transitions import Transitions
-from hf_pipetransformer.runtime.context import CollectiveTimeouts
+from hf_pipetransformer.elastic.transition import Transitions
+from hf_pipetransformer.engine.reduction import share_values
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import saves_state
 from hf_pipetransformer.state.restore import FirstEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
-from hf_pipetransformer.training.metrics import Summary
-from hf_pipetransformer.training.steps import StepHooks, Steps
-from hf_pipetransformer.training.windows import Windows
+from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
+from hf_pipetransformer.training.steps import Steps
 
 
 @dataclass
 class Training:
     """Parts of a training, called at the moments of Trainer's loop.
 
-    `loader` is None for a loader of the user's own; `cache` is None if no activations may be stored.
+    Args:
+        loader: None for a loader of the user's own.
+        cache: None if no activations may be stored.
+        make_steps: makes the steps for the layout in force.
     """
 
+    context: Context
     pipeline: Pipeline
-    timeouts: CollectiveTimeouts
     loader: PipelineLoader | None
     optimizer: OptimizerState
-    hooks: StepHooks
-    steps: Steps
     controller: LayoutController
     transitions: Transitions
     cache: TrainingCache | None
     checkpoints: Checkpoints
+    metrics: MetricAccumulator
+    make_steps: Callable[[], Steps]
+    steps: Steps = field(init=False)
     first_epoch: FirstEpoch | None = field(default=None, init=False)
     summary: Summary = field(default_factory=Summary, init=False)
     _shown: Layout | None = field(default=None, init=False)
-    _errors: dict[str, float] = field(default_factory=dict, init=False)
+    _reported: dict[str, float] = field(default_factory=dict, init=False)
+    _update: ExitStack = field(default_factory=ExitStack, init=False)
+    """What ends with the optimizer's step while it runs."""
+
+    def __post_init__(self) -> None:
+        self.steps = self.make_steps()
+        self.pipeline.steps = self
+        optimizer = self.optimizer.optimizer
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_update),
+            optimizer.register_step_post_hook(self._after_update),
+        )
 
     def begin(self, resumption: Resumption | None) -> None:
         """Restore a checkpoint's state, if any, and check that this run's state can be saved.
@@ -54,15 +70,14 @@ class Training:
         Raises:
             ValueError: on every rank, if one of them fails.
         """
-        checkpoints = self.checkpoints
-        trainer, topology = checkpoints.context.trainer, checkpoints.context.topology
+        trainer, topology = self.context.trainer, self.context.topology
         if self.cache is not None:
             self.cache.follow()
         if resumption is not None:
-            self.first_epoch = FirstEpoch(checkpoints, resumption, restore(resumption, checkpoints))
+            self.first_epoch = FirstEpoch(self.checkpoints, resumption, restore(resumption, self.checkpoints))
         if saves_state(trainer.args):
             # Fail now instead of at the first checkpoint.
-            topology.together(checkpoints.check_savable)
+            topology.together(self.checkpoints.check_savable)
 
     @contextmanager
     def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
@@ -72,13 +87,13 @@ class Training:
             if not goes_on:
                 yield False
                 return
-            self.timeouts.rest()
+            self.context.timeouts.rest()
             try:
                 yield True
                 self.pipeline.settle()  # An epoch that was stopped early may have read ahead.
             finally:
                 self.steps.end_epoch()
-            self.timeouts.rest()
+            self.context.timeouts.rest()
             if self.cache is not None:
                 self.summary.add_reads(*self.cache.report())
         self.first_epoch = None
@@ -97,90 +112,73 @@ class Training:
             # what collators drew and a transition seeded.
             self.set_random_numbers()
         moved = self.transitions.before_step()
-        if moved is not None and (scalars := self.take_scalars()):
-            self.transitions.context.trainer.log(scalars)
+        if moved is not None:
+            if self.steps.num_read_ahead:
+                raise RuntimeError("The layout changes although steps were read ahead, which would be lost.")
+            self.steps = self.make_steps()
+            if scalars := self.take_scalars():
+                self.context.trainer.log(scalars)
         self.summary.begin_step(None if moved is None else moved.predicted)
         batches = self.steps.begin(epoch_iterator, num_batches)
-        self.timeouts.enter_step()
+        self.context.timeouts.enter_step()
         return batches
 
-    def run_batch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+    def run_batch(self, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
         write = None
         if self.cache is not None:
             inputs, write = self.cache.current(inputs), self.cache.write
-        return self.steps.run(model, inputs, num_items, write)
+        return self.steps.run(inputs, num_items, write)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the gradients' L2 norm, or the norm to clip by. Collective: call once per step on every rank."""
-        if self.windows.is_on:
-            return self.windows.norms.add()
-        squares = self.steps.gradient_squares()
-        # The embeddings' norm belongs to no layer, but 0 times inf or nan marks a step that they overflow in.
-        self.controller.watch_gradients(squares[:-1] + 0 * squares[-1])
-        return squares.sum().sqrt().float()
+        return self.steps.gradient_norm()
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`; return the scalar norm before clipping."""
         with self.pipeline.settings.meter.part("optimizer"):
             norm = self.gradient_norm()
-            self.steps.clip(norm)
+            parameters = self.pipeline.runner.norms.parameters()
+            clip_grads_with_norm_(parameters, self.context.args.max_grad_norm, norm)
         return norm
+
+    def _before_update(self, *_: Any) -> None:
+        self._update.enter_context(self.pipeline.settings.meter.part("optimizer"))
+        self._update.callback(share_values, self.pipeline.stage.shared)
+        self._update.enter_context(self.steps.updating())
+
+    def _after_update(self, *_: Any) -> None:
+        self._update.close()
 
     def end_step(self, logs: bool, saves_or_evaluates: bool) -> None:
         """Finish a step, and choose the timeout for what Trainer does next."""
         if self.first_epoch is not None:
             self.first_epoch.correct_epoch()
-        self.windows.end_step(is_counted=logs)
+        self.steps.end_step(is_counted=logs)
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
         if logs:
-            self._note_errors()
-            self.steps.noted.note("train")
+            self._reported |= self.steps.report()
+            self.metrics.publish("train")
             # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.
-            self.timeouts.is_resting = True
+            self.context.timeouts.is_resting = True
         elif saves_or_evaluates:
-            self.timeouts.rest()
+            self.context.timeouts.rest()
 
-    def logged_norm(self, norm: Any) -> Any:
-        """Return the gradient norm to log: the whole model's, even if a step has only the stage's own."""
-        return self.windows.norms.norm if self.windows.is_on else norm
-
-    @property
-    def windows(self) -> Windows:
-        return self.steps.windows
+    def settle(self) -> None:
+        """Bring all stages to the same step, nothing in flight. Collective: call on every rank."""
+        self.steps.settle()
 
     def take_scalars(self) -> dict[str, float]:
-        """Return a layout's scalars for Trainer's log, once per layout, and the latest prediction errors."""
+        """Return a layout's scalars for Trainer's log, once per layout, and what the steps reported last."""
         layout = self.pipeline.layout
         scalars = {} if layout is self._shown else layout.as_scalars()
-        self._shown, self._errors, scalars = layout, {}, scalars | self._errors
+        self._shown, self._reported, scalars = layout, {}, scalars | self._reported
         return scalars
 
-    def _note_errors(self) -> None:
-        """Collect each stage's weight prediction errors for log and events. Collective: call on every rank."""
-        if not self.windows.is_on:
-            return
-        topology, size = self.checkpoints.context.topology, self.pipeline.layout.pipeline_size
-        groups = self.pipeline.stage.groups
-        own = self.windows.errors() if groups.replica == 0 else None
-        by_stage = {
-            each["stage"]: each["errors"]
-            for each in topology.gather({"stage": groups.position, "errors": own})
-            if each["errors"] is not None
-        }
-        for stage, errors in sorted(by_stage.items()):
-            self._errors |= {
-                f"stage_{stage}_updates_ahead": errors["s"],
-                f"stage_{stage}_prediction_error": errors["error"],
-                f"stage_{stage}_staleness": errors["error_unpredicted"],
-            }
-        if by_stage:
-            stages = [{"stage": stage, **by_stage[stage]} for stage in range(size) if stage in by_stage]
-            self.transitions.context.journal.write("profile", what="prediction", stages=stages)
-
     def end(self) -> None:
-        """Remove the hooks and close the cache, also after an error."""
-        self.hooks.remove()
-        self.windows.end()
+        """Remove the hooks from the optimizer, which may be the user's, and close the cache. Also after an error."""
+        for hook in self._hooks:
+            hook.remove()
+        self.steps.end()
         if self.cache is not None:
             self.cache.close()

@@ -315,7 +315,7 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "events": [json.loads(line) for line in lines],
-        "num_transitions": trainer.pipeline_run.seeds.num_transitions,
+        "num_transitions": trainer.pipeline_run.context.seeds.num_transitions,
     }
 
 

@@ -1,9 +1,10 @@
-"""Asynchronous training without flushes: when windows open, which steps run in them, and when they drain."""
+"""Asynchronous steps without flushes: when windows open, which steps run in them, and when they drain."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from typing import Any
@@ -18,31 +19,13 @@ from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.runtime.execution import StageRunner
-from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules.asynchronous import micro_batches_ahead
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.weight_kinds import find_weights
-
-
-@dataclass
-class Fetched:
-    """Optimizer step whose batches have been read.
-
-    Args:
-        items: per batch, the number of items summed over all replicas.
-        num_items: divisor for the loss; None where the loss takes none.
-    """
-
-    batches: list[Any] = field(default_factory=list)
-    items: list[int] = field(default_factory=list)
-    num_items: torch.Tensor | None = None
-    is_short: bool = False
-
-    def pairs(self) -> Iterator[tuple[Any, int]]:
-        return zip(self.batches, self.items, strict=True)
+from hf_pipetransformer.training.steps import StepBatches, Steps
 
 
 def next_drain(trainer: Trainer, decisions: Iterable[int], interval: int | None) -> int:
@@ -68,6 +51,33 @@ def _multiple(step: int, every: float) -> int:
     return int(every) * (step // int(every) + 1)
 
 
+def micro_batches_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
+    """Return the micro-batches per optimizer step of full batches; no micro-batch is empty."""
+    samples = args.train_samples_per_device * layout.pipeline_size
+    return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
+
+
+def check_stages(
+    layout: Layout, blocks_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
+) -> None:
+    """Refuse parameters and weight kinds that do not work when stages are at different steps.
+
+    Raises:
+        ValueError: a trained parameter is used on several stages, or the weight kind needs more micro-batches.
+    """
+    if not layout.abilities.overlaps_steps:
+        return
+    for name, users in blocks_of_parameter.items():
+        stages = sorted({layout.stage_of(block) for block in users})
+        if len(stages) > 1:
+            raise ValueError(
+                f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
+                "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, "
+                "or use pipeline_schedule='1f1b'."
+            )
+    find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
+
+
 WHAT = "summing the gradient norms over the stages"
 
 
@@ -82,7 +92,8 @@ class StageNorms:
     """
 
     def __init__(self, runner: StageRunner, clips_by_last: bool, record: Callable[[torch.Tensor], None]) -> None:
-        self.runner = runner
+        self.norms = runner.norms
+        self.groups = runner.stage.groups
         self.clips_by_last = clips_by_last
         self.record = record
         self.norm: torch.Tensor | None = None
@@ -92,15 +103,15 @@ class StageNorms:
 
     def add(self) -> torch.Tensor:
         """Add the squares of the current step; return the norm to clip by, a scalar."""
-        squares, groups = self.runner.own_gradient_squares(), self.runner.stage.groups
+        squares = self.norms.own_squares()
         own = squares.sum().sqrt().float()
         self._own.append(squares)
         if not self.clips_by_last:
             return own
         total = squares.clone()
-        work = guarded(lambda: dist.all_reduce(total, group=groups.pipeline_group, async_op=True), WHAT)
+        work = guarded(lambda: dist.all_reduce(total, group=self.groups.pipeline_group, async_op=True), WHAT)
         self._summed.append((total, work))
-        if len(self._summed) < groups.pipeline_size:
+        if len(self._summed) < self.groups.pipeline_size:
             return own
         complete, work = self._summed.popleft()
         guarded(work.wait, WHAT)
@@ -109,48 +120,15 @@ class StageNorms:
     def settle(self, is_drained: bool) -> None:
         """Sum and record the squares of all stages, which must be at the same step. Collective over one pipeline."""
         if self._own:
-            squares = self.runner.summed_over_stages(torch.stack(self._own))
+            squares = self.norms.sum_over_stages(torch.stack(self._own))
             self._own.clear()
             for each in squares.unbind():
-                # The embeddings' norm belongs to no layer, but where it is inf or nan, 0 times it makes all entries
-                # nan: the step overflowed and counts nowhere.
-                self.record(each[:-1] + 0 * each[-1])
+                self.record(each)
             self.norm = squares[-1].sum().sqrt().float()
         if is_drained:
             for _, work in self._summed:
                 guarded(work.wait, WHAT)
             self._summed.clear()
-
-
-Cut = Callable[[dict[str, Any], int, Fetched], Batch]
-"""Makes a window's batch from a batch, its items over all replicas, and its step."""
-
-
-def micro_batches_per_step(layout: Layout, args: PipeTransformerArguments) -> int:
-    """Return the micro-batches per optimizer step of full batches; no micro-batch is empty."""
-    samples = args.train_samples_per_device * layout.pipeline_size
-    return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
-
-
-def check_stages(
-    layout: Layout, micro_batches_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
-) -> None:
-    """Refuse parameters and weight kinds that do not work when stages are at different steps.
-
-    Raises:
-        ValueError: a trained parameter is used on several stages, or the weight kind needs more micro-batches.
-    """
-    if not layout.abilities.overlaps_steps:
-        return
-    for name, users in micro_batches_of_parameter.items():
-        stages = sorted({layout.stage_of(micro_batch) for micro_batch in users})
-        if len(stages) > 1:
-            raise ValueError(
-                f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
-                "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, "
-                "or use pipeline_schedule='1f1b'."
-            )
-    find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
 
 
 @dataclass(frozen=True)
@@ -164,48 +142,50 @@ class _Parts:
 
 
 @dataclass
-class Windows:
-    """Steps that follow each other without a flush; does nothing under a synchronous schedule.
+class AsynchronousSteps(Steps):
+    """Steps that follow each other without a flush: each stage updates its weights without waiting for the others."""
 
-    `decisions` returns the steps before which the layout may change; `record` receives the whole model's squared
-    gradient norms of each step.
-    """
-
-    trainer: Trainer
-    pipeline: Pipeline
-    decisions: Callable[[], Iterable[int]]
-    record: Callable[[torch.Tensor], None]
-    queue: deque[Fetched] = field(default_factory=deque, init=False)
-    """Steps that were read but have not begun."""
+    _queue: deque[StepBatches] = field(default_factory=deque, init=False)
     _step: int = field(default=0, init=False)
     _drains_at: int = field(default=0, init=False)
     _window: Window | None = field(default=None, init=False)
-    _present: Fetched = field(default_factory=Fetched, init=False)
-    _num_run: int = field(default=0, init=False)
     _made: _Parts | None = field(default=None, init=False)
 
     @property
-    def is_on(self) -> bool:
-        """True if the stages update themselves independently."""
-        return self.pipeline.layout.abilities.overlaps_steps
+    def num_read_ahead(self) -> int:
+        return len(self._queue)
 
-    @property
-    def norms(self) -> StageNorms:
-        """Gradient norms of the current stage."""
-        return self._parts.norms
+    # ---- reading ahead ----
 
-    def look(self) -> None:
-        """Set the drain point before a step is read; all ranks compute the same one."""
+    def _read_step(self, num_batches: int) -> StepBatches:
         self._step, args = self.trainer.state.global_step, self.trainer.args
         if self._window is None:
-            drains_at = next_drain(self.trainer, self.decisions(), args.pipeline_drain_interval)
-            self._drains_at = max(drains_at, self._step + len(self.queue))
+            # All ranks compute the same drain point.
+            drains_at = next_drain(self.trainer, self.controller.coming_decisions(), args.pipeline_drain_interval)
+            self._drains_at = max(drains_at, self._step + len(self._queue))
+        self._read_ahead(self._num_wanted(self.pipeline.stage.groups.position), num_batches)
+        return self._queue.popleft()
 
-    def num_wanted(self, position: int) -> int:
+    def _read_ahead(self, num_wanted: int, num_batches: int) -> None:
+        """Read until the queue has `num_wanted` steps or the epoch ends; the first step has `num_batches` batches."""
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        if self.loader is not None:
+            # Batches stay in transit until later stages, which read less far ahead, take them.
+            self.loader.num_under_way = accumulation * (1 + self._num_ahead(0))
+        for _ in range(num_wanted - len(self._queue)):
+            if self._queue and self._has_ended:
+                break
+            step = self._fetch(num_batches)
+            self._queue.append(step)
+            if self._window is not None:
+                self._window.add(self._cut(step))
+            num_batches = accumulation
+
+    def _num_wanted(self, position: int) -> int:
         """Return how many steps a rank should have read, counting the one that begins or began last."""
-        return min(1 + self.num_ahead(position), self._drains_at - self._step)
+        return min(1 + self._num_ahead(position), self._drains_at - self._step)
 
-    def num_ahead(self, position: int) -> int:
+    def _num_ahead(self, position: int) -> int:
         """Return how many steps a rank reads ahead.
 
         Earlier stages read further ahead, because a later stage reaches a step before them and needs its batches by
@@ -215,36 +195,41 @@ class Windows:
         needed = ceil(max(micro_batches_ahead(size, rank) for rank in range(size)) / accumulation)
         return needed + size - 1 - position + (position == 0)
 
-    def read(self, step: Fetched, cut: Cut) -> None:
-        self.queue.append(step)
-        if self._window is not None:
-            self._window.add(_batches(step, cut))
+    # ---- running ----
 
-    def begin_step(self) -> Fetched:
-        self._present, self._num_run = self.queue.popleft(), 0
-        return self._present
-
-    def run_batch(self, is_last_batch: bool, cut: Cut) -> torch.Tensor:
-        """Run the next batch of the step; see `StageRunner.train`."""
+    def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         if self._window is None:
-            self._window = self._opened(cut)
-        items = self._present.items[self._num_run]
-        self._num_run += 1
-        return self.pipeline.runner.train_in(self._window, items, is_last_batch)
+            # The rest of the present step, and the steps read ahead.
+            self._window = self.pipeline.runner.open_window(self._parts.weights)
+            self._window.add(self._cut(self._present)[self._num_run - 1 :])
+            for step in self._queue:
+                self._window.add(self._cut(step))
+        return self.pipeline.runner.train_in(self._window, batch.num_items, is_last_batch)
 
-    def before_update(self) -> None:
-        if self._window is not None:
-            self._window.weights.before_update()
+    def _cut(self, step: StepBatches) -> list[Batch]:
+        return [
+            self.pipeline.runner.cut_for_window(self._loader_batch(inputs, number, step, step.num_items))
+            for number, inputs in enumerate(step.batches)
+        ]
 
-    def after_update(self) -> None:
-        if self._window is not None:
-            self._window.weights.after_update()
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm to clip by, of this stage or of an earlier step."""
+        return self._parts.norms.add()
+
+    def logged_norm(self, norm: Any) -> Any:
+        return self._parts.norms.norm
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        weights = None if self._window is None else self._window.weights
+        if weights is not None:
+            weights.before_update()
+        yield
+        if weights is not None:
+            weights.after_update()
 
     def end_step(self, is_counted: bool) -> None:
-        """Finish the optimizer step; drain the window after its last one.
-
-        `is_counted`: all ranks have finished this step, because Trainer logs here.
-        """
+        """Finish the optimizer step, and drain the window after its last one."""
         if self._window is not None and self._num_run:
             self._num_run = 0
             self._window.end_step()
@@ -254,13 +239,34 @@ class Windows:
         if self._made is not None and (is_counted or self._window is None):
             self._made.norms.settle(is_drained=self._window is None)
 
-    def errors(self) -> dict[str, float] | None:
-        """Return the errors since the last call: this stage's weights at forward against those at backward."""
-        found = self._parts.weights.take_errors()
-        return None if found is None else asdict(found)
+    def report(self) -> dict[str, float]:
+        """Return each stage's weight prediction errors since the last call, and write them as an event."""
+        groups, size = self.pipeline.stage.groups, self.pipeline.layout.pipeline_size
+        found = self._parts.weights.take_errors() if groups.replica == 0 else None
+        own = {"stage": groups.position, "errors": None if found is None else asdict(found)}
+        by_stage = {
+            each["stage"]: each["errors"] for each in self.context.topology.gather(own) if each["errors"] is not None
+        }
+        scalars: dict[str, float] = {}
+        for stage, errors in sorted(by_stage.items()):
+            scalars |= {
+                f"stage_{stage}_updates_ahead": errors["s"],
+                f"stage_{stage}_prediction_error": errors["error"],
+                f"stage_{stage}_staleness": errors["error_unpredicted"],
+            }
+        if by_stage:
+            stages = [{"stage": stage, **by_stage[stage]} for stage in range(size) if stage in by_stage]
+            self.context.journal.write("profile", what="prediction", stages=stages)
+        return scalars
+
+    # ---- ending ----
 
     def settle(self) -> None:
-        """Bring all stages to the same step with nothing in flight. Collective: call on every rank."""
+        if self._iterator is not None:
+            if not self._has_ended:
+                self._read_ahead(self._num_wanted(0) - 1, self.trainer.args.gradient_accumulation_steps)
+            if self.loader is not None:
+                self.loader.num_ahead = sum(len(step.batches) for step in self._queue)
         window, self._window = self._window, None
         if window is not None:
             window.abandon()
@@ -268,24 +274,15 @@ class Windows:
             self._made.norms.settle(is_drained=True)
 
     def end(self) -> None:
-        """Drop all state, also after an error."""
         window, self._window = self._window, None
         if window is not None:
             window.weights.end()
-        self.queue.clear()
-        self._present, self._num_run = Fetched(), 0
-
-    def _opened(self, cut: Cut) -> Window:
-        """Open a window with the rest of the current step and the steps read ahead."""
-        window = self.pipeline.runner.open_window(self._parts.weights)
-        window.add(_batches(self._present, cut)[self._num_run :])
-        for step in self.queue:
-            window.add(_batches(step, cut))
-        return window
+        self._queue.clear()
+        self._present, self._num_run = StepBatches(), 0
 
     @property
     def _parts(self) -> _Parts:
-        """Parts of the present stage; rebuilt when a transition has changed the stage or its layout."""
+        """Parts of the present stage; rebuilt when its layout has changed."""
         stage, trainer, made = self.pipeline.stage, self.trainer, self._made
         if made is not None and made.stage is stage and made.layout is stage.layout:
             return made
@@ -304,10 +301,6 @@ class Windows:
             casts=trainer.accelerator.native_amp,
             modules=stage.view.model.modules(),
         )
-        norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.record)
+        norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.controller.watch_gradients)
         self._made = made = _Parts(stage, layout, weights, norms)
         return made
-
-
-def _batches(step: Fetched, cut: Cut) -> list[Batch]:
-    return [cut(batch, items, step) for batch, items in step.pairs()]
