@@ -33,8 +33,8 @@ from hf_pipetransformer.startup.first_samples import (
     NUM_SEARCHED_SAMPLES,
     OwnBatches,
     probe_samples,
-    with_two_labels,
 )
+from hf_pipetransformer.startup.model import with_two_labels
 
 
 # ---- the rule alone ----

@@ -25,7 +25,6 @@ from hf_pipetransformer.report import logger
 from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
-from hf_pipetransformer.startup.first_samples import with_two_labels
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     gradient_norms,
@@ -33,6 +32,7 @@ from hf_pipetransformer.startup.model import (
     in_float32,
     in_full_precision,
     run_stage,
+    with_two_labels,
 )
 
 

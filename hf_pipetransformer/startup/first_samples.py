@@ -194,22 +194,6 @@ def _label_of(sample: Mapping[str, Any]) -> Any:
     return tuple(labels[labels != IGNORED_LABEL].unique().tolist())
 
 
-def with_two_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Change every second class label if all are equal, as a single class cannot reveal a class-weighted loss."""
-    labels = inputs.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
-        return inputs
-    classes = labels[labels != IGNORED_LABEL].unique().tolist()
-    if len(classes) > 1 or labels.dtype is torch.bool:
-        return inputs
-    known = classes[0] if classes else 0
-    changed = labels.clone() if classes else torch.full_like(labels, known)
-    # Classes 0 and 1 exist for every classification loss.
-    other = known - 1 if known else 1
-    changed[1::2] = torch.where(changed[1::2] == IGNORED_LABEL, IGNORED_LABEL, other)
-    return {**inputs, "labels": changed}
-
-
 def most_samples(args: PipeTransformerArguments) -> int:
     """Return how many samples the whole model can run in float32 without exceeding the memory of a training step."""
     if args.pipeline_checkpoint != "never" or args.activation_checkpointing:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.structure import Structure
@@ -262,3 +263,19 @@ def _deterministic() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
+
+
+def with_two_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Change every second class label if all are equal, as a single class cannot reveal a class-weighted loss."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return inputs
+    classes = labels[labels != IGNORED_LABEL].unique().tolist()
+    if len(classes) > 1 or labels.dtype is torch.bool:
+        return inputs
+    known = classes[0] if classes else 0
+    changed = labels.clone() if classes else torch.full_like(labels, known)
+    # Classes 0 and 1 exist for every classification loss.
+    other = known - 1 if known else 1
+    changed[1::2] = torch.where(changed[1::2] == IGNORED_LABEL, IGNORED_LABEL, other)
+    return {**inputs, "labels": changed}
