@@ -345,7 +345,9 @@ def test_a_run_that_goes_on_in_an_epoch_takes_the_same_draws(tmp_path: Path, mon
     again.train(str(tmp_path / "checkpoint-10"))
     # Nothing is stored any more: what the run had drawn is drawn again.
     assert cache_events(again, "epoch")[-1]["misses"] > NUM_SAMPLES - hits[-1]
-    assert losses(again) == losses(whole)
+    # Samples that are computed together in one run and apart in the other may differ in the last bit; another draw of
+    # a single image changes a loss in the third digit.
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
 
 
 @pytest.mark.slow
