@@ -397,7 +397,7 @@ def test_views_that_have_no_use_are_told(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert reading_of(dataset, collator) is None
-    assert f"activation_cache_views=3 has no use: {told}" in caplog.text
+    assert f"activation_cache_views=3 has no effect: {told}" in caplog.text
 
 
 def test_a_collator_that_draws_nothing_is_given_whole_batches(caplog: pytest.LogCaptureFixture) -> None:

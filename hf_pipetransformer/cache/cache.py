@@ -190,8 +190,8 @@ class ActivationCache:
         if len(others) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The activation cache of an earlier run has records of other inputs than data set and collator give "
-                f"now (sample {self.source.sample_of(int(others[0]))} is the first): such samples are computed again."
+                "The activation cache of an earlier run has records of different inputs (first: sample "
+                f"{self.source.sample_of(int(others[0]))}); these samples are computed again."
             )
         return known | same
 

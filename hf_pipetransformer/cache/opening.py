@@ -257,12 +257,12 @@ def seeded_reading(
     dataset_draws, collator_draws, reason = topology.decide(find)
     if topology.rank == 0:
         if reason is not None:
-            logger.warning(f"activation_cache_views={num_slots} has no use: {reason}")
+            logger.warning(f"activation_cache_views={num_slots} has no effect: {reason}")
         if dataset_draws or collator_draws:
             what = "Random augmentation" if dataset_draws else "A collator that draws at random"
             slots = "one stored version" if num_slots == 1 else f"up to {num_slots} stored versions"
             announce(
-                f"{what} found: {slots} of each sample will be kept as soon as layers are cached, and taken in turn. "
+                f"{what} found: {slots} of each sample will be cached once layers freeze, and used in turn. "
                 "Each draw is seeded by seed, sample and epoch."
             )
     if not dataset_draws and not collator_draws:

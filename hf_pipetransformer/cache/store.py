@@ -117,8 +117,8 @@ class Space:
     def _refuse(self, num_bytes: int, reason: str) -> bool:
         if self._refused == math.inf:
             logger.warning(
-                f"The activation cache in {self._file.path.parent} takes no more records: {reason}. The records that "
-                "are in it are used, the others are computed again each time."
+                f"The activation cache in {self._file.path.parent} takes no more records: {reason}. Stored records "
+                "are used, the other samples are computed each time."
             )
         self._refused = num_bytes
         return False

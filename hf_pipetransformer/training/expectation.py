@@ -49,7 +49,7 @@ def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> f
         with suppress(Exception):
             copies = _copies(given)
             return _seconds(make(trainer, copies), copies, trainer.args.max_grad_norm) if copies else 0.0
-    logger.warning("What an optimizer step takes could not be measured: the planned time leaves it out.")
+    logger.warning("The optimizer step could not be timed; the predicted training time leaves it out.")
     return 0.0
 
 

@@ -183,7 +183,7 @@ class TrainingSetup:
             asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0)]
             for name in asked if self.context.topology.rank == 0 else ():
                 logger.warning(
-                    f"{name}={getattr(args, name)!r} has no use: no layer is or will be frozen, so nothing is stored. "
+                    f"{name}={getattr(args, name)!r} has no effect: no layer is frozen or will be, so nothing is cached. "
                     f"Choose a freeze_policy, or leave {name} out."
                 )
             return None

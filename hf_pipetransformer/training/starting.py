@@ -330,7 +330,7 @@ def check_constructor_arguments(
 def say_left_to_trainer(error: ValueError) -> None:
     """Warn why a run goes on without a pipeline."""
     if int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(f"This run is that of Trainer, which freezes and stores nothing: {error}")
+        logger.warning(f"Training without a pipeline, freezing or cache, as plain Trainer does: {error}")
 
 
 def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -> None:
