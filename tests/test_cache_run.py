@@ -195,7 +195,7 @@ def test_a_kept_row_is_served_only_if_the_collator_still_gives_the_same_input(
     told = [record.getMessage() for record in caplog.records]
     assert sum(f"records of an earlier run for {NUM_KNOWN} of {NUM_KNOWN} samples" in text for text in told) == 1
     (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "of other inputs" in warned and "computed again" in warned
+    assert "records of different inputs" in warned and "computed again" in warned
 
 
 @dataclass

@@ -143,8 +143,8 @@ class WholeModelCallbacks(CallbackHandler):
             self._pipeline.warned_events.add(event)
             if state.is_world_process_zero:
                 logger.warning(
-                    f"{', '.join(readers)}: {event} reads the model, so the whole model is gathered on every rank each "
-                    "time. Leave out the argument `model` where it is not needed."
+                    f"{', '.join(readers)}: {event} reads the model, so the whole model is gathered on every rank "
+                    "each time. Leave out the argument `model` where it is not needed."
                 )
         with self._pipeline.whole_model():
             return super().call_event(event, args, state, control, **kwargs)
