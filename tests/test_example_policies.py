@@ -58,7 +58,7 @@ def what_was_decided(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name != "time_s"}
 
 
-def without_a_clock(_decisions: Decisions, layout: Layout, step: int, _known: Any) -> tuple[float, ...]:
+def without_a_clock(_decisions: Decisions, layout: Layout, step: int) -> tuple[float, ...]:
     """Seconds that layers save more of from step to step, so that freezing pays after some."""
     num_layers, least = layout.num_layers, layout.num_frozen_layers
     saved = [0.004 * step**2 * (num_layers - frozen) for frozen in range(num_layers)]
