@@ -11,7 +11,7 @@ import transformers
 import xxhash
 
 from hf_pipetransformer.comm.staging import Arriving, CopyStream, is_apart
-from hf_pipetransformer.comm.transfers import all_gather_trees
+from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.runtime.stage import Stage
@@ -53,9 +53,7 @@ def _digest_record(name: str, tensor: torch.Tensor | None) -> bytes:
             f"{name} {'is absent' if tensor is None else 'is a meta tensor without data'}: the frozen prefix can be "
             "digested only where all of its weights are, on the first stage."
         )
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    fields = (name, str(tensor.dtype), str(tuple(tensor.shape)), xxhash.xxh3_128_hexdigest(data.data))
-    return ("\0".join(fields) + "\n").encode()
+    return f"{name}\0{digest_of(tensor)}\n".encode()
 
 
 def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from hf_pipetransformer.comm.errors import guarded, present_limit, wait_for
 
@@ -186,6 +187,14 @@ def complete(transfers: Sequence[Transfer], timeout: float | None, what: str) ->
     on_cpu = all(transfer.tensor.is_cpu for transfer in transfers)
     for work in guarded(lambda: post(transfers), what):
         wait_for(work, timeout if on_cpu else None, what)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return 32 hex digits over dtype, shape and bytes. Memory-mapped weights are read, not copied."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    hasher = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    hasher.update(data.data)
+    return hasher.hexdigest()
 
 
 class ObjectSender:

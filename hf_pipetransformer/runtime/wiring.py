@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
@@ -76,9 +77,10 @@ def _shared_parameters(stage: Stage) -> list[SharedParameter]:
 
 
 def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
-    """Broadcast all parameters and buffers from rank 0: a head initialized without a seed becomes the same.
+    """Make parameters and buffers those of rank 0, such as a head that was initialized without a seed.
 
-    Uses the device's own backend if the model is on a device on every rank, else the control group.
+    On the CPU only what differs is sent: weights that every rank mapped from the same file stay shared memory. A model
+    that is on a device on every rank is broadcast whole, over the device's own backend.
     """
     check_whole(model)
     if topology.world_size == 1:
@@ -87,6 +89,9 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
     is_on_cpu = torch.tensor(float(any(tensor.is_cpu for _, tensor in tensors)))
     topology.largest(is_on_cpu)
     group = topology.control if is_on_cpu else None
+    if is_on_cpu:
+        digests = topology.gather([digest_of(tensor) for _, tensor in tensors])
+        tensors = [pair for pair, *found in zip(tensors, *digests, strict=True) if len(set(found)) > 1]
     with torch.no_grad():
         for name, tensor in tensors:
             value = (tensor.data.cpu() if is_on_cpu else tensor.data).contiguous()

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from hf_pipetransformer.comm.transfers import pack, unpack
+from hf_pipetransformer.comm.transfers import digest_of, pack, unpack
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import adapter_files, load_adapters
 from hf_pipetransformer.state.run_state import (
@@ -370,8 +370,7 @@ def hash_of_weights(folder: str) -> str | None:
     names, hashes = names_of_weights(folder), {}
     try:
         for key, tensor in (pair for name in names for pair in _tensors_of(folder, name)):
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            hashes[key] = [str(tensor.dtype), list(tensor.shape), xxhash.xxh3_128_hexdigest(content)]
+            hashes[key] = digest_of(tensor)
     except ValueError:
         return None
     return checksum_of(hashes) if hashes else None

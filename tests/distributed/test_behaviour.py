@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from hf_pipetransformer.comm.topology import get_topology
+from hf_pipetransformer.runtime.wiring import send_model_from_first_rank
 from tests.distributed.loss_worker import losses
-from tests.distributed.scenarios import run
+from tests.distributed.scenarios import RANK, run, scenario
+from tests.models import build_model
 
 
 SECONDS = 150
@@ -54,3 +59,31 @@ def test_a_trainer_of_somebody_else_gets_a_pipeline(tmp_path: Path):
 def test_a_users_evaluation_sampler_decides_how_many_samples_count(tmp_path: Path):
     ours = result(tmp_path, "ours", "vit", "evaluate_three", num_stages="1")
     assert ours["evaluated"] == 3
+
+
+@scenario
+def sends_what_differs(folder: Path) -> dict[str, Any]:
+    """Send a model whose head each rank drew for itself; return the number of broadcasts and the sums of the head."""
+    dist.init_process_group("gloo")
+    model = build_model("vit", 3)
+    torch.manual_seed(RANK)
+    torch.nn.init.normal_(model.classifier.weight)
+    topology, counts, own = get_topology(60.0, None), [], dist.broadcast
+
+    def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counts.append(tensor.numel())
+        return own(tensor, *args, **options)
+
+    before = float(model.classifier.weight.sum())
+    dist.broadcast = counting
+    send_model_from_first_rank(model, topology)
+    sums = [float(parameter.double().sum()) for parameter in model.parameters()]
+    size = model.classifier.weight.numel()
+    dist.destroy_process_group()
+    return {"sent": counts, "head": size, "before": before, "sums": sums}
+
+
+def test_of_equal_weights_nothing_is_sent_before_the_first_step(tmp_path: Path):
+    first, second = run(sends_what_differs, tmp_path, 2, timeout=SECONDS)
+    assert first["before"] != second["before"] and first["sums"] == second["sums"]
+    assert first["sent"] == second["sent"] == [first["head"]]
