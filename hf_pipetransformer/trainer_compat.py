@@ -23,15 +23,13 @@ of other libraries is here:
   model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
   method between saving and rotation.
-- `transformers.trainer.skip_first_batches` (`state/restore.py`): skip batches of a loader that is no DataLoader. Way
-  out: a method to override.
-- `transformers.trainer.rotate_checkpoints` (`state/checkpoint.py`): delete old checkpoints by their step. Way out:
-  the option to sort by step in Trainer.
+- `transformers.trainer.skip_first_batches` (`state/restore.py`): accelerate would build another loader to skip
+  batches. Way out: a method to override.
+- `transformers.trainer.rotate_checkpoints` (`state/saving.py`): delete old checkpoints by their step. Way out: the
+  option to sort by step in Trainer.
 - `TrainingArguments.__class__` (`options/arguments.py`): plain arguments get the pipeline's options. Way out: pass
   `PipeTransformerArguments`.
-- `PipelineLoader.__class__` (`data/loader.py`): pass for a DataLoader where Trainer asks `isinstance`. Way out: duck
-  typing in Trainer.
-- `torch.set_autocast_enabled` (`startup/check.py`): the probe runs in float32 whatever the model enables. Way out: a
+- `torch.set_autocast_enabled` (`startup/model.py`): the probe runs in float32 whatever the model enables. Way out: a
   context that forbids autocast.
 - `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
   removed after every run.

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from hf_pipetransformer import trainer_compat
 from tests.private_names import ATTRIBUTES, CALLED, OF_TENSORS, OVERRIDDEN, PATCHED
 
 
@@ -115,6 +116,14 @@ def test_nothing_is_listed_that_is_no_longer_used():
         sorted(last_name(where) for where in (*CALLED, *ATTRIBUTES, *PATCHED) if last_name(where) not in words) == []
     )
     assert sorted(set(OF_TENSORS) - words) == []
+
+
+def test_the_list_of_patches_names_the_files_that_patch():
+    """A patch that is listed with a file in `trainer_compat` is in that file, under its name."""
+    listed = re.findall(r"^- (.+?) \(`([\w/]+\.py)`\):", trainer_compat.__doc__ or "", re.MULTILINE)
+    places = [(last_name(name), file) for names, file in listed for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(places) >= 5
+    assert [place for place in places if place[0] not in (SOURCES / place[1]).read_text(encoding="utf-8")] == []
 
 
 def test_planted_uses_are_found():

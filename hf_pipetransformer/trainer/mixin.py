@@ -215,7 +215,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             return super().train(folder, trial, ignore_keys_for_eval)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Here and not in `Overrides`: it must also protect the checkpoints of runs that are left to Trainer.
+        # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
