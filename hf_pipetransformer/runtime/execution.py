@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.utils import ModelOutput
 
-from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.errors import PipelineError, guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import (
@@ -348,7 +349,7 @@ def _loss_of(output: Any) -> Any:
 
 def _as_message(output: Any) -> dict[str, Any]:
     kind = type(output)
-    if is_dataclass(output) and isinstance(output, dict):
+    if isinstance(output, ModelOutput) and is_dataclass(kind):
         return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
     return {"module": None, "name": None, "value": output}
 
@@ -357,9 +358,14 @@ def _from_message(message: dict[str, Any], device: torch.device) -> Any:
     value = _to_device(message["value"], device)
     if message["module"] is None:
         return value
-    make: Callable[..., Any] = getattr(importlib.import_module(message["module"]), message["name"])
-    known = {field.name for field in fields(make)}  # type: ignore[arg-type]
-    return make(**{key: item for key, item in value.items() if key in known})
+    kind = getattr(importlib.import_module(message["module"]), message["name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, ModelOutput) and is_dataclass(kind)):
+        raise PipelineError(
+            f"The last stage sent an output of class {message['module']}.{message['name']}: expected a dataclass of "
+            "transformers' ModelOutput that every rank can import."
+        )
+    known = {field.name for field in fields(kind)}
+    return kind(**{key: item for key, item in value.items() if key in known})
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
