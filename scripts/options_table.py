@@ -34,7 +34,8 @@ def options_table() -> str:
 
 def _link(reference: re.Match[str]) -> str:
     page, heading = reference.groups()
-    assert re.search(f"^#+ {re.escape(heading)}$", (PAGE.parent / page).read_text(encoding="utf-8"), re.MULTILINE)
+    text = (PAGE.parent / page).read_text(encoding="utf-8")
+    assert re.search(f"^#+ {re.escape(heading)}$", text, re.MULTILINE), f"docs/{page} has no heading {heading!r}"
     return f"See [{heading}]({page}#{heading.lower().replace(' ', '-')})."
 
 

@@ -41,4 +41,4 @@ def test_readme_is_a_first_screen() -> None:
 def test_the_table_of_options_is_that_of_the_fields() -> None:
     """If it is not, run `python scripts/options_table.py`."""
     written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert written == options_table()
+    assert written == options_table(), "run `python scripts/options_table.py`"

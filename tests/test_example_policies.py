@@ -28,12 +28,7 @@ POLICIES: dict[str, Callable[[], FreezePolicy]] = {
     "saliency": Saliency,
 }
 RESUMES_AT = {"gradient_change": 2, "plasticity": 4, "saliency": 4}
-"""Before the decision that freezes, for which something must be remembered."""
-MEASURED = {
-    "gradient_change": {"gradient_norms"},
-    "plasticity": {"activation_similarity"},
-    "saliency": {"gradient_norms", "predicted_seconds"},
-}
+"""For each policy that remembers something: a step before the decision that freezes."""
 
 
 def trainer_of(folder: Path, policy: str, **options: Any) -> PipeTransformerTrainer:
@@ -71,10 +66,12 @@ def test_it_trains_and_freezes(tmp_path: Path, policy: str, monkeypatch: pytest.
     trainer_of(tmp_path, policy, save_strategy="no").train()
     found = freezes(tmp_path)
     assert found[-1]["num_frozen"] > 0
-    assert {name for name in MEASUREMENTS if any(event[name] for event in found)} == MEASURED[policy]
+    made = POLICIES[policy]()
+    assert {name for name in MEASUREMENTS if any(event[name] for event in found)} == set(made.needs)
+    assert bool(made.state()) == (policy in RESUMES_AT), f"{policy}: RESUMES_AT lists the policies with a state"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RESUMES_AT)
 def test_its_first_state_begins_anew(policy: str) -> None:
     """A second training of one trainer loads the state that the policy was given with."""
     made = POLICIES[policy]()
@@ -87,7 +84,7 @@ def test_its_first_state_begins_anew(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RESUMES_AT)
 def test_a_resumed_run_decides_as_one_that_was_never_interrupted(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +101,7 @@ def test_a_resumed_run_decides_as_one_that_was_never_interrupted(
     for name, value in whole.model.named_parameters():
         assert torch.equal(value, resumed.model.get_parameter(name)), name
     assert any(event["num_frozen"] > event["num_frozen_before"] for event in expected)
-    assert {name for name in MEASUREMENTS if expected[0][name]} == MEASURED[policy]
+    assert {name for name in MEASUREMENTS if expected[0][name]} == set(POLICIES[policy]().needs)
     rates = {entry["step"]: entry["learning_rate"] for entry in whole.state.log_history if "learning_rate" in entry}
     # A log entry has the rate of the step that it follows, a decision that of the step that comes.
     assert all(event["learning_rate"] == rates[event["step"] + 1] for event in expected)

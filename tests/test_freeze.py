@@ -38,6 +38,8 @@ from hf_pipetransformer.freeze.signals import (
     linear_cka,
     relative_changes,
 )
+from hf_pipetransformer.options.arguments import FREEZE_POLICIES
+from hf_pipetransformer.options.combinations import POLICIES_READING
 from hf_pipetransformer.options.reading import parse_freeze_at
 from tests.settled_policy import Settled
 
@@ -266,10 +268,22 @@ def test_a_table_that_names_a_step_twice_is_refused() -> None:
         parse_freeze_at("0:1,0:2")
 
 
-@pytest.mark.parametrize("name", ["gradient_norm", "schedule", "none"])
+@pytest.mark.parametrize("name", FREEZE_POLICIES)
 def test_policies_are_made_by_their_names(name: str) -> None:
-    assert make_policy(name, 1 / 3, "inclusive", None).name == name
-    assert make_policy(name, 1 / 3, "inclusive", None).describe().startswith(name)
+    policy = make_policy(name, 1 / 3, "inclusive", "5:2")
+    assert policy.name == name
+    assert policy.describe().startswith(name)
+
+
+@pytest.mark.parametrize("name", FREEZE_POLICIES)
+def test_options_that_a_policy_reads_are_known_to_be_read(name: str) -> None:
+    """Or a run warns that they do nothing: `POLICIES_READING` in options/combinations.py lists the policies."""
+    policy = make_policy(name, 1 / 3, "inclusive", "5:2")
+    decides_by_the_clock = type(policy).is_due is FreezePolicy.is_due
+    for option in ("freeze_interval", "freeze_warmup"):
+        assert (name in POLICIES_READING[option]) == decides_by_the_clock, option
+    is_limited = policy.freezes and policy.keeps_minimum
+    assert (name in POLICIES_READING["freeze_min_active_layers"]) == is_limited
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -13,11 +13,12 @@ import pytest
 
 from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
+from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_state
-from hf_pipetransformer.state.description import check_same_run
+from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
 from hf_pipetransformer.state.resumption import Resumption, find_resumption
 from hf_pipetransformer.state.run_state import RunState, checksum_of
 from tests.models import build_model
@@ -27,6 +28,19 @@ from tests.test_going_on import trainer_of
 
 L = 4
 WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0, 10), 1, "1f1b")
+
+
+NOT_COMPARED = {
+    *("pipeline_checkpoint", "pipeline_timeout", "layout_plan", "activation_cache", "activation_cache_dir"),
+    *("activation_cache_max_gb", "activation_cache_dtype", "activation_cache_keep"),
+}
+"""Options that may differ in a resumed run without a message."""
+
+
+def test_every_option_is_compared_on_resume_or_known_not_to_be() -> None:
+    """A new option goes into `TOLD_ARGUMENTS` of state/description.py or into `NOT_COMPARED` above."""
+    compared = {name for name in READERS if name in TOLD_ARGUMENTS}
+    assert set(READERS) - compared == NOT_COMPARED, "see this test's docstring"
 
 
 def state_of(layout: Layout, **changes: Any) -> RunState:

@@ -39,6 +39,15 @@ def test_steps_are_counted_by_layout_and_what_freezing_saved_is_told() -> None:
     ]
 
 
+def test_a_run_that_lost_time_by_freezing_says_so() -> None:
+    summary = noted((TWO_STAGES, 0.25), (TWO_REPLICAS, 0.5))
+    assert summary.in_words().splitlines()[1:] == [
+        "  1 step of 250 ms with 0 of 4 layers frozen, 2 stages x 1 replica",
+        "  1 step of 500 ms with 2 of 4 layers frozen, 2 of them cached, 1 stage x 2 replicas",
+        "  0.2 s more than 2 steps of 250 ms, as before the first change.",
+    ]
+
+
 def test_a_run_that_freezes_nothing_has_saved_nothing() -> None:
     summary = noted((TWO_STAGES, 0.5))
     assert summary.saved_seconds() is None

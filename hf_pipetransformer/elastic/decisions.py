@@ -221,10 +221,11 @@ class Decisions:
         is_full = decision.num_frozen >= signal.num_layers - self.args.freeze_min_active_layers
         most = NUM_FRUITLESS_DECISIONS + self.policy.num_watched
         if self._num_fruitless == most and not is_full:
+            gain = "gets no faster" if decision.num_frozen else "gains nothing over plain training"
             logger.warning(
                 f"{most} freeze decisions in a row froze nothing (policy "
-                f"{self.policy.describe()}, {frozen} frozen). If that goes on, the run gains nothing over plain "
-                "training: consider freeze_policy='schedule'."
+                f"{self.policy.describe()}, {frozen} frozen). If that goes on, the run {gain}: consider "
+                "freeze_policy='schedule'."
             )
 
     def state(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.layout import Layout, counted
 
 
 Part = tuple[int, int, dict[str, float]]
@@ -177,13 +177,13 @@ class Summary:
         """Describe the time per layout, the hit rate, and the time that freezing saved."""
         if not self.stretches:
             return ""
-        lines = [f"{self.num_steps} steps in {self.seconds:.1f} s:"]
+        lines = [f"{counted(self.num_steps, 'step')} in {self.seconds:.1f} s:"]
         for stretch in self.stretches:
             layout = stretch.layout
             stored = f", {layout.cache_level} of them cached" if layout.cache_level else ""
             predicted = "" if stretch.predicted is None else f" (predicted: {stretch.predicted * 1e3:.0f})"
             lines.append(
-                f"  {len(stretch.seconds)} steps of {stretch.median * 1e3:.0f} ms{predicted} with "
+                f"  {counted(len(stretch.seconds), 'step')} of {stretch.median * 1e3:.0f} ms{predicted} with "
                 f"{layout.num_frozen_layers} of {layout.num_layers} layers frozen{stored}, "
                 f"{layout.shape_in_words}"
             )
@@ -192,10 +192,10 @@ class Summary:
             lines.append(f"  Cache: {self.num_hits:,} of {reads:,} reads were hits ({self.num_hits / reads:.0%}).")
         saved = self.saved_seconds()
         if saved is not None:
-            first = self.stretches[0]
+            first, word = self.stretches[0], "less" if saved >= 0 else "more"
             lines.append(
-                f"  {saved:.1f} s less than {self.num_steps} steps of {first.median * 1e3:.0f} ms, as before the "
-                "first change."
+                f"  {abs(saved):.1f} s {word} than {counted(self.num_steps, 'step')} of {first.median * 1e3:.0f} ms, "
+                "as before the first change."
             )
         return "\n".join(lines)
 
