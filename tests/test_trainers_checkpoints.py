@@ -144,7 +144,7 @@ def test_an_epoch_that_was_dealt_to_nodes_is_none_of_trainers(tmp_path: Path) ->
         step: export_checkpoint(str(tmp_path / f"checkpoint-{step}"), str(tmp_path / f"{step}")) for step in (3, 4)
     }
     assert [len(texts) for texts in said.values()] == [1, 0]
-    assert "The epoch under way was dealt to nodes" in said[3][0]
+    assert "The epoch under way was split by node" in said[3][0]
 
 
 def test_a_place_that_no_number_of_steps_tells_is_none_of_trainers(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class CacheInputs:
 
     context: Context
     start_up: StartUp
-    is_asynchronous: bool
+    overlaps_steps: bool
     """True if stages do not wait for each other under the layout that the run starts on."""
 
     @property
@@ -152,10 +152,11 @@ class CacheInputs:
     def _reason_before_reading(self, loader: Any) -> str | None:
         """Return why a loader's samples cannot be stored, as far as no sample is needed to know it. Collective."""
         activation = self.start_up.probe.activation
+        schedule = f"pipeline_schedule={self.args.pipeline_schedule!r}"
         if self.args.schedule.abilities.cuts_tokens:
-            return "pipeline_schedule='token' runs slices of sequences. Use pipeline_schedule='1f1b'."
-        if self.is_asynchronous:
-            return "pipeline_schedule='async_1f1b' reads ahead of what is stored. Use pipeline_schedule='1f1b'."
+            return f"{schedule} runs slices of sequences. Use pipeline_schedule='1f1b'."
+        if self.overlaps_steps:
+            return f"{schedule} reads ahead of what is stored. Use pipeline_schedule='1f1b'."
         if not isinstance(loader, PipelineLoader):
             return (
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "

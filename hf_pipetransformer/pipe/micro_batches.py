@@ -78,7 +78,7 @@ def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
             if chunks > 1 and not value.dim():
                 raise ValueError(
                     f"Input {i} is a tensor without dimensions, which no batch can be cut from. Wrap it in NoChunk if "
-                    "every micro-batch shall have it."
+                    "every micro-batch gets it."
                 )
             columns.append(value.chunk(chunks) if chunks > 1 else (value,))
             counts[i] = len(columns[-1])

@@ -275,7 +275,7 @@ def _differences(state: RunState) -> Iterator[str]:
         )
     if is_split_by_node(state.place):
         yield (
-            "The epoch under way was dealt to nodes; plain Trainer draws the rest of it in an order of its own, so "
+            "The epoch under way was split by node; plain Trainer draws the rest of it in an order of its own, so "
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "
             "instead."
         )

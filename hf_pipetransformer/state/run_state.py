@@ -286,5 +286,5 @@ class RankState:
 
 
 def is_split_by_node(place: Place | None) -> bool:
-    """Return True if the position is inside an epoch dealt to nodes, which Trainer would read in another order."""
+    """Return True if the position is inside an epoch split by node, which Trainer would read in another order."""
     return place is not None and place["nodes"] is not None and place["samples"] > 0
