@@ -6,6 +6,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -78,7 +79,7 @@ class StageRunner:
         self.write: Write | None = None
         """Stores the activations that enter the entry block while predicting."""
         self.sends_loss_only = False
-        """True if `predict` sends only the loss, without logits, to the other stages."""
+        """True if `predict` keeps and returns only the loss, without logits."""
 
     def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -173,14 +174,16 @@ class StageRunner:
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
+        if self.sends_loss_only:
+            # Logits, the largest tensors of a language model, are freed micro-batch by micro-batch.
+            forward = partial(_only_loss, forward)
         micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
         outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
         stage.view.widen()
         message = None
         if stage.groups.is_last:
-            joined = join_outputs(outputs, [batch.weight for batch in micro_batches])
-            message = _as_message(_loss_of(joined) if self.sends_loss_only else joined)
+            message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches]))
         rank = stage.groups.pipeline_ranks[stage.groups.position]
         message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
         return _from_message(message, stage.settings.device)
@@ -343,7 +346,8 @@ class OnDevice(Sequence[MicroBatch]):
             self._coming[i] = self._copies.start(lambda: self._prepare(given))
 
 
-def _loss_of(output: Any) -> Any:
+def _only_loss(forward: Forward, inputs: dict[str, Any]) -> Any:
+    output = forward(inputs)
     return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm.topology import get_topology
+from hf_pipetransformer.runtime import execution
 from hf_pipetransformer.runtime.wiring import send_model_from_first_rank
 from tests.distributed.loss_worker import losses
 from tests.distributed.scenarios import RANK, run, scenario
-from tests.models import build_model
+from tests.models import build_model, collate, make_dataset
 
 
 SECONDS = 150
@@ -87,3 +89,36 @@ def test_of_equal_weights_nothing_is_sent_before_the_first_step(tmp_path: Path):
     first, second = run(sends_what_differs, tmp_path, 2, timeout=SECONDS)
     assert first["before"] != second["before"] and first["sums"] == second["sums"]
     assert first["sent"] == second["sent"] == [first["head"]]
+
+
+@scenario
+def evaluates(folder: Path, loss_only: bool) -> dict[str, Any]:
+    """Evaluate on two stages; return the loss and what the last stage held of each micro-batch's output at the end."""
+    args = PipeTransformerArguments(
+        output_dir=str(folder), pipeline_parallel_size="2", per_device_eval_batch_size=8, use_cpu=True,
+        report_to="none", disable_tqdm=True, seed=3,
+    )  # fmt: skip
+    trainer = PipeTransformerTrainer(
+        build_model("vit", 3), args, eval_dataset=make_dataset("vit", 16), data_collator=collate,
+        compute_metrics=None if loss_only else lambda _: {},
+    )  # fmt: skip
+    held: list[list[list[str]]] = []
+    own = execution.join_outputs
+
+    def joining(outputs: Any, weights: Any) -> Any:
+        if isinstance(outputs[0], dict):
+            held.append([sorted(output) for output in outputs])
+        return own(outputs, weights)
+
+    execution.join_outputs = joining
+    return {"loss": trainer.evaluate()["eval_loss"], "held": held}
+
+
+def test_of_a_loss_only_evaluation_no_logits_are_kept(tmp_path: Path):
+    """The memory of the last stage must not grow with the number of micro-batches: a vocabulary's logits are large."""
+    lean = run(evaluates, tmp_path / "lean", 2, {"loss_only": True}, timeout=SECONDS)[1]
+    full = run(evaluates, tmp_path / "full", 2, {"loss_only": False}, timeout=SECONDS)[1]
+    assert lean["loss"] == pytest.approx(full["loss"], rel=1e-6)
+    assert full["held"] and all(keys == ["logits", "loss"] for outputs in full["held"] for keys in outputs)
+    assert lean["held"] and all(keys == ["loss"] for outputs in lean["held"] for keys in outputs)
+    assert max(map(len, lean["held"])) > 1
