@@ -32,7 +32,7 @@ from tests.models import build_model, collate, make_dataset, probed_with
 from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
 
 
-SAID = "freezes and stores nothing"
+SAID = "without a pipeline, freezing or cache"
 NOTHING = {"freeze_policy": "none", "activation_cache": "auto"}
 
 
