@@ -23,7 +23,7 @@ from hf_pipetransformer.splitters.view import Compile, StageView
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What a rank's stages are built from under every layout.
+    """Parts and settings that a rank's stages are built from under every layout.
 
     `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`.
     """
