@@ -25,7 +25,7 @@ from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import middle_layer
-from hf_pipetransformer.state.checkpoint import check_weights, load_weights
+from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.starting import Need, RunOptions
 from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.models import build_model, collate, make_dataset, probed_with

@@ -20,7 +20,8 @@ from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import resumption
-from hf_pipetransformer.state.checkpoint import check_weights, read_state
+from hf_pipetransformer.state.checkpoint import read_state
+from hf_pipetransformer.state.weights import check_weights
 from tests.models import build_model, collate, make_dataset
 from tests.settled_policy import Settled
 

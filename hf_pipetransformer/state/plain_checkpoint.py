@@ -23,7 +23,7 @@ import torch
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.schedules.json_values import entry
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.checkpoint import TRAINER_STATE, check_weights, has_weights
+from hf_pipetransformer.state.checkpoint import TRAINER_STATE
 from hf_pipetransformer.state.run_state import (
     Count,
     Epochs,
@@ -34,6 +34,7 @@ from hf_pipetransformer.state.run_state import (
     read_as,
     read_json_file,
 )
+from hf_pipetransformer.state.weights import check_weights, has_weights
 
 
 _OPTIMIZER = "optimizer.pt"

@@ -20,7 +20,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.pipeline import PipelineShell
-from hf_pipetransformer.state.checkpoint import has_weights, load_weights
+from hf_pipetransformer.state.weights import has_weights, load_weights
 from hf_pipetransformer.training.run import Run
 
 
