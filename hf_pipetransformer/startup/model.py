@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,23 @@ from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
+from hf_pipetransformer.startup.twin import WHOLE, Twin
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+MOST_GRADIENTS = 2**24
+"""Largest number of elements that the checks take gradients of: the smallest parameters', 64 MiB in float32.
+
+Parameters beyond it (vocabularies, the matrices of wide layers) pass gradients on, which the smaller ones show.
+"""
 
 
 @dataclass(frozen=True)
 class ProbeTarget:
     """Model, its splitter, a small batch, and the computation of its loss.
 
-    The functions of `check` and `costs` know the model through this alone.
+    The functions of `check` and `costs` know the model through this alone. `twin` says which of its layers compute.
 
     Args:
         inputs: batch on the model's device.
@@ -41,6 +49,7 @@ class ProbeTarget:
     inputs: dict[str, Any]
     compute: Callable[[dict[str, Any], int], torch.Tensor]
     count: Callable[[Any], int]
+    twin: Twin = WHOLE
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""
@@ -61,8 +70,13 @@ class ProbeTarget:
         return config_value(self.model, "pad_token_id") or 0
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that the twin reads."""
+        return self.twin.parameters(self.model)
+
+    @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.parameters[0].device
 
     def view(self, structure: Structure) -> StageView:
         return StageView(self.model, self.splitter, structure)
@@ -100,9 +114,9 @@ def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
     return max(0, block_of(first) - 1)
 
 
-def gradient_norms(model: nn.Module) -> torch.Tensor:
+def gradient_norms(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the norm of each trained parameter's gradient, 0 where there is none."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
     norms = [torch.zeros((), device=p.device) if p.grad is None else p.grad.float().norm() for p in trained]
     return torch.stack(norms) if norms else torch.zeros(1)
 
@@ -159,14 +173,16 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def in_full_precision(model: nn.Module) -> Iterator[None]:
+def in_full_precision(model: nn.Module, twin: Twin = WHOLE) -> Iterator[None]:
     """Run the model in float32 inside the context, with bitwise reproducible results.
 
     Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
-    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32.
+    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32. Takes gradients
+    of at most `MOST_GRADIENTS` elements.
     """
     with ExitStack() as stack:
-        stack.enter_context(_float32_weights(model))
+        stack.enter_context(_float32_weights(twin.tensors(model)))
+        stack.enter_context(_few_gradients(twin.parameters(model)))
         stack.enter_context(_without_autocast())
         stack.enter_context(_float32_products())
         stack.enter_context(_float32_attention(model))
@@ -184,8 +200,8 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _float32_weights(model: nn.Module) -> Iterator[None]:
-    own = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in _HALVES}
+def _float32_weights(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    own = {tensor: tensor.data for tensor in tensors if tensor.dtype in _HALVES}
     gradients = {tensor: tensor.grad for tensor in own}
     try:
         for tensor, data in own.items():
@@ -197,6 +213,21 @@ def _float32_weights(model: nn.Module) -> Iterator[None]:
             tensor.grad = None
             tensor.data = data
             tensor.grad = gradients[tensor]
+
+
+@contextmanager
+def _few_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: p.numel())
+    num_elements = accumulate(p.numel() for p in trained)
+    # The smallest is always kept: without any gradient nothing would be compared.
+    left_out = [p for p, total in list(zip(trained, num_elements, strict=True))[1:] if total > MOST_GRADIENTS]
+    for parameter in left_out:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in left_out:
+            parameter.requires_grad_()
 
 
 @contextmanager
