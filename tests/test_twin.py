@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
@@ -55,7 +57,7 @@ def found(model: PreTrainedModel, name: str, with_twin: bool) -> Probe:
 
 
 # One of each way to be odd: tied weights, a main input of floats, weights of all layers, padding by the model itself.
-OF_CI = ("bert_masked", "vit", "deberta_sequence", "longformer_sequence")
+OF_CI = ("bert_masked", "vit", "deberta_sequence", "mpnet_question", "modernbert_masked")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OF_CI else pytest.mark.slow) for n in MODELS])
@@ -155,3 +157,19 @@ def test_gradients_are_taken_of_a_bounded_number_of_elements(monkeypatch: pytest
     with in_full_precision(model):
         assert [p.requires_grad for p in parameters] == [True, True, False]
     assert all(p.requires_grad for p in parameters)
+
+
+def test_a_whole_model_whose_first_loss_is_not_finite_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = deep("bert_sequence")
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=2, logging_steps=1, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, pipeline_parallel_num_microbatches=2,
+    )  # fmt: skip
+    with torch.no_grad():
+        model.bert.encoder.layer[2].output.dense.weight.fill_(float("nan"))
+    rows = make_rows("bert_sequence", 8)
+    PipeTransformerTrainer(model, args, train_dataset=rows, data_collator=collate).train()
+    said = [record.getMessage() for record in caplog.records if "expected a finite number" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("The loss of the first batch is nan")
