@@ -151,7 +151,7 @@ def test_layers_that_pass_on_their_input_are_neither_copied_nor_differentiated()
 
 
 def test_gradients_are_taken_of_a_bounded_number_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleList([nn.Linear(1, 2**12), nn.Linear(2**12, 2**13, bias=False)])
+    model = nn.ModuleList([nn.Linear(1, 2**11), nn.Linear(2**11, 2**12, bias=False)])
     parameters = list(model.parameters())
     assert parameters[2].numel() > MOST_GRADIENTS
     with in_full_precision(model):
@@ -173,3 +173,15 @@ def test_a_whole_model_whose_first_loss_is_not_finite_is_said(
     PipeTransformerTrainer(model, args, train_dataset=rows, data_collator=collate).train()
     said = [record.getMessage() for record in caplog.records if "expected a finite number" in record.getMessage()]
     assert len(said) == 1 and said[0].startswith("The loss of the first batch is nan")
+
+
+def test_a_large_vocabulary_is_copied_only_where_the_batch_reads_it() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(2**13, 2), "head": nn.Linear(2, 2**13, bias=False)}).bfloat16()
+    inputs = {"input_ids": torch.tensor([[5, 5000, -100]]), "pixel_values": torch.ones(1)}
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with in_full_precision(model, inputs=inputs):
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype is torch.float32
+            assert torch.equal(parameter[[5, 5000]], own[name][[5, 5000]].float())
+            assert not parameter[[4000, 6000]].any()
+    assert all(torch.equal(parameter, own[name]) for name, parameter in model.named_parameters())

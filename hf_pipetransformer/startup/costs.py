@@ -254,13 +254,11 @@ SLICE_COUNTS = (1, 2, 4, 8)
 MOST_SEQUENCES = 4
 
 
-def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule, blocks: BlockCosts) -> TokenCosts:
+def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule, share: float = 1.0) -> TokenCosts:
     """Fit the costs of token slices to measurements with one sequence and with all of the target's.
 
-    Times of the twin are scaled to the whole model by the measured `blocks`.
+    `share` is the twin's share of the whole model's time, to which the measured times are scaled.
     """
-    seconds = [sum(each) for each in zip(blocks.forward, blocks.backward, strict=True)]
-    share = target.twin.share_of(seconds)
     with trained_as_given(target.model, structure):
         times = slice_times(target, structure, rule)
     return fit_token_costs([replace(each, seconds=each.seconds / share) for each in times])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +26,8 @@ from hf_pipetransformer.startup.twin import WHOLE, Twin
 
 _HALVES = (torch.float16, torch.bfloat16)
 
-MOST_GRADIENTS = 2**24
-"""Largest number of elements that the checks take gradients of: the smallest parameters', 64 MiB in float32.
+MOST_GRADIENTS = 2**22
+"""Largest number of elements that the checks take gradients of: the smallest parameters', 16 MiB in float32.
 
 Parameters beyond it (vocabularies, the matrices of wide layers) pass gradients on, which the smaller ones show.
 """
@@ -173,15 +174,17 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def in_full_precision(model: nn.Module, twin: Twin = WHOLE) -> Iterator[None]:
+def in_full_precision(model: nn.Module, twin: Twin = WHOLE, inputs: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Run the model in float32 inside the context, with bitwise reproducible results.
 
     Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
     a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32. Takes gradients
-    of at most `MOST_GRADIENTS` elements.
+    of at most `MOST_GRADIENTS` elements. With `inputs`, tokens that are not in them have zero vectors in large
+    vocabularies.
     """
     with ExitStack() as stack:
-        stack.enter_context(_float32_weights(twin.tensors(model)))
+        rows = {} if inputs is None else _rows_in_use(model, inputs)
+        stack.enter_context(_float32_weights(twin.tensors(model), rows))
         stack.enter_context(_few_gradients(twin.parameters(model)))
         stack.enter_context(_without_autocast())
         stack.enter_context(_float32_products())
@@ -200,19 +203,45 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _float32_weights(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def _float32_weights(tensors: Iterable[torch.Tensor], rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
     own = {tensor: tensor.data for tensor in tensors if tensor.dtype in _HALVES}
     gradients = {tensor: tensor.grad for tensor in own}
     try:
         for tensor, data in own.items():
             tensor.grad = None
-            tensor.data = data.float()
+            is_vocabulary = data.dim() == 2 and data.is_cpu
+            tensor.data = _with_rows(data, rows[len(data)]) if is_vocabulary and len(data) in rows else data.float()
         yield
     finally:
         for tensor, data in own.items():
             tensor.grad = None
             tensor.data = data
             tensor.grad = gradients[tensor]
+
+
+_SMALL_VOCABULARY = 2**12
+_SPECIAL_TOKENS = 2**10
+
+
+def _rows_in_use(model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """Map sizes of large vocabularies to the tokens that a batch names; the first ones are models' special tokens."""
+    sizes = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
+    tokens = [value.flatten().cpu() for value in inputs.values() if isinstance(value, torch.Tensor)]
+    named = torch.cat([torch.arange(_SPECIAL_TOKENS), *(each for each in tokens if each.dtype is torch.int64)])
+    return {size: named[(named >= 0) & (named < size)].unique() for size in sizes if size > _SMALL_VOCABULARY}
+
+
+def _with_rows(data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a float32 matrix of some rows of `data`, zeros elsewhere: two vocabularies can outweigh all layers.
+
+    Mapped pages take no memory before they are written, unless a huge page is made of them for a single row.
+    """
+    zeros = mmap.mmap(-1, 4 * data.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux.
+        zeros.madvise(mmap.MADV_NOHUGEPAGE)
+    copy = torch.frombuffer(zeros, dtype=torch.float32).view(data.shape)
+    copy[rows] = data[rows].float()
+    return copy
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def inspect_model(
         probe = inspection.on_every_rank(lambda: probe_model(target))
         _check_same_model(topology, model, probe)
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
-        with in_full_precision(model, twin):
+        with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, args, inspection)
             pads_alike, keeps_padding = inspection.on_first_rank(
@@ -266,7 +266,8 @@ def _measure_costs(
             affordable = affordable_sequences(blocks, args.device, topology.num_ranks_here)
             most = min(args.train_samples_per_device, affordable, MOST_SEQUENCES)
             batch = target if read is None else with_batch(target, read(most))
-            return measure_slices(batch, structure, rule, blocks).as_event()
+            seconds = [sum(each) for each in zip(blocks.forward, blocks.backward, strict=True)]
+            return measure_slices(batch, structure, rule, target.twin.share_of(seconds)).as_event()
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
     return MeasuredCosts(blocks, Overheads(hop=hop, reduction_per_byte=reduction), profile.num_samples)
