@@ -8,9 +8,10 @@ them, in order, and parameter names stay. Only what computes is moved to the run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -114,7 +115,7 @@ def as_twin(model: nn.Module, splitter: Splitter) -> Iterator[Twin]:
             if representatives[index] == index:
                 handles.append(layer.register_forward_hook(last.note))
             else:
-                layer.forward = last.passing_through
+                layer.forward = partial(last.passing_through, layer.forward)
         yield Twin(tuple(representatives), frozenset(unread))
     finally:
         for handle in handles:
@@ -134,7 +135,10 @@ class _LastOutput:
     def note(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         self.value = output
 
-    def passing_through(self, *args: Any, **kwargs: Any) -> Any:
+    def passing_through(self, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.value is None:
+            # The first layer was not called as a module: the trace says so in words once the forward has ended.
+            return own_forward(*args, **kwargs)
         # A copy: the next layer may change its input in place.
         hidden = (args[0] if args else kwargs["hidden_states"]).clone()
         if isinstance(self.value, (tuple, list)):
