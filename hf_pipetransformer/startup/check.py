@@ -101,7 +101,7 @@ def probe_model(target: ProbeTarget) -> Probe:
         )
     structure = trace_structure(model, target.splitter, lambda: target.loss(inputs), target.is_text)
     with torch.no_grad(), _entry_errors_explained(model, structure):
-        sent, flops = _run_stages(target, structure, inputs)
+        sent, flops = run_stages(target, structure, inputs)
     hidden_shape = tuple(sent[-2].shape)
     multiple = _padding_multiple(target, structure, hidden_shape) if target.is_text else 1
     activation = ActivationShape(main_input, tuple(value.shape[1:]), hidden_shape[1:], multiple)
@@ -189,7 +189,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _run_split(target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]) -> _SplitRun:
     model = target.model
     with gradients_discarded(model):
-        sent, _ = _run_stages(target, structure, later_inputs)
+        sent, _ = run_stages(target, structure, later_inputs)
         parameters = target.parameters
         gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
         return _SplitRun(sent, gradients, _Result(float(sent[-1]), gradient_norms(parameters)))
@@ -204,7 +204,7 @@ class _NoModules(nullcontext[None]):
     parents: ClassVar = {"Global"}
 
 
-def _run_stages(
+def run_stages(
     target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Run every stage, and the backward if gradients are enabled.

@@ -174,13 +174,12 @@ class _Runner:
 
     def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
-        weights = {p.untyped_storage().data_ptr() for p in self.target.model.parameters()}
+        weights = {_storage(parameter) for parameter in self.target.model.parameters()}
         storages: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                storages[storage.data_ptr()] = storage.nbytes()
+            if _storage(tensor) not in weights:
+                storages[_storage(tensor)] = tensor.untyped_storage().nbytes()
             # Detach: if a node saves its own output, the graph would reference itself and never be freed.
             return tensor.detach()
 
@@ -192,6 +191,26 @@ class _Runner:
 
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
         return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return an identity of the memory behind a tensor, which meta tensors have too."""
+    return tensor.untyped_storage()._cdata
+
+
+def saved_activations(target: ProbeTarget, structure: Structure) -> list[float]:
+    """Return the bytes per sample that each block keeps for its backward, without timing it; 0 if it does not compute.
+
+    Stages that hold several blocks count at the first.
+    """
+    saved, size = [0.0] * structure.num_blocks, batch_size(target.inputs)
+    runner = _Runner(target, structure, num_repeats=0)
+    try:
+        for start, end in pairwise(target.twin.cut_positions(structure)):
+            saved[start] = runner.saved_bytes(range(start, end), runner.hidden_before(start)) / size
+    finally:
+        runner.view.remove()
+    return saved
 
 
 def _now(device: torch.device) -> float:
