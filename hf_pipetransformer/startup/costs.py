@@ -174,12 +174,14 @@ class _Runner:
 
     def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
-        weights = {_storage(parameter) for parameter in self.target.model.parameters()}
-        storages: dict[int, int] = {}
+        # Storages are kept, so that no other one gets the identity of one that was freed; meta tensors have no address.
+        weights = {id(each): each for each in (p.untyped_storage() for p in self.target.model.parameters())}
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if _storage(tensor) not in weights:
-                storages[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            if id(storage) not in weights:
+                storages[id(storage)] = storage
             # Detach: if a node saves its own output, the graph would reference itself and never be freed.
             return tensor.detach()
 
@@ -187,15 +189,10 @@ class _Runner:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = self._run(blocks, received)
         del output
-        return float(sum(storages.values()))
+        return float(sum(storage.nbytes() for storage in storages.values()))
 
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
         return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return an identity of the memory behind a tensor, which meta tensors have too."""
-    return tensor.untyped_storage()._cdata
 
 
 def saved_activations(target: ProbeTarget, structure: Structure) -> list[float]:
