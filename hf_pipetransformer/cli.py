@@ -1,8 +1,9 @@
-"""`hf-pipetransformer`: draw a schedule, export a checkpoint for plain Trainer, manage activation stores."""
+"""`hf-pipetransformer`: plan a run, draw a schedule, export a checkpoint for Trainer, manage activation stores."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,12 +36,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     exporting.add_argument("checkpoint", help="a checkpoint-N of a pipeline")
     exporting.add_argument("output", help="folder to write, such as outputs/checkpoint-N")
     exporting.set_defaults(run=_export_checkpoint)
+    planning = commands.add_parser("plan", help="estimate memory and time of a run from the model's config alone")
+    planning.add_argument("model", help="folder or name with the config.json of a model; weights are not loaded")
+    planning.add_argument("--processes", type=int, required=True, help="devices of the run, one process each")
+    planning.add_argument("--device_memory", type=float, required=True, help="memory of a device, in GB (1e9 bytes)")
+    planning.add_argument("--processes_per_node", type=int, help="devices of a node; all by default")
+    planning.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence, 512 by default")
+    planning.add_argument("--dtype", help="dtype of the weights; the config's by default")
+    planning.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
+    planning.add_argument("--device_tflops", type=float, default=100.0, help="TFLOP/s that a device reaches")
+    planning.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices")
+    planning.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    planning.epilog = "Options of a run follow, such as --per_device_train_batch_size 4 --optim adafactor."
+    planning.set_defaults(run=_plan)
     caching = commands.add_parser("cache", help="list, verify or delete the activation stores of earlier runs")
     caching.add_argument("action", choices=("list", "verify", "prune"))
     caching.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
     caching.add_argument("--kept", action="store_true", help="prune: also the stores that are meant to be kept")
     caching.set_defaults(run=_cache)
-    options = parser.parse_args(argv)
+    options, others = parser.parse_known_args(argv)
+    if options.command == "plan":
+        options.of_run = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.run(options)
 
 
@@ -87,6 +105,39 @@ def _simulate_window(options: argparse.Namespace) -> None:
         print(f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})")
     if kind.direction == "adam":
         print(f"{kind.name} keeps two moments a weight beside an optimizer that has none of Adam's")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    """Print an estimate; exit with an error if the run fits on no number of stages."""
+    import torch  # Imports of seconds.
+    from transformers import HfArgumentParser
+
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.startup.estimate import Machine, as_json, batch_on_meta, build_on_meta, estimate, in_words
+
+    try:
+        given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
+        (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
+        local = options.processes_per_node or options.processes
+        if options.processes < 1 or local < 1 or options.processes % local:
+            raise ValueError(f"--processes {options.processes} is no multiple of --processes_per_node {local}.")
+        dtype = getattr(torch, options.dtype or "", None)
+        if options.dtype and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"--dtype {options.dtype}: expected a dtype of torch, such as bfloat16.")
+        machine = Machine(
+            options.processes,
+            1e9 * options.device_memory,
+            local,
+            1e12 * options.device_tflops,
+            1e9 * options.bandwidth,
+        )
+        model = build_on_meta(options.model, dtype, options.lora_rank)
+        found = estimate(model, batch_on_meta(model, options.sequence_length), args, machine)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    print(json.dumps(as_json(found)) if options.json else in_words(found))
+    if not found.chosen.fits:
+        raise SystemExit(1)
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:

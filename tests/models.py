@@ -56,6 +56,7 @@ from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.model import ProbeTarget
+from hf_pipetransformer.startup.twin import as_twin
 
 
 __all__ = [
@@ -457,4 +458,5 @@ def probed_with(
     model: nn.Module, splitter: Splitter, loss: Callable[[dict[str, Any]], torch.Tensor], inputs: dict[str, Any]
 ) -> Probe:
     """The start-up check of a split model, with a loss that divides by nothing."""
-    return probe_model(ProbeTarget(model, splitter, inputs, lambda given, _: loss(given), batch_size))
+    with as_twin(model, splitter) as twin:
+        return probe_model(ProbeTarget(model, splitter, inputs, lambda given, _: loss(given), batch_size, twin))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -122,3 +123,99 @@ def test_stages_that_a_schedule_cannot_lay_are_refused_in_one_sentence(
     with pytest.raises(SystemExit) as found:
         main(["simulate", "--schedule", schedule, "--stages", stages, "--chunks", chunks, "--microbatches", "4"])
     assert str(found.value) == text
+
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def config_of(folder: Path, **values: object) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("device_memory", "fits"), [(640, True), (80, False)])
+def test_a_plan_says_before_any_weight_is_loaded_whether_a_model_fits(
+    device_memory: int, fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--processes", "8", "--device_memory", str(device_memory), "--sequence_length", "2048", "--json"]
+    plan = ["plan", config_of(tmp_path, **LLAMA_70B), *options, "--per_device_train_batch_size", "1"]
+    if fits:
+        main(plan)
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(plan)
+        assert ended.value.code == 1
+    found = json.loads(capsys.readouterr().out)
+    layouts = [(each["pipeline_size"], max(each["bytes_of_ranks"]), each["fits"]) for each in found["options"]]
+    assert [size for size, _, _ in layouts] == [1, 2, 4, 8]
+    assert found["num_parameters"] == 70_553_706_496
+    assert [needed for _, needed, _ in layouts] == sorted((needed for _, needed, _ in layouts), reverse=True)
+    assert [is_fit for *_, is_fit in layouts] == [needed <= 0.9e9 * device_memory for _, needed, _ in layouts]
+    assert found["chosen"]["fits"] is fits
+    # Weights, gradients and two moments in bfloat16, and a float32 gradient in the buffers of eight replicas.
+    assert layouts[0][1] > 70_553_706_496 * (4 * 2 + 4)
+
+
+def test_a_plan_that_fits_nowhere_names_the_bytes_and_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", config_of(tmp_path, **LLAMA_70B), "--processes", "8", "--device_memory", "40"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Does not fit: the fullest rank needs ") and " GB of 36 GB. " in last and "PEFT" in last
+
+
+def test_adapters_train_little_and_images_and_sequences_are_planned_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128}
+    configs = {
+        "BertForSequenceClassification": {"model_type": "bert", "vocab_size": 100},
+        "BertForQuestionAnswering": {"model_type": "bert", "vocab_size": 100},
+        "ViTForImageClassification": {"model_type": "vit", "image_size": 32, "patch_size": 8},
+    }
+    trained = {}
+    for name, values in configs.items():
+        for adapters in ([], ["--lora_rank", "2"]):
+            folder = config_of(tmp_path, architectures=[name], **small, **values)
+            main(
+                [
+                    "plan",
+                    folder,
+                    "--processes",
+                    "2",
+                    "--device_memory",
+                    "1",
+                    "--sequence_length",
+                    "16",
+                    "--json",
+                    *adapters,
+                ]
+            )
+            found = json.loads(capsys.readouterr().out)
+            assert found["num_layers"] == 6 and found["chosen"]["pipeline_size"] == 1
+            trained[name, bool(adapters)] = sum(found["trained_by_rank"])
+    assert all(0 < trained[name, True] < trained[name, False] / 5 for name in configs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "8", "--processes_per_node", "3"], "no multiple of --processes_per_node 3"),
+        (["--processes", "2", "--dtype", "float33"], "--dtype float33"),
+        (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
+        (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),
+    ],
+)
+def test_a_plan_of_what_cannot_be_is_refused_in_a_sentence(options: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", config_of(tmp_path, **LLAMA_70B), "--device_memory", "80", *options])
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="config.json"):
+        main(["plan", str(tmp_path / "none"), "--processes", "2", "--device_memory", "80"])

@@ -73,7 +73,7 @@ def _run_whole(target: ProbeTarget) -> _Result:
         loss = target.loss(dict(target.inputs))
         if loss.requires_grad:
             loss.backward()
-        return _Result(float(loss.detach()), gradient_norms(target.model))
+        return _Result(float(loss.detach()), gradient_norms(target.parameters))
 
 
 # ---- structure, and the split into stages ----
@@ -101,7 +101,7 @@ def probe_model(target: ProbeTarget) -> Probe:
         )
     structure = trace_structure(model, target.splitter, lambda: target.loss(inputs), target.is_text)
     with torch.no_grad(), _entry_errors_explained(model, structure):
-        sent, flops = _run_stages(target, structure, inputs)
+        sent, flops = run_stages(target, structure, inputs)
     hidden_shape = tuple(sent[-2].shape)
     multiple = _padding_multiple(target, structure, hidden_shape) if target.is_text else 1
     activation = ActivationShape(main_input, tuple(value.shape[1:]), hidden_shape[1:], multiple)
@@ -112,12 +112,14 @@ def probe_model(target: ProbeTarget) -> Probe:
             f"{type(model).__name__} gives its layers activations of shape {hidden_shape}; expected {rule}, one row a "
             "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
         )
-    with in_full_precision(model):
+    with in_full_precision(model, target.twin, inputs):
         is_read = _check_split(replace(target, inputs=in_float32(inputs)), structure)
-    stages = pairwise(structure.cut_positions())
+    stages, twin = pairwise(target.twin.cut_positions(structure)), target.twin
     dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
-    return Probe(structure, tuple(flops), tuple(dtypes), activation, placeholders)
+    return Probe(
+        structure, tuple(twin.of_all_blocks(flops)), tuple(twin.of_all_blocks(dtypes)), activation, placeholders
+    )
 
 
 @contextmanager
@@ -187,9 +189,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _run_split(target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]) -> _SplitRun:
     model = target.model
     with gradients_discarded(model):
-        sent, _ = _run_stages(target, structure, later_inputs)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-        return _SplitRun(sent, gradients, _Result(float(sent[-1]), gradient_norms(model)))
+        sent, _ = run_stages(target, structure, later_inputs)
+        parameters = target.parameters
+        gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
+        return _SplitRun(sent, gradients, _Result(float(sent[-1]), gradient_norms(parameters)))
 
 
 class _NoModules(nullcontext[None]):
@@ -201,7 +204,7 @@ class _NoModules(nullcontext[None]):
     parents: ClassVar = {"Global"}
 
 
-def _run_stages(
+def run_stages(
     target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Run every stage, and the backward if gradients are enabled.
@@ -216,7 +219,7 @@ def _run_stages(
     received, gradient = None, None
     done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
     try:
-        for start, end in pairwise(structure.cut_positions()):
+        for start, end in pairwise(target.twin.cut_positions(structure)):
             given = dict(target.inputs if received is None else later_inputs)
             counter = FlopCounterMode(display=False)
             counter.mod_tracker = _NoModules()  # type: ignore[assignment]
@@ -309,7 +312,7 @@ def depends_on_padding(target: ProbeTarget, probe: Probe) -> bool:
             loss = run_stage(view, later, entering, lambda: target.loss(dict(padded)))
             if loss.requires_grad:
                 loss.backward()
-            return _Result(float(loss.detach()), gradient_norms(target.model))
+            return _Result(float(loss.detach()), gradient_norms(target.parameters))
 
     try:
         hidden = run_stage(view, range(1), None, lambda: target.loss(dict(padded))).detach()
@@ -361,10 +364,10 @@ def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
                     sum_of_losses += loss.detach().double().cpu()
                     if loss.requires_grad:
                         loss.backward()
-            return torch.cat([sum_of_losses.reshape(1), gradient_norms(model).double().cpu()])
+            return torch.cat([sum_of_losses.reshape(1), gradient_norms(target.parameters).double().cpu()])
 
     found = find_loss_rule(measure, with_two_labels(inputs), target.count, is_split)
-    if not found.is_finite and any(bool(p.isnan().any()) for p in model.parameters()):
+    if not found.is_finite and any(bool(p.isnan().any()) for p in target.parameters):
         # With nan weights no rule can be found, and none would matter.
         logger.warning("Weights of the model are nan before the first step, so everything that follows is.")
         return replace(found, refusal=None)
@@ -429,7 +432,7 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
         # A model that cannot take cached keys and values may raise anything.
         except Exception as error:
             return f"{name} does not run on slices of a sequence ({type(error).__name__}: {error}). {_TOKEN_REMEDY}"
-        found = _Result(loss, gradient_norms(model))
+        found = _Result(loss, gradient_norms(target.parameters))
     if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
         return None
     return (

@@ -26,6 +26,7 @@ from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
+from hf_pipetransformer.startup.twin import Twin
 
 
 NUM_REPEATS = 5
@@ -74,7 +75,7 @@ def measure_blocks(
         size = batch_size(target.inputs)
         if wanted > size:
             pilot = profile_blocks(target, structure, num_repeats=1)
-            num_blocks_run = len(blocks_run_alone(structure, middle_layer(structure)))
+            num_blocks_run = len(blocks_run_alone(structure, middle_layer(target.twin, structure)))
             free = _free_bytes(target.device, num_ranks_here)
             wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
         return profile_blocks(with_batch(target, read(wanted)), structure)
@@ -106,7 +107,7 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
     forward, backward, edge_backward, saved = ([0.0] * num_blocks for _ in range(4))
     profile = BlockProfile(forward, backward, edge_backward, saved, num_samples=size)
     runner = _Runner(target, structure, num_repeats)
-    alone = blocks_run_alone(structure, middle_layer(structure))
+    alone = blocks_run_alone(structure, middle_layer(target.twin, structure))
     try:
         for start, end in pairwise(cuts):
             if start not in alone:
@@ -129,10 +130,10 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
     return profile
 
 
-def middle_layer(structure: Structure) -> int:
-    """Return the layer to measure: the middle one of the trained layers, or of all layers if none is trained."""
+def middle_layer(twin: Twin, structure: Structure) -> int:
+    """Return the layer to measure, like the middle one of the trained layers, or of all if none is trained."""
     trained = _trained_layers(structure) or list(range(structure.num_layers))
-    return trained[len(trained) // 2]
+    return twin.representative(trained[len(trained) // 2])
 
 
 def blocks_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
@@ -166,18 +167,21 @@ class _Runner:
             if output.requires_grad:
                 torch.autograd.backward(output, torch.ones_like(output))
             times.append((middle - start, _now(device) - middle))
+            for parameter in self.target.parameters:
+                parameter.grad = None
         forward, backward = zip(*times[1:], strict=True)
         return statistics.median(forward), statistics.median(backward)
 
     def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
-        weights = {p.untyped_storage().data_ptr() for p in self.target.model.parameters()}
-        storages: dict[int, int] = {}
+        # Storages are kept, so that no other one gets the identity of one that was freed; meta tensors have no address.
+        weights = {id(each): each for each in (p.untyped_storage() for p in self.target.model.parameters())}
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                storages[storage.data_ptr()] = storage.nbytes()
+            if id(storage) not in weights:
+                storages[id(storage)] = storage
             # Detach: if a node saves its own output, the graph would reference itself and never be freed.
             return tensor.detach()
 
@@ -185,10 +189,25 @@ class _Runner:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = self._run(blocks, received)
         del output
-        return float(sum(storages.values()))
+        return float(sum(storage.nbytes() for storage in storages.values()))
 
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
         return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
+
+
+def saved_activations(target: ProbeTarget, structure: Structure) -> list[float]:
+    """Return the bytes per sample that each block keeps for its backward, without timing it; 0 if it does not compute.
+
+    Stages that hold several blocks count at the first.
+    """
+    saved, size = [0.0] * structure.num_blocks, batch_size(target.inputs)
+    runner = _Runner(target, structure, num_repeats=0)
+    try:
+        for start, end in pairwise(target.twin.cut_positions(structure)):
+            saved[start] = runner.saved_bytes(range(start, end), runner.hidden_before(start)) / size
+    finally:
+        runner.view.remove()
+    return saved
 
 
 def _now(device: torch.device) -> float:
@@ -251,10 +270,14 @@ SLICE_COUNTS = (1, 2, 4, 8)
 MOST_SEQUENCES = 4
 
 
-def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule) -> TokenCosts:
-    """Fit the costs of token slices to measurements with one sequence and with all of the target's."""
+def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule, share: float = 1.0) -> TokenCosts:
+    """Fit the costs of token slices to measurements with one sequence and with all of the target's.
+
+    `share` is the twin's share of the whole model's time, to which the measured times are scaled.
+    """
     with trained_as_given(target.model, structure):
-        return fit_token_costs(slice_times(target, structure, rule))
+        times = slice_times(target, structure, rule)
+    return fit_token_costs([replace(each, seconds=each.seconds / share) for each in times])
 
 
 def slice_times(target: ProbeTarget, structure: Structure, rule: LossRule) -> list[SliceTime]:

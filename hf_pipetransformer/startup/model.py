@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,16 +21,23 @@ from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
+from hf_pipetransformer.startup.twin import WHOLE, Twin
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+MOST_GRADIENTS = 2**22
+"""Largest number of elements that the checks take gradients of: the smallest parameters', 16 MiB in float32.
+
+Parameters beyond it (vocabularies, the matrices of wide layers) pass gradients on, which the smaller ones show.
+"""
 
 
 @dataclass(frozen=True)
 class ProbeTarget:
     """Model, its splitter, a small batch, and the computation of its loss.
 
-    The functions of `check` and `costs` know the model through this alone.
+    The functions of `check` and `costs` know the model through this alone. `twin` says which of its layers compute.
 
     Args:
         inputs: batch on the model's device.
@@ -41,6 +50,7 @@ class ProbeTarget:
     inputs: dict[str, Any]
     compute: Callable[[dict[str, Any], int], torch.Tensor]
     count: Callable[[Any], int]
+    twin: Twin = WHOLE
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""
@@ -61,8 +71,13 @@ class ProbeTarget:
         return config_value(self.model, "pad_token_id") or 0
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that the twin reads."""
+        return self.twin.parameters(self.model)
+
+    @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.parameters[0].device
 
     def view(self, structure: Structure) -> StageView:
         return StageView(self.model, self.splitter, structure)
@@ -100,9 +115,9 @@ def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
     return max(0, block_of(first) - 1)
 
 
-def gradient_norms(model: nn.Module) -> torch.Tensor:
+def gradient_norms(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the norm of each trained parameter's gradient, 0 where there is none."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
     norms = [torch.zeros((), device=p.device) if p.grad is None else p.grad.float().norm() for p in trained]
     return torch.stack(norms) if norms else torch.zeros(1)
 
@@ -159,14 +174,18 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def in_full_precision(model: nn.Module) -> Iterator[None]:
+def in_full_precision(model: nn.Module, twin: Twin = WHOLE, inputs: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Run the model in float32 inside the context, with bitwise reproducible results.
 
     Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
-    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32.
+    a user's loss enables it, disables TF32, and replaces attention kernels that do not accept float32. Takes gradients
+    of at most `MOST_GRADIENTS` elements. With `inputs`, tokens that are not in them have zero vectors in large
+    vocabularies.
     """
     with ExitStack() as stack:
-        stack.enter_context(_float32_weights(model))
+        rows = {} if inputs is None else _rows_in_use(model, inputs)
+        stack.enter_context(_float32_weights(twin.tensors(model), rows))
+        stack.enter_context(_few_gradients(twin.parameters(model)))
         stack.enter_context(_without_autocast())
         stack.enter_context(_float32_products())
         stack.enter_context(_float32_attention(model))
@@ -184,19 +203,60 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _float32_weights(model: nn.Module) -> Iterator[None]:
-    own = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in _HALVES}
+def _float32_weights(tensors: Iterable[torch.Tensor], rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    own = {tensor: tensor.data for tensor in tensors if tensor.dtype in _HALVES}
     gradients = {tensor: tensor.grad for tensor in own}
     try:
         for tensor, data in own.items():
             tensor.grad = None
-            tensor.data = data.float()
+            is_vocabulary = data.dim() == 2 and data.is_cpu
+            tensor.data = _with_rows(data, rows[len(data)]) if is_vocabulary and len(data) in rows else data.float()
         yield
     finally:
         for tensor, data in own.items():
             tensor.grad = None
             tensor.data = data
             tensor.grad = gradients[tensor]
+
+
+_SMALL_VOCABULARY = 2**12
+_SPECIAL_TOKENS = 2**10
+
+
+def _rows_in_use(model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """Map sizes of large vocabularies to the tokens that a batch names; the first ones are models' special tokens."""
+    sizes = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
+    tokens = [value.flatten().cpu() for value in inputs.values() if isinstance(value, torch.Tensor)]
+    named = torch.cat([torch.arange(_SPECIAL_TOKENS), *(each for each in tokens if each.dtype is torch.int64)])
+    return {size: named[(named >= 0) & (named < size)].unique() for size in sizes if size > _SMALL_VOCABULARY}
+
+
+def _with_rows(data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a float32 matrix of some rows of `data`, zeros elsewhere: two vocabularies can outweigh all layers.
+
+    Mapped pages take no memory before they are written, unless a huge page is made of them for a single row.
+    """
+    zeros = mmap.mmap(-1, 4 * data.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux.
+        zeros.madvise(mmap.MADV_NOHUGEPAGE)
+    copy = torch.frombuffer(zeros, dtype=torch.float32).view(data.shape)
+    copy[rows] = data[rows].float()
+    return copy
+
+
+@contextmanager
+def _few_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: p.numel())
+    num_elements = accumulate(p.numel() for p in trained)
+    # The smallest is always kept: without any gradient nothing would be compared.
+    left_out = [p for p, total in list(zip(trained, num_elements, strict=True))[1:] if total > MOST_GRADIENTS]
+    for parameter in left_out:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in left_out:
+            parameter.requires_grad_()
 
 
 @contextmanager

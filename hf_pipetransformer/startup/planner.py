@@ -193,22 +193,24 @@ class RunPlanner:
             local = self.topology.local_world_size
 
             def largest_bytes(k: int) -> float:
-                layout = self._plan(k, samples_per_device, num_frozen)
+                layout = self.plan(k, samples_per_device, num_frozen)
                 args, samples = self.args, k * samples_per_device
                 more = args.gradient_accumulation_steps, args.pipeline_weights, OptimizerNames(args.optim).value
                 return max(rank_bytes(layout, self.costs.blocks, samples, *more))
 
-            possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
+            possible = [k for k in range(1, local + 1) if local % k == 0 and self.num_chunks(k)]
             untried = [k for k in possible if k > self.unfit]
             size = choose_pipeline_size(untried or possible[-1:], largest_bytes, self.device_bytes)
         self.topology.check_pipeline_size(size)
-        return self._plan(size, samples_per_device, num_frozen)
+        return self.plan(size, samples_per_device, num_frozen)
 
-    def _num_chunks(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
+        """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
         return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
 
-    def _plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
+    def plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
+        """Return the first layout with `size` stages. Pure."""
         structure, costs, work, update = self.probe.structure, self.costs.blocks, self._work, 0.0
         if self.args.schedule.abilities.overlaps_steps:
             update = UPDATE_WORK / (samples_per_device * size * self.args.gradient_accumulation_steps)
@@ -218,7 +220,7 @@ class RunPlanner:
             num_replicas=self.topology.world_size // size,
             num_microbatches=num_microbatches_at_start(self.args, size, samples_per_device * size),
             schedule=self.args.pipeline_schedule,
-            num_chunks=self._num_chunks(size),
+            num_chunks=self.num_chunks(size),
         )
         loads = block_loads(cut_by, num_frozen, update_per_parameter=update)
         layout = plan_layout(loads, structure.cut_positions(), shape, num_frozen)

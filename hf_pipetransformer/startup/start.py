@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from typing import Any, TypeVar, cast
 
@@ -38,6 +39,7 @@ from hf_pipetransformer.startup.costs import (
     with_batch,
 )
 from hf_pipetransformer.startup.model import (
+    MOST_GRADIENTS,
     ProbeTarget,
     has_dropout,
     in_float32,
@@ -52,6 +54,7 @@ from hf_pipetransformer.startup.planner import (
     memory_conditions,
     samples_per_microbatch,
 )
+from hf_pipetransformer.startup.twin import as_twin, moved
 
 
 T = TypeVar("T")
@@ -84,15 +87,17 @@ def inspect_model(
         ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
-    _move_to_probe(model, args.device, topology)
-    target = with_batch(given, given.inputs)
     inspection = Inspection(topology, type(model).__name__)
     read = None if read is None else inspection.reading(read)
-    with undisturbed(model, is_training):
+    with ExitStack() as stack:
+        twin = stack.enter_context(as_twin(model, given.splitter))
+        stack.enter_context(_moved_to_probe(twin.tensors(model), args.device, topology))
+        stack.enter_context(undisturbed(model, is_training))
+        target = with_batch(replace(given, twin=twin), given.inputs)
         probe = inspection.on_every_rank(lambda: probe_model(target))
         _check_same_model(topology, model, probe)
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
-        with in_full_precision(model):
+        with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, args, inspection)
             pads_alike, keeps_padding = inspection.on_first_rank(
@@ -199,14 +204,17 @@ class Inspection:
             return None, refusal
 
 
-def _move_to_probe(model: nn.Module, device: torch.device, topology: Topology) -> None:
-    """Move the model to the ranks' devices if it fits on each together with its gradients, else to the CPU."""
+def _moved_to_probe(
+    tensors: Sequence[torch.Tensor], device: torch.device, topology: Topology
+) -> AbstractContextManager[None]:
+    """Hold the twin on the ranks' devices inside if it fits on each with its gradients, else on the CPU."""
     fits = True
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # Weights plus three float32 copies: full-precision weights and two sets of gradients.
-        fits = sum(p.numel() * (p.element_size() + 3 * 4) for p in model.parameters()) < free / 2
-    model.to(device if all(topology.gather(fits)) else "cpu")
+        # Weights, their float32 copies, and the gradients of two runs that are compared.
+        needed = sum(each.numel() * (each.element_size() + 4) for each in tensors) + 2 * 4 * MOST_GRADIENTS
+        fits = needed < free / 2
+    return moved(tensors, device if all(topology.gather(fits)) else torch.device("cpu"))
 
 
 def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> None:
@@ -258,7 +266,8 @@ def _measure_costs(
             affordable = affordable_sequences(blocks, args.device, topology.num_ranks_here)
             most = min(args.train_samples_per_device, affordable, MOST_SEQUENCES)
             batch = target if read is None else with_batch(target, read(most))
-            return measure_slices(batch, structure, rule).as_event()
+            seconds = [sum(each) for each in zip(blocks.forward, blocks.backward, strict=True)]
+            return measure_slices(batch, structure, rule, target.twin.share_of(seconds)).as_event()
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
     return MeasuredCosts(blocks, Overheads(hop=hop, reduction_per_byte=reduction), profile.num_samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.elastic.transition import Transitions
 from hf_pipetransformer.engine.reduction import share_values
+from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
@@ -51,6 +53,8 @@ class Training:
     first_epoch: FirstEpoch | None = field(default=None, init=False)
     summary: Summary = field(default_factory=Summary, init=False)
     _shown: Layout | None = field(default=None, init=False)
+    _first_loss: torch.Tensor | None = field(default=None, init=False)
+    _is_first_checked: bool = field(default=False, init=False)
     _reported: dict[str, float] = field(default_factory=dict, init=False)
     _update: ExitStack = field(default_factory=ExitStack, init=False)
     """What ends with the optimizer's step while it runs."""
@@ -127,7 +131,10 @@ class Training:
         write = None
         if self.cache is not None:
             inputs, write = self.cache.current(inputs), self.cache.write
-        return self.steps.run(inputs, num_items, write)
+        loss = self.steps.run(inputs, num_items, write)
+        if self._first_loss is None:
+            self._first_loss = loss.detach().clone()
+        return loss
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the gradients' L2 norm, or the norm to clip by. Collective: call once per step on every rank."""
@@ -157,12 +164,28 @@ class Training:
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
         if logs:
+            self._check_first_loss()
             self._reported |= self.steps.report()
             self.metrics.publish("train")
             # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.
             self.context.timeouts.is_resting = True
         elif saves_or_evaluates:
             self.context.timeouts.rest()
+
+    def _check_first_loss(self) -> None:
+        """Warn once if the first loss is not finite: the start-up checks run a few layers, and this all of them.
+
+        Collective: call on every rank, where Trainer gathers the loss too.
+        """
+        if self._is_first_checked or self._first_loss is None:
+            return
+        self._is_first_checked = True
+        losses = self.context.topology.gather(float(self._first_loss))
+        if self.context.topology.rank == 0 and not all(map(math.isfinite, losses)):
+            logger.warning(
+                f"The loss of the first batch is {sum(losses) / len(losses)}, expected a finite number: look at the "
+                "data and the weights. With logging_nan_inf_filter=True the log leaves such losses out."
+            )
 
     def settle(self) -> None:
         """Bring all stages to the same step, nothing in flight. Collective: call on every rank."""
