@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.digests import real_lengths
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.inputs import real_lengths
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
 from hf_pipetransformer.cache.records import Records, field_column
 from hf_pipetransformer.cache.store import ActivationStore

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hf_pipetransformer.cache.digests import real_lengths, sample_digests
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.inputs import InputReport, real_lengths, sample_digests
+from hf_pipetransformer.cache.inputs import InputReport
 from hf_pipetransformer.cache.records import Records
 from hf_pipetransformer.data.augmentation import ItemCode
 from hf_pipetransformer.data.batches import fill_value, pad_batch, take_rows

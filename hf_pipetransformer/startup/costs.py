@@ -174,7 +174,7 @@ class _Runner:
 
     def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
-        # Storages are kept, so that no other one gets the identity of one that was freed; meta tensors have no address.
+        # Kept, so that no other storage gets the identity of one that was freed; meta tensors have no address.
         weights = {id(each): each for each in (p.untyped_storage() for p in self.target.model.parameters())}
         storages: dict[int, torch.UntypedStorage] = {}
 
