@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import weakref
@@ -23,6 +24,7 @@ from hf_pipetransformer.comm import transfers as rounds
 from hf_pipetransformer.runtime import gathering as collecting
 from hf_pipetransformer.runtime.gathering import Wanted, collect_parameters, share_buffers
 from hf_pipetransformer.runtime.ownership import ParameterStore
+from hf_pipetransformer.state import deferred
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.weights import hash_of_weights
 from tests.decoders import DECODERS, make_decoder
@@ -100,7 +102,7 @@ def test_all_stages_get_the_buffers_of_their_first_user(monkeypatch: pytest.Monk
 
 
 class Elsewhere:
-    """The stages that hold what a first one does not, which fetches it; counts the bytes that are fetched and alive."""
+    """The stages that hold what a first one lacks and fetches; counts the bytes that were fetched and are alive."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
@@ -144,7 +146,7 @@ def test_files_of_a_model_in_parts_are_those_of_the_whole_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Callable[[], Any], size: str
 ) -> None:
     """Byte for byte, also with names that saving changes or leaves out; the first rank fetches a few at a time."""
-    monkeypatch.setattr(rounds, "ROUND_BYTES", 10_000)
+    monkeypatch.setattr(deferred, "FETCHED_BYTES", 10_000)
     whole, part, elsewhere = save_both(build(), tmp_path, size)
     assert contents(part) == contents(whole)
     assert (len(contents(whole)) > 4) == (size == "60KB")
@@ -155,7 +157,7 @@ def test_files_of_a_model_in_parts_are_those_of_the_whole_one(
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_experts_are_split_where_they_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """transformers trains the experts of a layer as one tensor, and saves each of its own."""
-    monkeypatch.setattr(rounds, "ROUND_BYTES", 10_000)
+    monkeypatch.setattr(deferred, "FETCHED_BYTES", 10_000)
     whole, part, elsewhere = save_both(make_decoder(name), tmp_path / "one", "50GB")
     assert contents(part) == contents(whole)
     of_a_layer = sum(size for key, size in elsewhere.sizes.items() if ".layers.2." in key)
@@ -186,6 +188,22 @@ def test_a_file_is_written_as_safetensors_writes_it(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "theirs", metadata=metadata)
         write_tensors(tensors, tmp_path / "ours", metadata, lambda names: {})
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_file_that_is_mapped_keeps_its_bytes_while_another_takes_its_name(tmp_path: Path) -> None:
+    """A model may be saved where it was loaded from; and a save that fails leaves the file that was there."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000)}, path)
+    mapped = load_file(path)["a"]
+
+    def fail(_names: Sequence[str]) -> dict[str, torch.Tensor]:
+        raise OSError("planted")
+
+    with pytest.raises(OSError, match="planted"):
+        write_tensors(deferred_state(nn.Linear(30, 30)), path, None, fail)
+    assert load_file(path).keys() == {"a"} and os.listdir(tmp_path) == [path.name]
+    write_tensors({"a": torch.zeros(1000)}, path, None, lambda names: {})
+    assert torch.equal(mapped, torch.ones(1000)) and torch.equal(load_file(path)["a"], torch.zeros(1000))
 
 
 def test_operations_on_deferred_tensors_give_what_they_give_on_their_values(tmp_path: Path) -> None:

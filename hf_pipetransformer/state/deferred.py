@@ -8,11 +8,13 @@ mixture), merged or transposed. A `Deferred` goes through all of that without da
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -22,6 +24,9 @@ from transformers import PreTrainedModel
 
 from hf_pipetransformer.comm.transfers import in_rounds
 
+
+FETCHED_BYTES = 2**25
+"""Limit of the bytes of parameters that are fetched at a time, for files much smaller than one round of a move."""
 
 _LENGTH_BYTES = 8
 """Bytes of the length of a safetensors header, which it is aligned to."""
@@ -116,7 +121,7 @@ def write_tensors(
 ) -> None:
     """Write the file that `safetensors.torch.save_file` would write, of tensors that may be `Deferred`.
 
-    At most `ROUND_BYTES` of parameters are fetched at a time, unless a single tensor needs more. One that several
+    At most `FETCHED_BYTES` of parameters are fetched at a time, unless a single tensor needs more. One that several
     tensors need is kept until the last of them is written.
     """
     header, names = _header_of(tensors, metadata)
@@ -125,9 +130,10 @@ def write_tensors(
     first_use = {step: index for index, steps in reversed(list(enumerate(needed))) for step in steps}
     new = [[s for s in dict.fromkeys(steps) if s.name and first_use[s] == i] for i, steps in enumerate(needed)]
     known: dict[Step, Any] = {}
-    with open(path, "wb") as file:
+    # Like safetensors, replace a file of this name only at the end: this process may have mapped its weights from it.
+    with _replacing(path) as file:
         file.write(header)
-        for indices in in_rounds([sum(step.num_bytes for step in steps) for steps in new]):
+        for indices in in_rounds([sum(step.num_bytes for step in steps) for steps in new], FETCHED_BYTES):
             arriving = [step for index in indices for step in new[index]]
             found = fetch([step.name for step in arriving])
             known.update({step: found.pop(step.name) for step in arriving})
@@ -136,6 +142,18 @@ def write_tensors(
                 for step in needed[index]:
                     if last_use[step] == index:
                         known.pop(step, None)
+
+
+@contextmanager
+def _replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
+    unfinished = f"{os.fspath(path)}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.remove(unfinished)
 
 
 def _steps_of(tensor: torch.Tensor) -> Iterator[Step]:
