@@ -138,7 +138,7 @@ def why_gathered_to_save(trainer: Trainer) -> str | None:
     is_transformers = isinstance(model, PreTrainedModel)
     if is_transformers and getattr(save, "__func__", None) is not PreTrainedModel.save_pretrained:
         return f"{type(model).__name__} has its own save_pretrained"
-    if not is_transformers and trainer.accelerator.unwrap_model(model) is not model:
+    if not is_transformers and trainer.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
         return f"{type(model).__name__} is wrapped around the model"
     if getattr(model, "hf_quantizer", None) is not None:
         return "the model is quantized"

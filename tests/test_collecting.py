@@ -186,7 +186,7 @@ def test_a_file_is_written_as_safetensors_writes_it(tmp_path: Path) -> None:
     }
     for metadata in ({"format": "pt"}, None):
         save_file(tensors, tmp_path / "theirs", metadata=metadata)
-        write_tensors(tensors, tmp_path / "ours", metadata, lambda names: {})
+        write_tensors(tensors, tmp_path / "ours", metadata, fetch=lambda names: {})
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
@@ -200,9 +200,9 @@ def test_a_file_that_is_mapped_keeps_its_bytes_while_another_takes_its_name(tmp_
         raise OSError("planted")
 
     with pytest.raises(OSError, match="planted"):
-        write_tensors(deferred_state(nn.Linear(30, 30)), path, None, fail)
+        write_tensors(deferred_state(nn.Linear(30, 30)), path, fetch=fail)
     assert load_file(path).keys() == {"a"} and os.listdir(tmp_path) == [path.name]
-    write_tensors({"a": torch.zeros(1000)}, path, None, lambda names: {})
+    write_tensors({"a": torch.zeros(1000)}, path, fetch=lambda names: {})
     assert torch.equal(mapped, torch.ones(1000)) and torch.equal(load_file(path)["a"], torch.zeros(1000))
 
 
@@ -290,7 +290,7 @@ def reason(kind: type = PipeTransformerTrainer, model: Any = None, **attributes:
     trainer.model = model or tiny_bert()
     for name, value in attributes.items():
         setattr(trainer.model, name, value)
-    trainer.accelerator = SimpleNamespace(unwrap_model=lambda model: getattr(model, "module", model))
+    trainer.accelerator = SimpleNamespace(unwrap_model=lambda model, **_options: getattr(model, "module", model))
     return trainer_compat.why_gathered_to_save(trainer) or why_not_deferred(trainer.model)
 
 

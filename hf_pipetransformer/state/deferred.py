@@ -97,7 +97,7 @@ def _part(index: int, values: list[Any]) -> Any:
 
 def why_not_deferred(model: nn.Module) -> str | None:
     """Return why `deferred_state` cannot be saved in place of the state of a model in stages; None if it can."""
-    if type(model).state_dict is not nn.Module.state_dict:
+    if getattr(model.state_dict, "__func__", None) is not nn.Module.state_dict:
         return f"{type(model).__name__} has its own state_dict"
     state = model.state_dict(keep_vars=True)
     known = {id(parameter) for parameter in model.parameters()}
@@ -117,7 +117,11 @@ def deferred_state(model: nn.Module) -> dict[str, Any]:
 
 
 def write_tensors(
-    tensors: Mapping[str, torch.Tensor], path: str | PathLike[str], metadata: dict[str, str] | None, fetch: Fetch
+    tensors: Mapping[str, torch.Tensor],
+    path: str | PathLike[str],
+    metadata: dict[str, str] | None = None,
+    *,
+    fetch: Fetch,
 ) -> None:
     """Write the file that `safetensors.torch.save_file` would write, of tensors that may be `Deferred`.
 
