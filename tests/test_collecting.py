@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertModel, Trainer
+from transformers import BertModel, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer, trainer_compat
 from hf_pipetransformer.comm import transfers as rounds
@@ -327,3 +327,14 @@ def test_state_that_is_no_parameter_gets_the_whole_model() -> None:
     assert reason(model=model) is None
     ParameterStore(model).release(keep={"classifier.bias"})
     assert "a hook of the model changes classifier.weight" in str(reason(model=model))
+
+
+def test_trainer_saves_a_model_of_torch_in_parts(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True))
+    trainer._save(str(tmp_path / "whole"))
+    elsewhere = Elsewhere(model)
+    with trainer_compat.writing_tensors_with(partial(write_tensors, fetch=elsewhere.fetch)):
+        trainer._save(str(tmp_path / "part"), deferred_state(model))
+    files = [(tmp_path / which / "model.safetensors").read_bytes() for which in ("whole", "part")]
+    assert files[0] == files[1] and elsewhere.most
