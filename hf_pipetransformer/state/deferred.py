@@ -150,7 +150,8 @@ def write_tensors(
 
 @contextmanager
 def _replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    unfinished = f"{os.fspath(path)}.unfinished"
+    # One name for all shards: what a killed process leaves, the next save in this folder takes.
+    unfinished = os.path.join(os.path.dirname(path), "weights.unfinished")
     try:
         with open(unfinished, "wb") as file:
             yield file
