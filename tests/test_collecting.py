@@ -216,7 +216,7 @@ def test_operations_on_deferred_tensors_give_what_they_give_on_their_values(tmp_
         return {"a": stacked.contiguous(), "b": torch.cat([bias[1:], torch.ones(2)]), "c": upper.T[2], "d": weight}
 
     write_tensors(
-        changed(**deferred_state(module)), tmp_path / "file", None, lambda names: {n: values[n] for n in names}
+        changed(**deferred_state(module)), tmp_path / "file", fetch=lambda names: {n: values[n] for n in names}
     )
     found, expected = load_file(tmp_path / "file"), changed(**values)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
