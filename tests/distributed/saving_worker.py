@@ -95,6 +95,9 @@ class ReadWhole(TrainerCallback):
             kwargs["model"].num_parameters()
         except ValueError as error:
             self.refusals.append(str(error))
+        self.trainer.args.push_to_hub = True
+        self.trainer.save_model(str(Path(self.trainer.args.output_dir) / "pushed"))
+        self.trainer.args.push_to_hub = False
         with self.trainer.whole_model():
             self.logits = logits_of(self.trainer.model, self.name)
 
@@ -110,7 +113,14 @@ class Processing:
         self.was_whole.append(is_whole(self.model))
 
 
-class SavesMore(PipeTransformerTrainer):
+class Pushes(PipeTransformerTrainer):
+    """Saves twice where Trainer pushes: a push saves the model again, inside of the call that saves it."""
+
+    def push_to_hub(self, *_args: Any, **_kwargs: Any) -> None:
+        self.save_model(_internal_call=True)
+
+
+class SavesMore(Pushes):
     """With code of its own where weights are saved, on one rank alone."""
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +134,7 @@ def train(folder: Path, num_stages: int) -> None:
         args = arguments(folder / name, num_stages, save_strategy="steps", save_steps=3)
         read, model = ReadWhole(name), build_model(name, seed=5)
         processing = Processing(model)
-        kind = SavesMore if name == GATHERED else PipeTransformerTrainer
+        kind = SavesMore if name == GATHERED else Pushes
         trainer = kind(
             model=model, args=args, train_dataset=make_dataset(name, 29), data_collator=collate, callbacks=[read],
             processing_class=processing,
