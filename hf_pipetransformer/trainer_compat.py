@@ -27,6 +27,8 @@ of other libraries is here:
   batches. Way out: a method to override.
 - `transformers.trainer.rotate_checkpoints` (`state/saving.py`): delete old checkpoints by their step. Way out: the
   option to sort by step in Trainer.
+- `transformers.modeling_utils.safe_save_file`, `safetensors.torch.save_file` (`writing_tensors_with`): fetch weights
+  from other stages while a file is written. Way out: `save_pretrained` taking tensors that are loaded as it writes.
 - `TrainingArguments.__class__` (`options/arguments.py`): plain arguments get the pipeline's options. Way out: pass
   `PipeTransformerArguments`.
 - `torch.set_autocast_enabled` (`startup/model.py`): the probe runs in float32 whatever the model enables. Way out: a
@@ -39,16 +41,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
 import datasets
+import safetensors.torch
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
-from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 
 
@@ -108,15 +111,40 @@ def has_plain_loss(trainer: Trainer) -> bool:
 
 def is_overridden(trainer: Trainer, name: str) -> bool:
     """Return True if a class outside this library, or the trainer instance itself, overrides a method of Trainer."""
-    package = __name__.partition(".")[0]
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] != package]
+    kinds = [kind for kind in type(trainer).__mro__ if not _is_own(kind)]
     return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
 
 
-def saved_names(trainer: Trainer) -> list[str] | None:
-    """Return the names of the parameters that saving the model needs; None for all, as user code may save any."""
-    is_users = is_overridden(trainer, "save_model") or is_overridden(trainer, "_save")
-    return None if is_users or not has_adapters(trainer.model) else adapters.saved_names(trainer.model)
+def _is_own(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def why_gathered_to_save(trainer: Trainer) -> str | None:
+    """Return why the whole model must be on rank 0 before Trainer saves it; None if it need not.
+
+    It need not where all it does with weights is to pass them to `safetensors.torch.save_file`, or to save adapters.
+    """
+    model: Any = trainer.model
+    kinds = type(trainer).__mro__
+    below = kinds[1 + max(index for index, kind in enumerate(kinds) if _is_own(kind)) :]
+    # Above the pipeline's own `save_model`, another one runs outside of it.
+    if next(kind for kind in below if "save_model" in vars(kind)) is not Trainer or is_overridden(trainer, "_save"):
+        return f"{type(trainer).__name__} saves in a way of its own"
+    if has_adapters(model):
+        return None
+    save = getattr(model, "save_pretrained", None)
+    while isinstance(save, partial):  # A user's, with a `max_shard_size`: Trainer passes none.
+        save = save.func
+    is_transformers = isinstance(model, PreTrainedModel)
+    if is_transformers and getattr(save, "__func__", None) is not PreTrainedModel.save_pretrained:
+        return f"{type(model).__name__} has its own save_pretrained"
+    if not is_transformers and trainer.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
+        return f"{type(model).__name__} is wrapped around the model"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "the model is quantized"
+    if {"cpu", "disk"} & {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}:
+        return "it was loaded with parts of it offloaded"
+    return None
 
 
 _NOT_CALLED_BELOW = (
@@ -250,6 +278,20 @@ def local_gather(accelerator: Any) -> Iterator[None]:
         yield
     finally:
         del accelerator.gather
+
+
+@contextmanager
+def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
+    """Make `save_pretrained` and Trainer write their safetensors files with another function."""
+    places: list[tuple[Any, str]] = [(modeling_utils, "safe_save_file"), (safetensors.torch, "save_file")]
+    originals = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, write)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
 
 
 @contextmanager

@@ -59,6 +59,8 @@ OF_TENSORS = ("_version",)
 
 # Names of transformers that are replaced for a while, with their parameters.
 PATCHED = {
+    "safetensors.torch:save_file": "tensors, filename, metadata",
+    "transformers.modeling_utils:safe_save_file": "tensors, filename, metadata",
     "transformers.trainer:rotate_checkpoints": (
         "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
     ),
@@ -100,6 +102,7 @@ OVERRIDDEN = {
         "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
         "steps_trained_in_current_epoch"
     ),
+    "Trainer._save": "self, output_dir, state_dict",
     "Trainer._save_checkpoint": "self, model, trial",
     "Trainer._save_optimizer_and_scheduler": "self, output_dir",
     "Trainer._save_rng_state": "self, output_dir",

@@ -272,12 +272,16 @@ class Parcel:
     what: str
 
 
-def in_rounds(sizes: Sequence[int]) -> list[range]:
-    """Split items of `sizes` bytes, the same on all ranks, into rounds of consecutive indices. Pure."""
+def in_rounds(sizes: Sequence[int], limit: int | None = None) -> list[range]:
+    """Split items of `sizes` bytes into rounds of consecutive indices, of `ROUND_BYTES` or another limit. Pure.
+
+    Ranks that move them in rounds must give the same sizes.
+    """
+    limit = ROUND_BYTES if limit is None else limit
     rounds: list[range] = []
     start = total = 0
     for index, size in enumerate(sizes):
-        if index > start and total + size > ROUND_BYTES:
+        if index > start and total + size > limit:
             rounds.append(range(start, index))
             start, total = index, 0
         total += size

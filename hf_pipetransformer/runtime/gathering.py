@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import PipelineGroups
-from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds
+from hf_pipetransformer.comm.transfers import Parcel, broadcast_tree, carry, in_rounds
 from hf_pipetransformer.runtime.ownership import is_whole
 from hf_pipetransformer.runtime.stage import Stage
 
@@ -121,6 +121,33 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
         yield
     finally:
         stage.store.release(keep=held)
+
+
+@contextmanager
+def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch.Tensor]]]:
+    """Let rank 0 fetch parameters by name inside, onto the CPU; the others send them until it is done.
+
+    Collective: call on every rank of replica 0. Yields the function for rank 0. Other ranks send when they leave, so
+    they must not wait for rank 0 inside.
+    """
+    place, rank = stage.groups, stage.settings.topology.rank
+
+    def announced(names: list[str]) -> list[str]:
+        told: list[str] = broadcast_tree(names, place.pipeline_ranks[0], place.pipeline_control, rank)
+        return told
+
+    def fetch(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        named = stage.store.named()
+        missing = [name for name in names if named[name].is_meta]
+        found = _missing(stage, Wanted(torch.device("cpu"), (0,), announced(missing))) if missing else {}
+        return found | {name: named[name].detach().cpu() for name in names if name not in found}
+
+    yield fetch
+    if place.is_first:
+        announced([])
+        return
+    while names := announced([]):
+        _missing(stage, Wanted(torch.device("cpu"), (0,), names))
 
 
 @contextmanager

@@ -236,8 +236,12 @@ class SavingOverrides(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.whole_on_first_rank():
+        with self.pipeline_run.saving_model():
             super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        with self.pipeline_run.saving_weights(state_dict) as state:
+            super()._save(output_dir, state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from transformers import Trainer
@@ -24,9 +25,12 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
-from hf_pipetransformer.runtime.gathering import check_whole, gather_full_state, whole_on_first_rank
+from hf_pipetransformer.runtime.gathering import check_whole, fetching, gather_full_state, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.splitters import adapters
+from hf_pipetransformer.splitters.adapters import has_adapters
+from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.resumption import (
@@ -314,6 +318,9 @@ class Run:
                 logger.warning(text)
         self.starter = Starter(self.context, options, policy, needs_pipeline)
         self.trainings = Trainings(self.starter)
+        self._lends = False
+        """True in a `save_model` in which rank 0 fetches weights from other stages as it writes them."""
+        self._warned: set[str] = set()
         self.evaluations = Evaluations(self.starter)
 
     @property
@@ -341,20 +348,49 @@ class Run:
         return nullcontext() if self.starter.in_force is None else self.starter.in_force.whole_model()
 
     @contextmanager
-    def whole_on_first_rank(self) -> Iterator[None]:
-        """Wrap saving: rank 0 holds every saved parameter inside. In training, collective: call on every rank."""
+    def saving_model(self) -> Iterator[None]:
+        """Wrap `save_model`: inside, `saving_weights` gets them from all stages. In training or split, collective."""
         stage = None if self.starter.in_force is None else self.starter.in_force.stage
         topology, timeouts = self.context.topology, self.context.timeouts
-        if stage is None or stage.reducer is None:
+        if stage is None or not (stage.is_spread or stage.reducer is not None):
             with timeouts.reporting_faults(together=False):
                 yield
             return
         self.pipeline.settle()
-        is_spread = stage.groups.pipeline_size > 1
-        only = topology.decide(lambda: trainer_compat.saved_names(self.context.trainer)) if is_spread else None
-        with timeouts.reporting_faults(), whole_on_first_rank(stage, only):
-            yield
+        names = topology.decide(self._gathered_to_save) if stage.is_spread else None
+        with timeouts.reporting_faults(), whole_on_first_rank(stage, names):
+            before, self._lends = self._lends, names == [] and stage.groups.replica == 0
+            try:
+                yield
+            finally:
+                self._lends = before
             topology.barrier()
+
+    def _gathered_to_save(self) -> list[str] | None:
+        """Return the parameters that rank 0 must hold before Trainer saves; None for all. Called on rank 0."""
+        trainer = self.context.trainer
+        why = trainer_compat.why_gathered_to_save(trainer)
+        if why is None and has_adapters(trainer.model):
+            return adapters.saved_names(trainer.model) or None
+        why = why or why_not_deferred(trainer.model)
+        if why is not None and why not in self._warned:
+            self._warned.add(why)
+            size = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
+            logger.warning(f"Saving gathers the whole model in the memory of rank 0 ({size / 2**20:.1f} MiB): {why}.")
+        return [] if why is None else None
+
+    @contextmanager
+    def saving_weights(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
+        """Wrap Trainer's writing of the model's files; yields the state dict to write, None for the model's own."""
+        if not self._lends or state is not None:
+            yield state
+            return
+        with fetching(self.pipeline.stage) as fetch:
+            if self.context.topology.rank != 0:
+                yield None
+                return
+            with trainer_compat.writing_tensors_with(partial(write_tensors, fetch=fetch)):
+                yield deferred_state(self.context.trainer.model)
 
     @contextmanager
     def saving_checkpoint(self, folder: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.runtime import gathering
 from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
 
@@ -100,13 +101,6 @@ def go_on() -> None:
 class FaultyTrainer(PipeTransformerTrainer):
     """In the fourth step, amid the micro-batches, something happens."""
 
-    saves_slowly = False
-
-    def _save(self, *args, **kwargs):
-        if self.saves_slowly:
-            time.sleep(SLOW_SECONDS)
-        super()._save(*args, **kwargs)
-
     happening = staticmethod(go_on)
     happens_at = 2
     calls = 0
@@ -119,6 +113,13 @@ class FaultyTrainer(PipeTransformerTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class SlowToSave:
+    """What rank 0 alone saves after the model, before the others hear that it has all weights."""
+
+    def save_pretrained(self, _folder: str) -> None:
+        time.sleep(SLOW_SECONDS)
+
+
 # What differs from a sound run on the rank concerned: options, data, trainer.
 FAULTS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -129,7 +130,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     # Rank 0 alone writes the model.
     "slow": {
         "everywhere": True,
-        "saves_slowly": True,
+        "processing_class": SlowToSave(),
         "callbacks": [Slow()],
         "options": {"save_strategy": "steps", "save_steps": 3},
     },
@@ -140,6 +141,13 @@ FAULTS: dict[str, dict[str, Any]] = {
     "batch_size": {"options": {"per_device_train_batch_size": 2}},
     "pipeline_size": {"options": {"pipeline_parallel_size": 1}},
     "data_length": {"train_dataset": make_dataset(MODEL, 40)},
+    # Happens on the rank concerned, while the weights of all come to rank 0.
+    "exception_in_save": {
+        "everywhere": True,
+        "callbacks": [Announce()],
+        "fails_to_move": True,
+        "options": {"save_strategy": "steps", "save_steps": 3},
+    },
     # Happens on all ranks alike.
     "labels": {"everywhere": True, "train_dataset": make_dataset(MODEL, 53).remove_columns("labels")},
 }
@@ -180,11 +188,14 @@ def train_with(
         train_dataset=what.get("train_dataset", make_dataset(MODEL, 53)),
         data_collator=what.get("data_collator", collate),
         callbacks=what.get("callbacks", [Announce()]),
+        processing_class=what.get("processing_class"),
     )
     trainer.happening = what.get("happening", go_on)
     trainer.happens_at = 1 if schedule == "async_1f1b" else 2
-    trainer.saves_slowly = what.get("saves_slowly", False)
-    if trainer.saves_slowly and RANK == 1:
+    if what.get("fails_to_move") and rank == RANK:
+        original = gathering.collect_parameters
+        gathering.collect_parameters = lambda *args: fail() if args[-1].names else original(*args)
+    if "processing_class" in what and RANK == 1:
         time.sleep(SLOW_SECONDS)  # As if it prepared its data.
     trainer.train()
     print(f"rank {RANK} trained to the end", flush=True)

@@ -16,12 +16,15 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.options.arguments import RECOMPUTE_MODES
+from hf_pipetransformer.runtime.ownership import is_whole
 from scripts.saved_bytes import SavedBytes
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
 
 
 MODELS = ["bert_sequence", "bert_masked", "vit"]
+GATHERED = "bert_sequence"
+"""Model that is whole on rank 0 while it is saved, as its trainer has code of its own there."""
 NUM_STEPS = 6
 EVAL_BATCH = 4
 NUM_EVAL_SAMPLES = 13
@@ -92,18 +95,54 @@ class ReadWhole(TrainerCallback):
             kwargs["model"].num_parameters()
         except ValueError as error:
             self.refusals.append(str(error))
+        self.trainer.args.push_to_hub = True
+        self.trainer.save_model(str(Path(self.trainer.args.output_dir) / "pushed"))
+        self.trainer.args.push_to_hub = False
         with self.trainer.whole_model():
             self.logits = logits_of(self.trainer.model, self.name)
+
+
+class Processing:
+    """What is saved after the model, and notes whether all weights are on this rank then."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.was_whole: list[bool] = []
+
+    def save_pretrained(self, _folder: str) -> None:
+        self.was_whole.append(is_whole(self.model))
+
+
+class Pushes(PipeTransformerTrainer):
+    """Saves twice where Trainer pushes: a push saves the model again, inside of the call that saves it."""
+
+    def push_to_hub(self, *_args: Any, **_kwargs: Any) -> None:
+        self.save_model(_internal_call=True)
+
+
+class SavesMore(Pushes):
+    """With code of its own where weights are saved, on one rank alone."""
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:
+            super()._save(*args, **kwargs)
 
 
 @scenario
 def train(folder: Path, num_stages: int) -> None:
     for name in MODELS:
         args = arguments(folder / name, num_stages, save_strategy="steps", save_steps=3)
-        read = ReadWhole(name)
-        trainer = trainer_of(build_model(name, seed=5), name, args, callbacks=[read])
+        read, model = ReadWhole(name), build_model(name, seed=5)
+        processing = Processing(model)
+        kind = SavesMore if name == GATHERED else Pushes
+        trainer = kind(
+            model=model, args=args, train_dataset=make_dataset(name, 29), data_collator=collate, callbacks=[read],
+            processing_class=processing,
+        )  # fmt: skip
         read.trainer = trainer
         trainer.train()
+        if RANK == 0:
+            (folder / name / "was_whole.json").write_text(json.dumps(processing.was_whole))
         save_file(read.logits, folder / name / f"logits_in_training.rank{RANK}.safetensors")
         (folder / name / f"refusals.rank{RANK}.json").write_text(json.dumps(read.refusals))
         trainer.save_model(str(folder / name / "saved"))

@@ -137,6 +137,8 @@ def test_a_rank_out_of_memory_ends_all_with_the_options_to_set(tmp_path: Path):
         pytest.param("exception_in_callback", 1, id="callback"),
         pytest.param("exception_in_callback", 0, id="callback-of-rank-0", marks=pytest.mark.slow),
         pytest.param("exception_in_log", 0, id="log-of-rank-0"),
+        pytest.param("exception_in_save", 1, id="save"),
+        pytest.param("exception_in_save", 0, id="save-of-rank-0", marks=pytest.mark.slow),
     ],
 )
 def test_an_exception_elsewhere_reaches_every_rank(tmp_path: Path, fault: str, rank: int):

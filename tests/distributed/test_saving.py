@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed import saving_worker
-from tests.distributed.saving_worker import MODELS, NUM_STEPS, NUM_VIT_LAYERS
+from tests.distributed.saving_worker import GATHERED, MODELS, NUM_STEPS, NUM_VIT_LAYERS
 from tests.distributed.scenarios import start
 
 
@@ -93,6 +93,15 @@ def test_checkpoints_hold_the_model_of_their_step_and_no_file_that_is_unpickled(
         files = {path.name for path in (saved / name / folder).iterdir()}
         assert {"config.json", "model.safetensors", "trainer_state.json"} <= files
         assert not {found for found in files if found.startswith(("optimizer", "scheduler", "scaler"))}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_stages_is_saved_byte_for_byte_as_the_whole_one(saved: Path, name: str):
+    """Without being whole on rank 0, unless code of a user may read it there."""
+    assert json.loads((saved / name / "was_whole.json").read_text()) == [name == GATHERED] * 6
+    for file in ("model.safetensors", "config.json"):
+        for folder in (f"checkpoint-{NUM_STEPS}", "pushed", "."):
+            assert (saved / name / folder / file).read_bytes() == (saved / name / "saved" / file).read_bytes()
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["K=2", "K=4"])
