@@ -93,10 +93,11 @@ def gather_full_state(stage: Stage) -> None:
 
     Collective: call on every rank.
     """
-    if stage.groups.pipeline_size > 1:
+    if stage.is_spread:
         stage.store.fill(_missing(stage, Wanted(torch.device("cpu"))))
         _share_buffers(stage)
         stage.store.move(set(stage.store.held()), torch.device("cpu"))
+    stage.store.is_divided = False
     if stage.reducer is not None:
         stage.reducer.remove()
         stage.reducer = None

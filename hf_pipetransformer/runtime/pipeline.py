@@ -119,7 +119,7 @@ class Pipeline:
     def is_in_parts(self) -> bool:
         """True if the model is restricted to this rank's stages, or left incomplete by a training that failed."""
         stage = self.stage
-        return self.layout.pipeline_size > 1 and (stage.view.is_installed or not stage.store.is_whole)
+        return self.layout.pipeline_size > 1 and (stage.view.is_installed or stage.is_spread)
 
     @property
     def is_inside_step(self) -> bool:

@@ -42,7 +42,7 @@ class Stage:
     """This rank's part of a pipeline, under one layout.
 
     Args:
-        store: the model's parameters. In training with several stages it holds only this rank's.
+        store: the model's parameters. If the stage is spread it holds only this rank's.
         owners: positions in the pipeline of the ranks that use each parameter, by name, first user first.
         shared: parameters that this rank shares with other ranks of the pipeline.
         reducer: gradient all-reduce over replicas; None outside training.
@@ -112,8 +112,13 @@ class Stage:
 
     @property
     def is_spread(self) -> bool:
-        """True if each rank holds only its own parameters: in training, with more than one rank per pipeline."""
-        return self.reducer is not None and self.layout.pipeline_size > 1
+        """True if each rank holds only its own stages' parameters; the same on every rank."""
+        return self.store.is_divided and self.layout.pipeline_size > 1
+
+    @property
+    def is_training(self) -> bool:
+        """True from the start of a training to its end; after an error too."""
+        return self.reducer is not None
 
     @contextmanager
     def active(self) -> Iterator[None]:

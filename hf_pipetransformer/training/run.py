@@ -244,7 +244,7 @@ class Trainings:
             pipeline.steps = None
         if pipeline is None or pipeline.stage.reducer is None:
             return
-        if pipeline.layout.pipeline_size > 1:
+        if pipeline.stage.is_spread:
             pipeline.stage.reducer.remove()
         else:
             self._give_back(pipeline, training)
@@ -345,13 +345,12 @@ class Run:
         """Wrap saving: rank 0 holds every saved parameter inside. In training, collective: call on every rank."""
         stage = None if self.starter.in_force is None else self.starter.in_force.stage
         topology, timeouts = self.context.topology, self.context.timeouts
-        if stage is None or stage.reducer is None:
+        if stage is None or not (stage.is_training or stage.is_spread):
             with timeouts.reporting_faults(together=False):
                 yield
             return
         self.pipeline.settle()
-        is_spread = stage.groups.pipeline_size > 1
-        only = topology.decide(lambda: trainer_compat.saved_names(self.context.trainer)) if is_spread else None
+        only = topology.decide(lambda: trainer_compat.saved_names(self.context.trainer)) if stage.is_spread else None
         with timeouts.reporting_faults(), whole_on_first_rank(stage, only):
             yield
             topology.barrier()
