@@ -159,9 +159,8 @@ def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:
 
 
 def _share_buffers(stage: Stage) -> None:
-    blocks_of_buffer = stage.view.structure.blocks_of_buffer
-    owners = {name: stage.layout.ranks_of(blocks) for name, blocks in blocks_of_buffer.items()}
-    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.settings.timeout)
+    buffers = dict(stage.view.model.named_buffers())
+    share_buffers(buffers, stage.buffer_owners(), stage.groups, stage.settings.timeout)
 
 
 def check_whole(model: nn.Module) -> None:

@@ -61,6 +61,13 @@ class Stage:
     def own_names(self) -> set[str]:
         return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
 
+    def buffer_owners(self) -> dict[str, tuple[int, ...]]:
+        """Return the positions in the pipeline of the ranks that use each buffer, by name, first user first."""
+        return {name: self.layout.ranks_of(blocks) for name, blocks in self.view.structure.blocks_of_buffer.items()}
+
+    def own_buffers(self) -> set[str]:
+        return {name for name, ranks in self.buffer_owners().items() if self.groups.position in ranks}
+
     def trained_here(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters whose optimizer state this rank keeps."""
         held = self.store.held().items()

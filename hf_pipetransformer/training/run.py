@@ -53,6 +53,7 @@ from hf_pipetransformer.training.loaders import (
 from hf_pipetransformer.training.setup import TrainingSetup
 from hf_pipetransformer.training.starting import RunOptions, Starter
 from hf_pipetransformer.training.training import Training
+from hf_pipetransformer.training.weights import WeightLoading
 
 
 class Trainings:
@@ -73,6 +74,9 @@ class Trainings:
         self._made_optimizer: Any = None
         self._has_users_optimizer = False
         self._setup: TrainingSetup
+        self._last: Training | None = None
+        """Training that ended, whose stages may still have to be given back."""
+        self.weights = WeightLoading(self.context)
         self._in_loop = ExitStack()
 
     @property
@@ -165,6 +169,7 @@ class Trainings:
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
         report = starter.inspect_or_leave(loader if request is None else request, is_training=True)
         if report is None:
+            self.weights.load_expected(None)
             return loader
         start_up, args = report.start_up, self.context.args
         replay = read_plan(args, start_up.probe.structure, topology)
@@ -181,6 +186,7 @@ class Trainings:
         check_stages(layout, {name: users[name] for name in trained}, args)
         check_unfreezing(args, self.policy, replay, longest)
         pipeline = starter.start(report, layout, longest)
+        self.weights.load_expected(pipeline.stage)
         give_whole_model(trainer, pipeline, longest)
         setup = TrainingSetup(
             self.context, self.policy, pipeline, replay, names, description, resumption, self._has_users_optimizer
@@ -213,8 +219,9 @@ class Trainings:
         self.present.begin(self.resumption)
 
     def finish(self) -> None:
-        """Give the user the whole model back on every rank after the last step. Collective: call on every rank."""
-        pipeline, training = self.starter.pipeline, self.training
+        """End the training after the last step, and give the user the model back. Collective: call on every rank."""
+        pipeline, training, trainer = self.starter.pipeline, self.training, self.context.trainer
+        self._last = training
         self._forget_training()
         pipeline.steps = None
         training.metrics.publish("train")  # Trainer logs once more after the loop.
@@ -222,7 +229,10 @@ class Trainings:
         training.end()
         if self.context.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
-        self._give_back(pipeline, training)
+        # The best model is read stage by stage, so the stages stay until `_load_best_model`, which Trainer calls next.
+        loads_best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
+        if not loads_best or trainer_compat.is_overridden(trainer, "_load_best_model"):
+            self.give_back()
         shared, pipeline.shared_rng = pipeline.shared_rng, None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
@@ -235,6 +245,8 @@ class Trainings:
         """
         starter, training = self.starter, self.present
         pipeline = starter.in_force
+        self._last = training or self._last
+        self.weights.forget()
         self._forget_training()
         self.resumption, starter.resumes_own, starter.is_left_to_trainer = None, False, starter.evaluates_alone
         give_handler_back(self.context.trainer)
@@ -247,17 +259,21 @@ class Trainings:
         if pipeline.stage.is_spread:
             pipeline.stage.reducer.remove()
         else:
-            self._give_back(pipeline, training)
+            self.give_back()
 
     def _forget_training(self) -> None:
         self.present = self.starter.cache = None
 
-    def _give_back(self, pipeline: Pipeline, training: Training | None) -> None:
-        gather_full_state(pipeline.stage)
-        if training is not None and self._has_users_optimizer:
-            held = pipeline.stage.store.held()
-            training.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
-        pipeline.stage.view.remove()
+    def give_back(self) -> None:
+        """Give the user the whole model after a training, once. Collective: call on every rank."""
+        stage = self.starter.pipeline.stage
+        if not stage.is_training:
+            return
+        gather_full_state(stage)
+        if self._last is not None and self._has_users_optimizer:
+            held = stage.store.held()
+            self._last.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
+        stage.view.remove()
 
     @property
     def counts_inputs(self) -> bool:
