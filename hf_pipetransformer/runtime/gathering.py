@@ -6,15 +6,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds
 from hf_pipetransformer.runtime.ownership import is_whole
 from hf_pipetransformer.runtime.stage import Stage
 
+
+HOST = torch.device("cpu")
 
 Owners = Mapping[str, tuple[int, ...]]
 """Positions in the pipeline of the ranks that use each parameter or buffer, by name, first user first."""
@@ -88,22 +91,50 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def gather_full_state(stage: Stage) -> None:
-    """Restore the whole model on every rank after training; on the CPU, if there are several stages.
-
-    Collective: call on every rank.
-    """
-    if stage.is_spread:
-        stage.store.fill(_missing(stage, Wanted(torch.device("cpu"))))
-        _share_buffers(stage)
-        stage.store.move(set(stage.store.held()), torch.device("cpu"))
-    stage.store.is_divided = False
+def end_training(stage: Stage) -> None:
+    """Stop reducing gradients, and unfreeze what the run froze, so that the model goes back as its user gave it."""
     if stage.reducer is not None:
         stage.reducer.remove()
         stage.reducer = None
     stage.shared = []
-    # Unfreeze what the run froze, so that the model goes back as its user gave it.
     stage.store.freeze(frozenset())
+
+
+def make_whole(stage: Stage) -> None:
+    """Hold the whole model on every rank again; on the CPU, if it was spread. Collective: call on every rank."""
+    if stage.is_spread:
+        stage.store.fill(_missing(stage, Wanted(HOST)))
+        _share_buffers(stage)
+        stage.store.move(set(stage.store.held()), HOST)
+    stage.store.is_divided = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one node, or one device: bytes that its ranks would take, and bytes that are free."""
+
+    needed: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"{self.needed / 2**20:,.1f} MiB needed, {self.free / 2**20:,.1f} MiB free"
+
+
+def least_room(needed: int, topology: Topology) -> Room:
+    """Return the room on the node that is the fullest if each rank takes `needed` bytes of host memory.
+
+    Collective: call on every rank; all get the same answer.
+    """
+    nodes: dict[int, Room] = {}
+    for size, free, node in topology.gather([needed, psutil.virtual_memory().available, topology.ranks_here[0]]):
+        before = nodes.get(node, Room(0, free))
+        nodes[node] = Room(before.needed + size, min(before.free, free))
+    return max(nodes.values(), key=lambda room: room.needed / max(room.free, 1))
+
+
+def num_bytes_of(named: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of some tensors; meta tensors count as if they were held."""
+    return sum(map(_num_bytes, named.values()))
 
 
 @contextmanager
@@ -164,9 +195,10 @@ def _share_buffers(stage: Stage) -> None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise PipelineError if a failed training has left the model spread over stages."""
+    """Raise PipelineError if a training has left the model spread over stages."""
     if not is_whole(model):
         raise PipelineError(
-            "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
-            "stages. Load the model anew."
+            "The model is not whole: each process holds the layers of its own stages only. After a training that "
+            "ended well, write it with the trainer's save_model, read it within trainer.whole_model(), or set "
+            "pipeline_gather_at_end='always'. After one that ended in an error, load the model again."
         )

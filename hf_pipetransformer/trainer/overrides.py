@@ -268,7 +268,7 @@ class SavingOverrides(_Trainer):
         trainings = self.pipeline_run.trainings
         if not trainings.weights.load_best(self.pipeline_run.pipeline.stage):
             super()._load_best_model()
-        trainings.give_back()
+        trainings.ending.give_back()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Do nothing: `Training.begin` restores both, once parameters and their groups are known by name."""

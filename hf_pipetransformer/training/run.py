@@ -24,7 +24,7 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
-from hf_pipetransformer.runtime.gathering import check_whole, gather_full_state, whole_on_first_rank
+from hf_pipetransformer.runtime.gathering import check_whole, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder
@@ -43,6 +43,7 @@ from hf_pipetransformer.training.callbacks import (
     give_handler_back,
     give_whole_model,
 )
+from hf_pipetransformer.training.ending import Ending
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import (
     check_undivided,
@@ -74,9 +75,8 @@ class Trainings:
         self._made_optimizer: Any = None
         self._has_users_optimizer = False
         self._setup: TrainingSetup
-        self._last: Training | None = None
-        """Training that ended, whose stages may still have to be given back."""
         self.weights = WeightLoading(self.context)
+        self.ending = Ending(starter)
         self._in_loop = ExitStack()
 
     @property
@@ -104,6 +104,7 @@ class Trainings:
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
             with self._only_run(trial), timeouts.reporting_faults():
                 if trainer.model_init is None:
+                    self.ending.put_together()
                     check_whole(trainer.model)
                 check_agreement(topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
                 check_shared_folder(trainer.args, topology)
@@ -221,7 +222,7 @@ class Trainings:
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
         pipeline, training, trainer = self.starter.pipeline, self.training, self.context.trainer
-        self._last = training
+        self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self._forget_training()
         pipeline.steps = None
         training.metrics.publish("train")  # Trainer logs once more after the loop.
@@ -232,7 +233,7 @@ class Trainings:
         # The best model is read stage by stage, so the stages stay until `_load_best_model`, which Trainer calls next.
         loads_best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
         if not loads_best or trainer_compat.is_overridden(trainer, "_load_best_model"):
-            self.give_back()
+            self.ending.give_back()
         shared, pipeline.shared_rng = pipeline.shared_rng, None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
@@ -245,7 +246,8 @@ class Trainings:
         """
         starter, training = self.starter, self.present
         pipeline = starter.in_force
-        self._last = training or self._last
+        if training is not None:
+            self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self.weights.forget()
         self._forget_training()
         self.resumption, starter.resumes_own, starter.is_left_to_trainer = None, False, starter.evaluates_alone
@@ -259,21 +261,10 @@ class Trainings:
         if pipeline.stage.is_spread:
             pipeline.stage.reducer.remove()
         else:
-            self.give_back()
+            self.ending.give_back()
 
     def _forget_training(self) -> None:
         self.present = self.starter.cache = None
-
-    def give_back(self) -> None:
-        """Give the user the whole model after a training, once. Collective: call on every rank."""
-        stage = self.starter.pipeline.stage
-        if not stage.is_training:
-            return
-        gather_full_state(stage)
-        if self._last is not None and self._has_users_optimizer:
-            held = stage.store.held()
-            self._last.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
-        stage.view.remove()
 
     @property
     def counts_inputs(self) -> bool:
