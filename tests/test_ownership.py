@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, MixtralConfig, MixtralForCausalLM, ViTForImageClassification
 
+from hf_pipetransformer.runtime import gathering
+from hf_pipetransformer.runtime.gathering import Room, least_room
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.state import weights
 from hf_pipetransformer.training.evaluation import _installed
@@ -107,3 +109,16 @@ def test_a_model_whose_tensors_are_joined_from_saved_ones_is_read_as_transformer
     expected = dict(saved.named_parameters())
     assert any("experts" in name for name in own) and store.held().keys() == own
     assert all(torch.equal(parameter, expected[name]) for name, parameter in store.held().items())
+
+
+def test_what_fits_is_decided_by_the_node_with_the_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on a node with 100 bytes free, one on a node with 40; each measures a little different."""
+    answers = [[30, 100, 0], [30, 90, 0], [30, 40, 2]]
+    memory = SimpleNamespace(available=100)
+    monkeypatch.setattr(gathering, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+    asked = []
+    topology: Any = SimpleNamespace(ranks_here=[0, 1], gather=lambda own: asked.append(own) or answers)
+    assert least_room(30, topology) == Room(30, 40)
+    answers[1][0] = 60
+    assert least_room(30, topology) == Room(90, 90)
+    assert asked == [[30, 100, 0]] * 2

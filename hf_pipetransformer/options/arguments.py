@@ -180,7 +180,7 @@ class PipeTransformerArguments(TrainingArguments):
         "rank. Between steps (preparing, logging, evaluating, saving), and everywhere with `torch_compile`, "
         "`ddp_timeout` applies if it is longer.",
     )
-    pipeline_gather_at_end: Annotated[str, choice(GATHER_MODES)] = option(
+    pipeline_gather_at_end: Annotated[str, choice(GATHER_MODES, on="always", off="never")] = option(
         "auto",
         "After training, put the whole model together on every process (`always`), leave it on its stages (`never`), "
         "or put it together if the whole models of a node's processes fit in half of its free memory (`auto`). "

@@ -120,15 +120,18 @@ class Room:
         return f"{self.needed / 2**20:,.1f} MiB needed, {self.free / 2**20:,.1f} MiB free"
 
 
-def least_room(needed: int, topology: Topology) -> Room:
-    """Return the room on the node that is the fullest if each rank takes `needed` bytes of host memory.
+def least_room(needed: int, topology: Topology, device: torch.device = HOST) -> Room:
+    """Return the room on the node, or device, that is the fullest if each rank takes `needed` bytes of its memory.
 
     Collective: call on every rank; all get the same answer.
     """
+    free, place = psutil.virtual_memory().available, topology.ranks_here[0]
+    if device.type == "cuda":
+        free, place = torch.cuda.mem_get_info(device)[0], topology.rank
     nodes: dict[int, Room] = {}
-    for size, free, node in topology.gather([needed, psutil.virtual_memory().available, topology.ranks_here[0]]):
-        before = nodes.get(node, Room(0, free))
-        nodes[node] = Room(before.needed + size, min(before.free, free))
+    for size, left, node in topology.gather([needed, free, place]):
+        before = nodes.get(node, Room(0, left))
+        nodes[node] = Room(before.needed + size, min(before.free, left))
     return max(nodes.values(), key=lambda room: room.needed / max(room.free, 1))
 
 
@@ -156,31 +159,41 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
 
 
 @contextmanager
-def whole_on_every_rank(stage: Stage) -> Iterator[None]:
-    """Hold the whole model on every rank inside, with its original forward, for user code.
+def whole_on_every_rank(stage: Stage, device: torch.device = HOST) -> Iterator[None]:
+    """Hold the whole model on `device` on every rank inside, with its original forward, for user code.
 
     Collective: call on every rank. Changes to parameters that this rank holds only inside are lost.
+
+    Raises:
+        ValueError: on every rank, before anything is sent, if it does not fit on a node or a device.
     """
     if stage.groups.pipeline_size == 1:
         yield
         return
-    store, held, device = stage.store, set(stage.store.held()), stage.settings.device
-    own = stage.own_names()
-    store.fill(_missing(stage, Wanted(device)))
-    # Outside training every rank holds all parameters, but only its own stages' are on the device.
-    store.move(held, device)
+    store, held = stage.store, set(stage.store.held())
+    coming = {name: p for name, p in store.named().items() if name not in held or p.device.type != device.type}
+    room = least_room(num_bytes_of(coming), stage.settings.topology, device)
+    if room.needed > room.free:
+        raise ValueError(
+            f"The whole model does not fit into the free memory of every {'node' if device == HOST else 'device'} "
+            f"({room}). Read it from what save_model writes, or leave out what asks for it: whole_model(), and the "
+            "argument `model` of callbacks."
+        )
+    fetched = _missing(stage, Wanted(device))
     _share_buffers(stage)
     was_installed = stage.view.is_installed
     stage.view.remove()
     try:
-        yield
+        with store.lent_to(device, held):
+            store.fill(fetched)
+            del fetched
+            try:
+                yield
+            finally:
+                store.release(keep=held)
     finally:
         if was_installed:
             stage.install()
-        store.release(keep=held)
-        if held - own:
-            store.move(held - own, torch.device("cpu"))
-            store.move(own, device)
 
 
 def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from copy import deepcopy
 from typing import Any
 
+import torch
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
@@ -158,6 +159,7 @@ class Trainings:
         """
         starter, trainer, topology = self.starter, self.context.trainer, self.context.topology
         resumption = self.resumption
+        self.ending.begin(None)
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
@@ -343,9 +345,9 @@ class Run:
 
     # ---- the whole model ----
 
-    def whole_model(self) -> AbstractContextManager[None]:
+    def whole_model(self, device: torch.device) -> AbstractContextManager[None]:
         """See `Pipeline.whole_model`."""
-        return nullcontext() if self.starter.in_force is None else self.starter.in_force.whole_model()
+        return nullcontext() if self.starter.in_force is None else self.starter.in_force.whole_model(device)
 
     @contextmanager
     def whole_on_first_rank(self) -> Iterator[None]:
