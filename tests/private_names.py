@@ -30,6 +30,13 @@ CALLED = {
     "torch.utils:_pytree.register_pytree_node": None,
     "torch.utils:_pytree.tree_leaves": None,
     "torch.utils:_pytree.tree_map_only": None,
+    # Not private by name, but nowhere promised.
+    "transformers.conversion_mapping:get_model_conversion_mapping": "model, key_mapping, hf_quantizer, add_legacy",
+    "transformers.core_model_loading:WeightConverter": None,
+    "transformers.core_model_loading:WeightRenaming": None,
+    "transformers.core_model_loading:rename_source_key": (
+        "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, reverse"
+    ),
     "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
     "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers:Trainer._get_output_dir": "self, trial",

@@ -131,6 +131,7 @@ def test_defaults_stay_as_they_are(name: str):
         ("freeze_policy: null", "none"),
         ("freeze_policy: off", "none"),
         ("pipeline_checkpoint: off", "never"),
+        ("pipeline_gather_at_end: off", "never"),
         ("elastic: off", False),
         ("elastic: 'yes'", True),
         ("elastic: 0", False),

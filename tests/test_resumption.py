@@ -31,7 +31,8 @@ WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0,
 
 
 NOT_COMPARED = {
-    *("pipeline_checkpoint", "pipeline_timeout", "layout_plan", "activation_cache", "activation_cache_dir"),
+    *("pipeline_checkpoint", "pipeline_timeout", "pipeline_gather_at_end", "layout_plan"),
+    *("activation_cache", "activation_cache_dir"),
     *("activation_cache_max_gb", "activation_cache_dtype", "activation_cache_keep"),
 }
 """Options that may differ in a resumed run without a message."""

@@ -37,6 +37,7 @@ FREEZE_RULES = ("inclusive", "exclusive")
 CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
+GATHER_MODES = ("auto", "always", "never")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 LONGEST_WAIT = 1e9
@@ -178,6 +179,14 @@ class PipeTransformerArguments(TrainingArguments):
         "Seconds that a rank waits for another one in a training step before the run ends with an error on every "
         "rank. Between steps (preparing, logging, evaluating, saving), and everywhere with `torch_compile`, "
         "`ddp_timeout` applies if it is longer.",
+    )
+    pipeline_gather_at_end: Annotated[str, choice(GATHER_MODES, on="always", off="never")] = option(
+        "auto",
+        "After training, put the whole model together on every process (`always`), leave it on its stages (`never`), "
+        "or put it together if the whole models of a node's processes fit in half of its free memory (`auto`). "
+        "`save_model`, `push_to_hub`, `evaluate` and `predict` work on a model that is left on its stages, called on "
+        "every process; other code reads it within `trainer.whole_model()`.",
+        choices=GATHER_MODES,
     )
 
     # Freezing (section 3.1).

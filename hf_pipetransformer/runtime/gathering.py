@@ -6,15 +6,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import Parcel, broadcast_tree, carry, in_rounds
 from hf_pipetransformer.runtime.ownership import is_whole
 from hf_pipetransformer.runtime.stage import Stage
 
+
+HOST = torch.device("cpu")
 
 Owners = Mapping[str, tuple[int, ...]]
 """Positions in the pipeline of the ranks that use each parameter or buffer, by name, first user first."""
@@ -88,21 +91,53 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def gather_full_state(stage: Stage) -> None:
-    """Restore the whole model on every rank after training; on the CPU, if there are several stages.
-
-    Collective: call on every rank.
-    """
-    if stage.groups.pipeline_size > 1:
-        stage.store.fill(_missing(stage, Wanted(torch.device("cpu"))))
-        _share_buffers(stage)
-        stage.store.move(set(stage.store.held()), torch.device("cpu"))
+def end_training(stage: Stage) -> None:
+    """Stop reducing gradients, and unfreeze what the run froze, so that the model goes back as its user gave it."""
     if stage.reducer is not None:
         stage.reducer.remove()
         stage.reducer = None
     stage.shared = []
-    # Unfreeze what the run froze, so that the model goes back as its user gave it.
     stage.store.freeze(frozenset())
+
+
+def make_whole(stage: Stage) -> None:
+    """Hold the whole model on every rank again; on the CPU, if it was spread. Collective: call on every rank."""
+    if stage.is_spread:
+        stage.store.fill(_missing(stage, Wanted(HOST)))
+        _share_buffers(stage)
+        stage.store.move(set(stage.store.held()), HOST)
+    stage.store.is_divided = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one node, or one device: bytes that its ranks would take, and bytes that are free."""
+
+    needed: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"{self.needed / 2**20:,.1f} MiB needed, {self.free / 2**20:,.1f} MiB free"
+
+
+def least_room(needed: int, topology: Topology, device: torch.device = HOST) -> Room:
+    """Return the room on the node, or device, that is the fullest if each rank takes `needed` bytes of its memory.
+
+    Collective: call on every rank; all get the same answer.
+    """
+    free, place = psutil.virtual_memory().available, topology.ranks_here[0]
+    if device.type == "cuda":
+        free, place = torch.cuda.mem_get_info(device)[0], topology.rank
+    nodes: dict[int, Room] = {}
+    for size, left, node in topology.gather([needed, free, place]):
+        before = nodes.get(node, Room(0, left))
+        nodes[node] = Room(before.needed + size, min(before.free, left))
+    return max(nodes.values(), key=lambda room: room.needed / max(room.free, 1))
+
+
+def num_bytes_of(named: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of some tensors; meta tensors count as if they were held."""
+    return sum(map(_num_bytes, named.values()))
 
 
 @contextmanager
@@ -151,31 +186,41 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
 
 
 @contextmanager
-def whole_on_every_rank(stage: Stage) -> Iterator[None]:
-    """Hold the whole model on every rank inside, with its original forward, for user code.
+def whole_on_every_rank(stage: Stage, device: torch.device = HOST) -> Iterator[None]:
+    """Hold the whole model on `device` on every rank inside, with its original forward, for user code.
 
     Collective: call on every rank. Changes to parameters that this rank holds only inside are lost.
+
+    Raises:
+        ValueError: on every rank, before anything is sent, if it does not fit on a node or a device.
     """
     if stage.groups.pipeline_size == 1:
         yield
         return
-    store, held, device = stage.store, set(stage.store.held()), stage.settings.device
-    own = stage.own_names()
-    store.fill(_missing(stage, Wanted(device)))
-    # Outside training every rank holds all parameters, but only its own stages' are on the device.
-    store.move(held, device)
+    store, held = stage.store, set(stage.store.held())
+    coming = {name: p for name, p in store.named().items() if name not in held or p.device.type != device.type}
+    room = least_room(num_bytes_of(coming), stage.settings.topology, device)
+    if room.needed > room.free:
+        raise ValueError(
+            f"The whole model does not fit into the free memory of every {'node' if device == HOST else 'device'} "
+            f"({room}). Read it from what save_model writes, or leave out what asks for it: whole_model(), and the "
+            "argument `model` of callbacks."
+        )
+    fetched = _missing(stage, Wanted(device))
     _share_buffers(stage)
     was_installed = stage.view.is_installed
     stage.view.remove()
     try:
-        yield
+        with store.lent_to(device, held):
+            store.fill(fetched)
+            del fetched
+            try:
+                yield
+            finally:
+                store.release(keep=held)
     finally:
         if was_installed:
             stage.install()
-        store.release(keep=held)
-        if held - own:
-            store.move(held - own, torch.device("cpu"))
-            store.move(own, device)
 
 
 def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:
@@ -185,15 +230,15 @@ def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:
 
 
 def _share_buffers(stage: Stage) -> None:
-    blocks_of_buffer = stage.view.structure.blocks_of_buffer
-    owners = {name: stage.layout.ranks_of(blocks) for name, blocks in blocks_of_buffer.items()}
-    share_buffers(dict(stage.view.model.named_buffers()), owners, stage.groups, stage.settings.timeout)
+    buffers = dict(stage.view.model.named_buffers())
+    share_buffers(buffers, stage.buffer_owners(), stage.groups, stage.settings.timeout)
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise PipelineError if a failed training has left the model spread over stages."""
+    """Raise PipelineError if a training has left the model spread over stages."""
     if not is_whole(model):
         raise PipelineError(
-            "The model is not whole: an earlier run of this trainer ended in an error while it was spread over the "
-            "stages. Load the model anew."
+            "The model is not whole: each process holds the layers of its own stages only. After a training that "
+            "ended well, write it with the trainer's save_model, read it within trainer.whole_model(), or set "
+            "pipeline_gather_at_end='always'. After one that ended in an error, load the model again."
         )

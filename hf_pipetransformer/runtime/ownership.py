@@ -35,6 +35,8 @@ class ParameterStore:
         self.model = model
         self.trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.frozen: frozenset[str] = frozenset()
+        self.is_divided = False
+        """True while each rank of a pipeline holds its own stages' parameters only. The same on every rank."""
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by first name, held or not."""
@@ -42,10 +44,6 @@ class ParameterStore:
 
     def held(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named().items() if not p.is_meta}
-
-    @property
-    def is_whole(self) -> bool:
-        return is_whole(self.model)
 
     def is_active(self, name: str) -> bool:
         """Return True if a parameter is frozen neither by the user nor by the run."""
@@ -108,6 +106,35 @@ class ParameterStore:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(device)
+
+    @contextmanager
+    def lent_to(self, device: torch.device, names: set[str]) -> Iterator[None]:
+        """Hold the named parameters and all buffers on `device` inside; changes to them are kept.
+
+        Afterward each parameter has the tensor that it had. One that nothing changed is not written, so that weights
+        that are mapped from a file stay mapped.
+        """
+        homes = {name: p.data for name, p in self.held().items() if name in names and p.device != device}
+        buffers = [
+            (module, key, buffer.device)
+            for module in self.model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.device != device
+        ]
+        self.move(set(homes), device)
+        try:
+            yield
+        finally:
+            held = self.held()
+            for name, home in homes.items():
+                value = held[name].data.to(home.device)
+                if not torch.equal(value, home):
+                    home.copy_(value)
+                held[name].data = home
+            for module, key, own in buffers:
+                buffer = module._buffers[key]
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(own)
 
     def _replace(self, by_name: dict[str, nn.Parameter]) -> None:
         current = self.named()

@@ -13,7 +13,7 @@ from torch import nn
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
-from hf_pipetransformer.runtime.gathering import whole_on_every_rank
+from hf_pipetransformer.runtime.gathering import HOST, whole_on_every_rank
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -119,7 +119,7 @@ class Pipeline:
     def is_in_parts(self) -> bool:
         """True if the model is restricted to this rank's stages, or left incomplete by a training that failed."""
         stage = self.stage
-        return self.layout.pipeline_size > 1 and (stage.view.is_installed or not stage.store.is_whole)
+        return self.layout.pipeline_size > 1 and (stage.view.is_installed or stage.is_spread)
 
     @property
     def is_inside_step(self) -> bool:
@@ -127,14 +127,14 @@ class Pipeline:
         return self.stage.view.is_running
 
     @contextmanager
-    def whole_model(self) -> Iterator[None]:
-        """Make the model whole inside, on every rank, with its original forward.
+    def whole_model(self, device: torch.device = HOST) -> Iterator[None]:
+        """Make the model whole inside, on `device` on every rank, with its original forward.
 
         Collective: enter and leave it on every rank, between two steps or outside training. A change to a parameter
         persists only if the ranks that use the parameter make it, so make the same changes on every rank.
 
         Raises:
-            ValueError: a step is running, in which other ranks do not call it.
+            ValueError: a step is running, in which other ranks do not call it; or the whole model does not fit.
         """
         if not self.is_in_parts:
             yield
@@ -145,5 +145,5 @@ class Pipeline:
                 "on every rank, in a callback for example."
             )
         self.settle()
-        with whole_on_every_rank(self.stage):
+        with whole_on_every_rank(self.stage, device):
             yield

@@ -42,7 +42,7 @@ class Stage:
     """This rank's part of a pipeline, under one layout.
 
     Args:
-        store: the model's parameters. In training with several stages it holds only this rank's.
+        store: the model's parameters. If the stage is spread it holds only this rank's.
         owners: positions in the pipeline of the ranks that use each parameter, by name, first user first.
         shared: parameters that this rank shares with other ranks of the pipeline.
         reducer: gradient all-reduce over replicas; None outside training.
@@ -60,6 +60,13 @@ class Stage:
 
     def own_names(self) -> set[str]:
         return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
+
+    def buffer_owners(self) -> dict[str, tuple[int, ...]]:
+        """Return the positions in the pipeline of the ranks that use each buffer, by name, first user first."""
+        return {name: self.layout.ranks_of(blocks) for name, blocks in self.view.structure.blocks_of_buffer.items()}
+
+    def own_buffers(self) -> set[str]:
+        return {name for name, ranks in self.buffer_owners().items() if self.groups.position in ranks}
 
     def trained_here(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters whose optimizer state this rank keeps."""
@@ -112,8 +119,13 @@ class Stage:
 
     @property
     def is_spread(self) -> bool:
-        """True if each rank holds only its own parameters: in training, with more than one rank per pipeline."""
-        return self.reducer is not None and self.layout.pipeline_size > 1
+        """True if each rank holds only its own stages' parameters; the same on every rank."""
+        return self.store.is_divided and self.layout.pipeline_size > 1
+
+    @property
+    def is_training(self) -> bool:
+        """True from the start of a training to its end; after an error too."""
+        return self.reducer is not None
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -30,16 +30,16 @@ def start_stage(
 ) -> Stage:
     """Build this rank's stage from a model that is whole on every rank. Collective: call on every rank.
 
-    Rank 0's parameters and buffers are broadcast to all ranks. What this stage uses moves to its device; in training
-    the rest is freed.
+    Where parameters or buffers differ, all ranks get rank 0's. In training, what this stage does not use is freed
+    before the rest moves to its device. Otherwise all stay on the host as they were loaded.
     """
     send_model_from_first_rank(model, settings.topology)
     view = StageView(model, splitter, settings.probe.structure, settings.compiled)
     stage = make_stage(view, ParameterStore(model), layout, settings)
     if is_training:
         stage.store.release(keep=stage.own_names())
-    stage.store.move(stage.own_names(), settings.device)
-    if is_training:
+        stage.store.is_divided = True
+        stage.store.move(stage.own_names(), settings.device)
         prepare_training(stage)
     return stage
 

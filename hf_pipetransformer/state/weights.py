@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.splitters.adapters import adapter_files, load_adapters
@@ -48,41 +53,109 @@ def has_weights(folder: str) -> bool:
     return is_whole or bool(adapter_files(folder))
 
 
-def load_weights(model: nn.Module, folder: str) -> None:
-    """Load a saved model into `model` in place.
+def is_of_adapters(folder: str) -> bool:
+    """Return True if a saved model is PEFT adapters alone, without the base model."""
+    return weight_files(folder) == adapter_files(folder)
 
-    transformers saves some models (ViT) under other names than their parameters have, which only `from_pretrained` can
-    map. Tensors under the model's own names, such as those of a head that the user replaced, are loaded directly. For
-    PEFT adapters, the base model is not saved and stays as it is.
+
+Places = dict[str, tuple[str, str]]
+"""File and key of each parameter and persistent buffer of a model, by its name."""
+
+
+def find_weights(model: nn.Module, folder: str) -> Places | None:
+    """Find the tensors of a saved model that belong to `model`, from the files' headers alone: no tensor is read.
+
+    transformers saves some models (ViT) under other names than their parameters have; its own rules map them. Tensors
+    under the model's names, such as those of a head that the user replaced, come first. None for PEFT adapters, and if
+    transformers makes the model's tensors of several saved ones, which the headers do not show to fit.
 
     Raises:
         ValueError: the files do not fit this model.
     """
-    names = weight_files(folder)
-    if names == adapter_files(folder):
-        load_adapters(model, folder, {name: dict(_tensors_of(folder, name)) for name in names})
+    if is_of_adapters(folder):
+        return None
+    state = model.state_dict(keep_vars=True)
+    renamed, direct, converts = _candidates(model, folder, state)
+    places = renamed | direct
+    missing = _not_loaded(state, places)
+    if missing and converts:
+        return None
+    _check_complete(missing, model, folder)
+    return places
+
+
+def load_weights(model: nn.Module, folder: str, names: Collection[str] | None = None) -> None:
+    """Load a saved model into `model` in place; with `names`, read only these parameters and buffers.
+
+    The others may be meta tensors. For PEFT adapters, the base model is not saved and stays as it is.
+
+    Raises:
+        ValueError: the files do not fit this model.
+    """
+    if is_of_adapters(folder):
+        with warnings.catch_warnings():
+            # Nothing is loaded into the meta tensors of other stages.
+            warnings.filterwarnings("ignore", message=".*to a meta parameter")
+            load_adapters(model, folder, {name: dict(_tensors_of(folder, name)) for name in adapter_files(folder)})
         return
-    saved = {key: value for name in names for key, value in _tensors_of(folder, name)}
-    expected = model.state_dict()
-    own = {key: value for key, value in saved.items() if key in expected and value.shape == expected[key].shape}
-    missing = _not_loaded(model, own)
-    kind: Any = type(model)
-    if missing and hasattr(kind, "from_pretrained"):
-        config: Any = copy.deepcopy(model.config)
-        # from_pretrained initializes missing weights at random; keep the run's RNG state.
-        with torch.random.fork_rng(devices=[]):
-            fresh, found = kind.from_pretrained(
-                folder, config=config, dtype=model.dtype, ignore_mismatched_sizes=True, output_loading_info=True
-            )
-        absent = {*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])}
-        own = {key: value for key, value in fresh.state_dict().items() if key not in absent} | own
-        missing = _not_loaded(model, own)
-    if missing:
-        raise ValueError(
-            f"{folder!r} holds no weights for {missing[0]} (one of {len(missing)}) of {kind.__name__}: "
-            "expected a checkpoint of the same model."
+    named = chain(model.named_parameters(), model.named_buffers())
+    own = {id(tensor) for name, tensor in named if names is None or name in names}
+    wanted = {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) in own}
+    places = find_weights(model, folder)
+    if places is None:
+        loaded = {name: tensor for name, tensor in _converted(model, folder).items() if name in wanted}
+    else:
+        loaded = _read(folder, {name: place for name, place in places.items() if name in wanted})
+    model.load_state_dict(loaded, strict=False)
+
+
+def _candidates(model: nn.Module, folder: str, state: Mapping[str, Any]) -> tuple[Places, Places, bool]:
+    """Return what is saved under transformers' names and under the model's, and True if tensors must be converted."""
+    saved: dict[str, tuple[str, list[int]]] = {}
+    for file in weight_files(folder):
+        with _opened_weights(folder, file) as opened:
+            saved |= {key: (file, opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    names = {key: key for key in saved}
+    if isinstance(model, PreTrainedModel):
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        prefix, known = model.base_model_prefix, dict(state)
+        found = {key: rename_source_key(key, renamings, converters, prefix, known) for key in sorted(saved)}
+        names = {key: name for key, (name, converter) in found.items() if converter is None or name not in state}
+
+    def places(pairs: Iterable[tuple[str, str]]) -> Places:
+        fitting = ((key, name) for key, name in pairs if name in state and saved[key][1] == list(state[name].shape))
+        return {name: (saved[key][0], key) for key, name in fitting}
+
+    return places(names.items()), places((key, key) for key in names), len(names) < len(saved)
+
+
+def _read(folder: str, places: Places) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted({file for file, _ in places.values()}):
+        name_of = {key: name for name, (where, key) in places.items() if where == file}
+        found.update({name_of[key]: tensor for key, tensor in _tensors_of(folder, file, name_of)})
+    return found
+
+
+def _converted(model: Any, folder: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a saved model as `from_pretrained` makes them, all at once."""
+    # from_pretrained initializes missing weights at random; keep the run's RNG state.
+    with torch.random.fork_rng(devices=[]):
+        fresh, found = type(model).from_pretrained(
+            folder,
+            config=copy.deepcopy(model.config),
+            dtype=model.dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    model.load_state_dict(own, strict=False)
+    absent = {*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])}
+    state = model.state_dict(keep_vars=True)
+    own = {key: value for key, value in fresh.state_dict().items() if key not in absent}
+    own |= _read(folder, _candidates(model, folder, state)[1])
+    _check_complete(_not_loaded(state, own), model, folder)
+    return own
 
 
 def check_weights(folder: str) -> None:
@@ -110,14 +183,23 @@ def _opened_weights(folder: str, name: str) -> Any:
         raise ValueError(f"{folder!r} is damaged: {name} cannot be read ({error}).") from error
 
 
-def _tensors_of(folder: str, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(folder: str, name: str, keys: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the tensors of a file, or those under `keys`; they are mapped, so reading them takes no memory."""
     with _opened_weights(folder, name) as file:
         for key in file.keys():  # noqa: SIM118
-            yield key, file.get_tensor(key)
+            if keys is None or key in keys:
+                yield key, file.get_tensor(key)
 
 
-def _not_loaded(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the parameters and persistent buffers that `tensors` leave unset; one name of tied weights is enough."""
-    state = model.state_dict(keep_vars=True)
-    filled = {id(value) for key, value in state.items() if key in tensors}
+def _not_loaded(state: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Return the entries of a model's state that `names` leave unset; one name of tied weights is enough."""
+    filled = {id(value) for key, value in state.items() if key in names}
     return [key for key, value in state.items() if id(value) not in filled]
+
+
+def _check_complete(missing: list[str], model: nn.Module, folder: str) -> None:
+    if missing:
+        raise ValueError(
+            f"{folder!r} holds no weights for {missing[0]} (one of {len(missing)}) of {type(model).__name__}: "
+            "expected a checkpoint of the same model."
+        )

@@ -202,7 +202,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `Trainer.train` does; afterward `trainer.model` is whole on every rank.
+        """Train as `Trainer.train` does; `pipeline_gather_at_end` says if `trainer.model` is whole on every rank then.
 
         A resumed run is bit-identical under the same settings and number of processes. With others, or from a
         checkpoint of plain Trainer, it resumes too and warns about the differences.
@@ -220,15 +220,20 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
-    def whole_model(self) -> AbstractContextManager[None]:
+    def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:
         """Wrap code that needs the whole `trainer.model`, with its own forward, on every rank; changes to it are kept.
 
         Collective: enter and leave on every rank, between two steps of a training or outside of one.
 
+        Args:
+            device: where the parts of a model on several stages are put together, such as `args.device` to run it
+                there. A model on one stage stays where it is.
+
         Raises:
-            ValueError: called inside a step, where the other stages do not take part.
+            ValueError: called inside a step, where the other stages do not take part; or the whole model does not fit
+                into the free memory there.
         """
-        return self.pipeline_run.whole_model()
+        return self.pipeline_run.whole_model(torch.device(device))
 
     def end(self) -> None:
         """Leave the process group; call it as the last line of a script."""

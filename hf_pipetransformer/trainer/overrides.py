@@ -18,9 +18,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
-from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.pipeline import PipelineShell
-from hf_pipetransformer.state.weights import has_weights, load_weights
 from hf_pipetransformer.training.run import Run
 
 
@@ -266,17 +264,15 @@ class SavingOverrides(_Trainer):
         checkpoints.save_rank_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights while the model is still whole; Trainer's own only warns about missing weights."""
-        self.pipeline_run.context.topology.together(lambda: load_weights(model or self.model, resume_from_checkpoint))
+        """Check that the weights fit, of which Trainer's own only warns; each rank reads those of its stage later."""
+        self.pipeline_run.trainings.weights.expect(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""
-        folder = self.state.best_model_checkpoint
-        if not has_weights(folder):
+        trainings = self.pipeline_run.trainings
+        if not trainings.weights.load_best(self.pipeline_run.pipeline.stage):
             super()._load_best_model()
-            return
-        logger.info(f"Loading the best model from {folder} (score: {self.state.best_metric}).")
-        load_weights(self.model, folder)
+        trainings.ending.give_back()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Do nothing: `Training.begin` restores both, once parameters and their groups are known by name."""

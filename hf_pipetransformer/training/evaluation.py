@@ -150,14 +150,10 @@ def _installed(pipeline: Pipeline) -> Iterator[None]:
     if stage.view.is_installed:
         yield
         return
-    stage.store.move(stage.own_names(), pipeline.settings.device)
-    try:
-        with stage.active():
-            yield
-    finally:
-        # In training, a callback with the whole model may evaluate; the stage stays on the device then.
-        if stage.groups.pipeline_size > 1 and stage.reducer is None:
-            stage.store.move(stage.own_names(), torch.device("cpu"))
+    if stage.groups.pipeline_size == 1:
+        stage.store.move(stage.own_names(), pipeline.settings.device)
+    with stage.store.lent_to(pipeline.settings.device, stage.own_names()), stage.active():
+        yield
 
 
 class Evaluations:

@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
@@ -25,7 +26,7 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
-from hf_pipetransformer.runtime.gathering import check_whole, fetching, gather_full_state, whole_on_first_rank
+from hf_pipetransformer.runtime.gathering import check_whole, fetching, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters import adapters
@@ -47,6 +48,7 @@ from hf_pipetransformer.training.callbacks import (
     give_handler_back,
     give_whole_model,
 )
+from hf_pipetransformer.training.ending import Ending
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import (
     check_undivided,
@@ -57,6 +59,7 @@ from hf_pipetransformer.training.loaders import (
 from hf_pipetransformer.training.setup import TrainingSetup
 from hf_pipetransformer.training.starting import RunOptions, Starter
 from hf_pipetransformer.training.training import Training
+from hf_pipetransformer.training.weights import WeightLoading
 
 
 class Trainings:
@@ -77,6 +80,8 @@ class Trainings:
         self._made_optimizer: Any = None
         self._has_users_optimizer = False
         self._setup: TrainingSetup
+        self.weights = WeightLoading(self.context)
+        self.ending = Ending(starter)
         self._in_loop = ExitStack()
 
     @property
@@ -104,6 +109,7 @@ class Trainings:
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
             with self._only_run(trial), timeouts.reporting_faults():
                 if trainer.model_init is None:
+                    self.ending.put_together()
                     check_whole(trainer.model)
                 check_agreement(topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
                 check_shared_folder(trainer.args, topology)
@@ -157,6 +163,7 @@ class Trainings:
         """
         starter, trainer, topology = self.starter, self.context.trainer, self.context.topology
         resumption = self.resumption
+        self.ending.begin(None)
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
@@ -169,6 +176,7 @@ class Trainings:
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
         report = starter.inspect_or_leave(loader if request is None else request, is_training=True)
         if report is None:
+            self.weights.load_expected(None)
             return loader
         start_up, args = report.start_up, self.context.args
         replay = read_plan(args, start_up.probe.structure, topology)
@@ -185,6 +193,7 @@ class Trainings:
         check_stages(layout, {name: users[name] for name in trained}, args)
         check_unfreezing(args, self.policy, replay, longest)
         pipeline = starter.start(report, layout, longest)
+        self.weights.load_expected(pipeline.stage)
         give_whole_model(trainer, pipeline, longest)
         setup = TrainingSetup(
             self.context, self.policy, pipeline, replay, names, description, resumption, self._has_users_optimizer
@@ -217,8 +226,9 @@ class Trainings:
         self.present.begin(self.resumption)
 
     def finish(self) -> None:
-        """Give the user the whole model back on every rank after the last step. Collective: call on every rank."""
-        pipeline, training = self.starter.pipeline, self.training
+        """End the training after the last step, and give the user the model back. Collective: call on every rank."""
+        pipeline, training, trainer = self.starter.pipeline, self.training, self.context.trainer
+        self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self._forget_training()
         pipeline.steps = None
         training.metrics.publish("train")  # Trainer logs once more after the loop.
@@ -226,7 +236,10 @@ class Trainings:
         training.end()
         if self.context.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
-        self._give_back(pipeline, training)
+        # The best model is read stage by stage, so the stages stay until `_load_best_model`, which Trainer calls next.
+        loads_best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
+        if not loads_best or trainer_compat.is_overridden(trainer, "_load_best_model"):
+            self.ending.give_back()
         shared, pipeline.shared_rng = pipeline.shared_rng, None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
@@ -239,6 +252,9 @@ class Trainings:
         """
         starter, training = self.starter, self.present
         pipeline = starter.in_force
+        if training is not None:
+            self.ending.begin(training.optimizer if self._has_users_optimizer else None)
+        self.weights.forget()
         self._forget_training()
         self.resumption, starter.resumes_own, starter.is_left_to_trainer = None, False, starter.evaluates_alone
         give_handler_back(self.context.trainer)
@@ -248,20 +264,13 @@ class Trainings:
             pipeline.steps = None
         if pipeline is None or pipeline.stage.reducer is None:
             return
-        if pipeline.layout.pipeline_size > 1:
+        if pipeline.stage.is_spread:
             pipeline.stage.reducer.remove()
         else:
-            self._give_back(pipeline, training)
+            self.ending.give_back()
 
     def _forget_training(self) -> None:
         self.present = self.starter.cache = None
-
-    def _give_back(self, pipeline: Pipeline, training: Training | None) -> None:
-        gather_full_state(pipeline.stage)
-        if training is not None and self._has_users_optimizer:
-            held = pipeline.stage.store.held()
-            training.optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
-        pipeline.stage.view.remove()
 
     @property
     def counts_inputs(self) -> bool:
@@ -343,16 +352,16 @@ class Run:
 
     # ---- the whole model ----
 
-    def whole_model(self) -> AbstractContextManager[None]:
+    def whole_model(self, device: torch.device) -> AbstractContextManager[None]:
         """See `Pipeline.whole_model`."""
-        return nullcontext() if self.starter.in_force is None else self.starter.in_force.whole_model()
+        return nullcontext() if self.starter.in_force is None else self.starter.in_force.whole_model(device)
 
     @contextmanager
     def saving_model(self) -> Iterator[None]:
         """Wrap `save_model`: inside, `saving_weights` gets them from all stages. In training or split, collective."""
         stage = None if self.starter.in_force is None else self.starter.in_force.stage
         topology, timeouts = self.context.topology, self.context.timeouts
-        if stage is None or not (stage.is_spread or stage.reducer is not None):
+        if stage is None or not (stage.is_training or stage.is_spread):
             with timeouts.reporting_faults(together=False):
                 yield
             return

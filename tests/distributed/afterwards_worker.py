@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.runtime import gathering
+from hf_pipetransformer.state import weights
 from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
 from tests.test_trainers_checkpoints import Told
@@ -147,4 +153,105 @@ def look_afterwards(folder: Path) -> dict[str, Any]:
         found["num_missing_of_whole"] = sum(p.is_meta for p in trainer.model.parameters())
     resume = str(folder / "output" / "checkpoint-2")
     found["resumption"] = error_of(lambda: trainer.train(resume_from_checkpoint=resume))
+    return found
+
+
+@contextmanager
+def noting_reads(keys: list[str]) -> Any:
+    """Note the keys of the saved weights that this process loads inside; hashes are taken of all of them."""
+    own = weights._tensors_of
+
+    def reading(folder: str, file: str, wanted: Any = None) -> Any:
+        for key, tensor in own(folder, file, wanted):
+            if wanted is not None:
+                keys.append(key)
+            yield key, tensor
+
+    weights._tensors_of = reading
+    try:
+        yield
+    finally:
+        weights._tensors_of = own
+
+
+class Lifted(TrainerCallback):
+    """Notes what is read from the end of the training's last step on."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        self.reading = noting_reads(self.keys)
+        self.reading.__enter__()
+
+    def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
+        self.reading.__exit__(None, None, None)
+
+
+def num_held(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if not p.is_meta)
+
+
+def number_of(numbers: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in numbers.items() if not key.endswith(("_runtime", "_per_second"))}
+
+
+@scenario
+def end(folder: Path, gather: str, free: int | None = None) -> dict[str, Any]:
+    """Train ViT, whose files have other names than its parameters, load the best model, and use what is left behind.
+
+    Args:
+        free: bytes that the machine says are free; what it has if None.
+    """
+    if free is not None:
+        gathering.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=free))
+
+    def make(**options: Any) -> PipeTransformerTrainer:
+        args = PipeTransformerArguments(
+            output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=4, seed=3,
+            max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, pipeline_parallel_size=2,
+            pipeline_parallel_num_microbatches=2, pipeline_timeout=60, pipeline_gather_at_end=gather, **options,
+        )  # fmt: skip
+        return PipeTransformerTrainer(
+            build_model("vit", 3), args, train_dataset=make_dataset("vit", 16), data_collator=collate,
+            eval_dataset=make_dataset("vit", EVALUATED, seed=1),
+        )  # fmt: skip
+
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    # The worst is taken, so it is not what the last step left.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer, lifted = make(**steps, **best), Lifted()
+    trainer.add_callback(lifted)
+    trainer.train()
+    stage = trainer.pipeline_run.pipeline.stage
+    found: dict[str, Any] = {
+        "best": trainer.state.best_global_step,
+        "read": len(lifted.keys),
+        "own": len(stage.own_names()),
+        "held": num_held(trainer.model),
+        "whole": sum(p.numel() for p in trainer.model.parameters()),
+        "metrics": number_of(trainer.evaluate()),
+        "predictions": digest_of(torch.from_numpy(trainer.predict(trainer.eval_dataset).predictions)),
+        "held_after_evaluation": num_held(trainer.model),
+    }
+    batch = collate([trainer.eval_dataset[i] for i in range(4)])
+    found["call"] = error_of(lambda: trainer.model(**batch))
+    trainer.save_model(str(folder / "saved"))
+
+    def read_whole() -> None:
+        with trainer.whole_model():
+            found["logits"] = digest_of(trainer.model.eval()(**batch).logits)
+
+    found["whole_model"] = error_of(read_whole)
+    # Another training in which nothing is the first one's but the weights.
+    trainer.args.load_best_model_at_end = False
+    trainer.args.save_strategy = trainer.args.eval_strategy = "no"
+    found["again"] = error_of(trainer.train)
+    found["losses_again"] = losses_of(trainer) if not found["again"] else None
+
+    resumed, keys = make(), []
+    with noting_reads(keys):
+        resumed.train(resume_from_checkpoint=str(folder / "output" / "checkpoint-2"))
+    found["read_to_resume"] = len(keys)
+    found["losses_resumed"] = losses_of(resumed)
     return found
