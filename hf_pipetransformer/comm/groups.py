@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,6 +61,15 @@ class GroupMaker:
         transfer = sending(token, destination, group) if self.rank == source else receiving(token, source, group)
         complete([transfer], self.timeout.total_seconds(), what)
         synchronize(self.device)
+
+    def abort(self) -> None:
+        """Abort all NCCL communicators: what is under way on the device ends, and later calls raise. Any thread may.
+
+        One thread each, because an abort frees memory, which waits for the kernels of the other communicators.
+        """
+        for group in self.made:
+            if "nccl" in dist.get_backend(group):
+                threading.Thread(target=group.abort, daemon=True).start()
 
     @property
     def device(self) -> torch.device:

@@ -123,6 +123,10 @@ class Topology:
         for group in self._maker.made:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
+    def abort(self) -> None:
+        """End waits for the device that depend on other ranks, with an error; no group can be used afterwards."""
+        self._maker.abort()
+
     def check_pipeline_size(self, pipeline_size: int) -> None:
         """Reject a pipeline length that leaves ranks idle or spans nodes.
 

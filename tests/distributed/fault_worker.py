@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm.groups import GroupMaker
 from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
 
@@ -93,6 +95,14 @@ def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError(f"{PLANTED}\nof the allocator's own words")
 
 
+def wait_for_device() -> None:
+    """As on NCCL, where such a wait ends only with the communicators."""
+    aborted = threading.Event()
+    GroupMaker.abort = lambda _maker: aborted.set()
+    aborted.wait()
+    raise RuntimeError("NCCL communicator was aborted")
+
+
 def go_on() -> None:
     pass
 
@@ -126,6 +136,11 @@ FAULTS: dict[str, dict[str, Any]] = {
     "silent": {"happening": fall_silent},
     "exception": {"happening": fail},
     "out_of_memory": {"happening": run_out_of_memory},
+    "out_of_memory_unnoticed": {
+        "happening": run_out_of_memory,
+        "happens_at": 1,
+        "elsewhere": {"happening": wait_for_device},
+    },
     # Rank 0 alone writes the model.
     "slow": {
         "everywhere": True,
@@ -159,7 +174,7 @@ def train_with(
     """Train with one of `FAULTS` on a rank."""
     what = FAULTS[fault]
     if rank != RANK and not what.get("everywhere"):
-        what = {}
+        what = what.get("elsewhere", {})
     settings = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -182,7 +197,7 @@ def train_with(
         callbacks=what.get("callbacks", [Announce()]),
     )
     trainer.happening = what.get("happening", go_on)
-    trainer.happens_at = 1 if schedule == "async_1f1b" else 2
+    trainer.happens_at = 1 if schedule == "async_1f1b" else what.get("happens_at", 2)
     trainer.saves_slowly = what.get("saves_slowly", False)
     if trainer.saves_slowly and RANK == 1:
         time.sleep(SLOW_SECONDS)  # As if it prepared its data.
