@@ -19,6 +19,8 @@ of other libraries is here:
   none needed: later loaders are refused too.
 - loss that answers `isnan` (`SelfFilteringLoss`): Trainer syncs the device twice a batch. Way out: a filter on the
   device in Trainer.
+- attention mask that answers `all` (`KnownMask`): transformers' mask functions sync the device in each forward. Way
+  out: a mask function that takes the answer.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
   model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
@@ -39,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -46,10 +49,15 @@ import datasets
 import torch
 from transformers import Trainer, TrainingArguments
 
+from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
+from hf_pipetransformer.splitters.base import config_value
+
+
+_MASK = "attention_mask"
 
 
 def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tuple[Any, Any]:
@@ -65,8 +73,19 @@ def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
 
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return Trainer's function that moves a batch to the device."""
-    return trainer._prepare_inputs
+    """Return Trainer's function that moves a batch to the device; the mask takes along what the host knows of it."""
+    prepare, attention = trainer._prepare_inputs, config_value(bare_model(trainer.model), "_attn_implementation")
+    # Compiled code reads no mask on the host, and takes plain tensors only; user code may give the batch another mask.
+    is_compiled = trainer.args.torch_compile or attention == "flex_attention"
+    is_users = is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
+    return prepare if is_compiled or is_users else partial(_prepare_with_mask, prepare)
+
+
+def _prepare_with_mask(prepare: Callable[[dict[str, Any]], dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+    moved, mask = prepare(inputs), inputs.get(_MASK)
+    if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
+        return {**moved, _MASK: KnownMask.of(moved[_MASK], int(mask.count_nonzero()))}
+    return moved
 
 
 def shifts_labels(trainer: Trainer) -> bool:
@@ -295,3 +314,47 @@ class SelfFilteringLoss(torch.Tensor):
                 loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
                 return total.add_(torch.where(loss.isfinite(), loss, total / count))
             return function(*args, **(kwargs or {}))
+
+
+class KnownMask(torch.Tensor):
+    """Attention mask on the device, of which the host knows how many entries are not zero.
+
+    Each forward of transformers asks if a mask hides anything (`all`, or `sum` compared with its size). On a later
+    stage the host would wait for the stages below; this tensor answers from the batch that was copied.
+    """
+
+    num_nonzero: int
+    known_version: int
+
+    @staticmethod
+    def of(mask: torch.Tensor, num_nonzero: int) -> KnownMask:
+        with torch._C.DisableTorchFunctionSubclass():
+            known = mask.as_subclass(KnownMask)
+            known.num_nonzero, known.known_version = num_nonzero, mask._version
+        return known
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            mask = args[0] if args else None
+            if not isinstance(mask, cls) or mask._version != mask.known_version:
+                return function(*args, **kwargs)
+            if len(args) == 1 and not kwargs:
+                if function is torch.Tensor.all:
+                    return torch.tensor(mask.num_nonzero == mask.numel())
+                if function is torch.Tensor.sum and mask.dtype == torch.bool:
+                    return torch.tensor(mask.num_nonzero)
+            result = function(*args, **kwargs)
+            # A slice of all entries has all of them; other indices could repeat some.
+            is_slice = function is torch.Tensor.__getitem__ and all(isinstance(i, slice) for i in _as_tuple(args[1]))
+            if (is_slice or function in _KEEPS_ENTRIES) and result.numel() == mask.numel():
+                return cls.of(result, mask.num_nonzero)
+            return result
+
+
+_KEEPS_ENTRIES = (torch.Tensor.to, torch.Tensor.bool, torch.Tensor.view, torch.Tensor.reshape)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -14,8 +14,6 @@ from tests.distributed.sync_worker import waits
 
 
 MAX_WAITS = 2
-# transformers looks in each forward whether a mask hides anything at all, with Trainer as with us.
-MODELS_OWN = " at transformers/masking_utils.py:"
 pytestmark = pytest.mark.distributed
 
 
@@ -27,11 +25,7 @@ def reports(folder: Path, num_processes: int, **options: Any) -> list[dict[str, 
 def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, list[str]]:
     """Those after the warm-up of their layout; a step that follows a transition brings its own to the device."""
     warm = {begin + offset for begin in [0, *transitions] for offset in range(WARMUP_STEPS)}
-    return {
-        int(step): [wait for wait in waits if MODELS_OWN not in wait]
-        for step, waits in report["steps"].items()
-        if int(step) not in warm
-    }
+    return {int(step): waits for step, waits in report["steps"].items() if int(step) not in warm}
 
 
 @pytest.mark.parametrize(
