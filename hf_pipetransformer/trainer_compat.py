@@ -19,8 +19,8 @@ of other libraries is here:
   none needed: later loaders are refused too.
 - loss that answers `isnan` (`SelfFilteringLoss`): Trainer syncs the device twice a batch. Way out: a filter on the
   device in Trainer.
-- attention mask that answers `all` (`KnownMask`): transformers' mask functions sync the device in each forward. Way
-  out: a mask function that takes the answer.
+- attention mask that answers `all` (`KnownMask` of `comm/staging.py`): transformers' mask functions sync the device in
+  each forward. Way out: a mask function that takes the answer.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
   model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
@@ -49,7 +49,7 @@ import datasets
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.comm.staging import KnownMask, is_apart
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.splitters import adapters
@@ -84,7 +84,7 @@ def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def _prepare_with_mask(prepare: Callable[[dict[str, Any]], dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
     moved, mask = prepare(inputs), inputs.get(_MASK)
     if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
-        return {**moved, _MASK: KnownMask.of(moved[_MASK], int(mask.count_nonzero()))}
+        return {**moved, _MASK: KnownMask.of(moved[_MASK], mask)}
     return moved
 
 
@@ -314,47 +314,3 @@ class SelfFilteringLoss(torch.Tensor):
                 loss, count = loss.as_subclass(torch.Tensor), loss.num_logged
                 return total.add_(torch.where(loss.isfinite(), loss, total / count))
             return function(*args, **(kwargs or {}))
-
-
-class KnownMask(torch.Tensor):
-    """Attention mask on the device, of which the host knows how many entries are not zero.
-
-    Each forward of transformers asks if a mask hides anything (`all`, or `sum` compared with its size). On a later
-    stage the host would wait for the stages below; this tensor answers from the batch that was copied.
-    """
-
-    num_nonzero: int
-    known_version: int
-
-    @staticmethod
-    def of(mask: torch.Tensor, num_nonzero: int) -> KnownMask:
-        with torch._C.DisableTorchFunctionSubclass():
-            known = mask.as_subclass(KnownMask)
-            known.num_nonzero, known.known_version = num_nonzero, mask._version
-        return known
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            mask = args[0] if args else None
-            if not isinstance(mask, cls) or mask._version != mask.known_version:
-                return function(*args, **kwargs)
-            if len(args) == 1 and not kwargs:
-                if function is torch.Tensor.all:
-                    return torch.tensor(mask.num_nonzero == mask.numel())
-                if function is torch.Tensor.sum and mask.dtype == torch.bool:
-                    return torch.tensor(mask.num_nonzero)
-            result = function(*args, **kwargs)
-            # A slice of all entries has all of them; other indices could repeat some.
-            is_slice = function is torch.Tensor.__getitem__ and all(isinstance(i, slice) for i in _as_tuple(args[1]))
-            if (is_slice or function in _KEEPS_ENTRIES) and result.numel() == mask.numel():
-                return cls.of(result, mask.num_nonzero)
-            return result
-
-
-_KEEPS_ENTRIES = (torch.Tensor.to, torch.Tensor.bool, torch.Tensor.view, torch.Tensor.reshape)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

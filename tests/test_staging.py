@@ -10,8 +10,9 @@ from torch import nn
 from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from hf_pipetransformer.cache.chain import PrefixWatch
-from hf_pipetransformer.comm.staging import CopyStream, pinned
-from hf_pipetransformer.trainer_compat import KnownMask, SelfFilteringLoss
+from hf_pipetransformer.comm.staging import CopyStream, KnownMask, pinned
+from hf_pipetransformer.data.batches import take_rows
+from hf_pipetransformer.trainer_compat import SelfFilteringLoss
 from tests.doubles.device import DEVICE, DeviceStandIn
 
 
@@ -119,7 +120,7 @@ def test_a_mask_that_the_host_knows_is_not_read_from_the_device(name: str, hides
     model.zero_grad()
     stand_in = DeviceStandIn()
     with stand_in.active():
-        known = KnownMask.of(mask.to(DEVICE, non_blocking=True), int(mask.count_nonzero()))
+        known = KnownMask.of(mask.to(DEVICE, non_blocking=True), mask)
         found = model.to(DEVICE)(input_ids=tokens.to(DEVICE, non_blocking=True), attention_mask=known)
         assert not [wait for wait in stand_in.waits if "masking_utils" in wait], stand_in.waits
         assert type(found.last_hidden_state) is torch.Tensor
@@ -133,10 +134,12 @@ def test_a_mask_that_the_host_knows_is_not_read_from_the_device(name: str, hides
 def test_a_mask_answers_for_itself_only():
     """What is cut out of it, or what it became, is read."""
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    known = KnownMask.of(mask.clone(), 7)
+    known = KnownMask.of(mask.clone(), mask)
     assert not known.all() and not known.to(torch.bool).all() and known.to(torch.bool).sum() == 7
     assert known[:, :3].all() and type(known[:, :3]) is torch.Tensor and (known + 1).all()
     assert torch.equal(known.all(dim=1), mask.all(dim=1)) and torch.equal(known[[1, 1]].all(), torch.tensor(True))
     assert known[:, -4:].to(torch.bool).sum() == 7
+    assert take_rows({"mask": known}, torch.tensor([1]))["mask"].all()
+    assert not take_rows({"mask": known}, torch.tensor([1, 0]))["mask"].all()
     known[0, 3] = 1
     assert known.all()
