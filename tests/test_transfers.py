@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -117,41 +118,88 @@ def test_at_256_ranks_an_elastic_run_makes_few_groups_and_only_its_own(made: lis
     topology = Topology(timeout=5, local_world_size=8)
     for pipeline_size in (8, 4, 2, 1):
         topology.groups(Placement(pipeline_size))
-    assert len(made) <= 28
+    assert len(made) <= 19
     assert all(rank in ranks for ranks in made)
     assert made.count(list(range(256))) == 3  # Control, and the two of the replicas at K=1.
 
 
 @pytest.mark.parametrize("placement", [Placement(4, 2), Placement(4, 3), Placement(4, 2, "v")], ids=str)
 @pytest.mark.parametrize("rank", [0, 3, 128])
-def test_several_stages_a_rank_add_a_group_for_each_of_their_boundaries_and_no_other(
+def test_several_stages_a_rank_need_groups_only_with_new_neighbours(
     made: list[list[int]], placement: Placement, rank: int
 ) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
     topology = Topology(timeout=5, local_world_size=8)
-    topology.groups(Placement(4))
-    num_before = len(made)
+    before = topology.groups(Placement(4)).links
+    num_before, first = len(made), rank - rank % 4
     links = topology.groups(placement).links
-    alone = sum(ranks == [rank] for ranks in made[num_before:])  # They only level the count of groups.
-    assert len(links) == len(made) - num_before - alone
     ends = {s: {placement.rank_of(s), placement.rank_of(s + 1)} for s in range(placement.num_stages - 1)}
     assert {s for s, _ in links} == {s for s, ranks in ends.items() if len(ranks) == 2 and rank % 4 in ranks}
+    assert set(map(id, before.values())) <= set(map(id, links.values()))
+    # From the last rank to the first, which a rank in the middle has no part in; one group a way.
+    has_more = placement.kind == "loop" and rank % 4 in (0, 3)
+    assert [ranks for ranks in made[num_before:] if ranks != [rank]] == [[first, first + 3]] * (2 * has_more)
+    of_ways: dict[tuple[int, int], set[int]] = {}
+    for (lower, direction), group in links.items():
+        below, above = first + placement.rank_of(lower), first + placement.rank_of(lower + 1)
+        assert dist.get_process_group_ranks(group) == sorted((below, above))
+        of_ways.setdefault((below, above) if direction == "forward" else (above, below), set()).add(id(group))
+    assert {len(groups) for groups in of_ways.values()} == {1}
+    assert len(set().union(*of_ways.values())) == len(of_ways)
+
+
+@pytest.mark.parametrize(
+    ("placements", "most"),
+    [
+        ([Placement(4)], 4),
+        ([Placement(4, 2)], 4),
+        # The first and the last of four are neighbours only where each has several stages.
+        ([Placement(4, 4), Placement(2, 4), Placement(1)], 4),
+        ([Placement(4, 4), Placement(4, 2), Placement(4), Placement(4, 2, "v"), Placement(2, 4), Placement(1)], 4),
+    ],
+    ids=["1f1b", "interleaved", "elastic", "every-layout"],
+)
+def test_the_number_of_communicators_does_not_grow_with_stages_or_layouts(
+    made: list[list[int]], placements: list[Placement], most: int
+) -> None:
+    """Four neighbours at most, two of them in each direction; the other groups are those of pipelines and replicas."""
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        topology = Topology(timeout=5, local_world_size=4)
+        links = {id(group) for placement in placements for group in topology.groups(placement).links.values()}
+        assert 0 < len(links) <= most
+        sizes = {placement.pipeline_size for placement in placements}
+        # Device and control groups of each length: of its pipelines unless it is 1, of its replicas always.
+        others = sum(2 + 2 * (size > 1) for size in sizes) + 1
+        assert len([ranks for ranks in made if ranks != [rank]]) == len(links) + others
+        made.clear()
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("num_chunks", "kind"), [(1, "loop"), (2, "loop"), (3, "loop"), (2, "v")])
 @pytest.mark.parametrize("size", range(2, 9))
 def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(
-    made: list[list[int]], size: int, num_chunks: int, kind: str
+    made: list[list[int]], size: int, num_chunks: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, placement = [], Placement(size, num_chunks, kind)
-    for rank in range(2 * size):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2 * size)
-        groups = Topology(timeout=5, local_world_size=size).groups(placement)
-        rows.append([(groups.replica * placement.num_stages + stage, way) for stage, way in groups.links])
-        dist.destroy_process_group()
-    num_links = sum(placement.is_crossed(lower) for lower in range(placement.num_stages))
-    assert sum(map(len, rows)) == 2 * 2 * 2 * num_links  # Replicas, ends, directions, links.
-    check_first_uses(rows)
+    """Every way between two ranks once, also where a layout before has made some of them."""
+    placement, rehearsed = Placement(size, num_chunks, kind), []
+    monkeypatch.setattr(GroupMaker, "rehearse", lambda _maker, _group, *way: rehearsed.append(way))
+    for before in ([], [Placement(size)], [Placement(size // 2, 2)] if size % 2 == 0 else []):
+        rows, ways = [], set()
+        for first, each in product(range(2 * size), (*before, placement)):
+            for lower in filter(each.is_crossed, range(each.num_stages) if first % each.pipeline_size == 0 else ()):
+                ends = first + each.rank_of(lower), first + each.rank_of(lower + 1)
+                ways |= {ends, ends[::-1]}
+        for rank in range(2 * size):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2 * size)
+            topology = Topology(timeout=5, local_world_size=size)
+            for each in (*before, placement):
+                topology.groups(each)
+            assert sorted(rehearsed) == sorted(way for way in ways if rank in way)
+            rows.append(rehearsed.copy())
+            rehearsed.clear()
+            dist.destroy_process_group()
+        check_first_uses(rows)
 
 
 @pytest.mark.filterwarnings("ignore:Set timeout")  # Of the fake groups.
