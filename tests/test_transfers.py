@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_pipetransformer.comm import transfers
 from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.transfers import Parcel, carry
 from hf_pipetransformer.schedules.placement import Placement
 from tests.schedule_checker import check_first_uses
 from tests.test_imports import MODULES
@@ -230,3 +231,22 @@ def test_with_a_bound_device_all_ranks_split_the_world_alike(
     links = [[0, 1], [2, 3], [4, 5], [6, 7]], [[1, 2], [5, 6]]
     pipelines, holders = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert of_ranks[0] == [pipelines, holders, links[0], links[0], links[1], links[1]]
+
+
+def test_torch_gives_memory_back_before_a_pair_first_exchanges_device_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting a pair allocates past torch's allocator."""
+    calls: list[str] = []
+    monkeypatch.setattr(transfers, "_connected", set())
+    monkeypatch.setattr(transfers, "post", lambda parcels: [calls.append(f"post {len(parcels)}")] * 0)
+    monkeypatch.setattr(dist, "P2POp", lambda _op, tensor, _peer, _group: tensor)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
+
+    def moved(device: str, *ways: tuple[int, bool]) -> list[str]:
+        calls.clear()
+        carry([Parcel(torch.ones(1, device=device), *way, "weights") for way in ways], None, 1.0)
+        return calls.copy()
+
+    assert moved("cpu", (1, True)) == ["post 1"]
+    assert moved("meta", (1, True), (2, False)) == ["give back", "post 2"]
+    assert moved("meta", (1, True)) == moved("meta", (2, False)) == ["post 1"]
+    assert moved("meta", (1, False)) == moved("meta", (3, True)) == ["give back", "post 1"]

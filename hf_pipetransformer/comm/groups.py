@@ -37,6 +37,9 @@ class GroupMaker:
         if not parts or not self.is_distributed:
             return None
         own = next((list(part) for part in parts if self.rank in part), None)
+        if backend is None and own is not None and self._uses_nccl():
+            # A communicator allocates past torch's allocator, which may hold all of the memory.
+            torch.cuda.empty_cache()
         self._level()
         world: Any = dist.group.WORLD
         group = None
