@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import resource
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import product
@@ -97,14 +98,21 @@ def test_what_gloo_cannot_send_goes_through_host_memory(monkeypatch: pytest.Monk
     assert {id(op.tensor) for op in posted}.isdisjoint({id(leaving), id(coming)})
 
 
+class Made(list[list[int]]):
+    """Ranks of the groups that were made, and the sockets that the control groups among them take."""
+
+    num_sockets = 0
+
+
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """The ranks of each group that this process makes, in a world that is not there."""
-    groups: list[list[int]] = []
+    groups = Made()
     real = dist.new_group
 
     def new_group(ranks=None, backend=None, **options):
         groups.append(sorted(ranks) if ranks is not None else list(range(dist.get_world_size())))
+        groups.num_sockets += (len(groups[-1]) - 1) * (backend == "gloo")
         return real(ranks, backend="fake", **options)
 
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -114,20 +122,33 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("rank", [0, 3, 7, 128, 255])
-def test_at_256_ranks_an_elastic_run_makes_few_groups_and_only_its_own(made: list[list[int]], rank: int) -> None:
+def test_at_256_ranks_an_elastic_run_makes_few_groups_and_only_its_own(made: Made, rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
     topology = Topology(timeout=5, local_world_size=8)
     for pipeline_size in (8, 4, 2, 1):
         topology.groups(Placement(pipeline_size))
-    assert len(made) <= 19
+    assert len(made) <= 18
     assert all(rank in ranks for ranks in made)
-    assert made.count(list(range(256))) == 3  # Control, and the two of the replicas at K=1.
+    assert made.count(list(range(256))) == 2  # Control, and the device's group of the replicas at K=1.
+    # Control groups have a socket per other member.
+    assert made.num_sockets <= 255 + (31 + 63 + 127) + (7 + 3 + 1)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [64, 5000]
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, new: limits.__setitem__(slice(2), new))
+    for world_size, expected in ((8, 4096 + 64), (256, 5000), (2, 5000)):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        Topology(timeout=5, local_world_size=world_size)
+        dist.destroy_process_group()
+        assert limits == [expected, 5000]
 
 
 @pytest.mark.parametrize("placement", [Placement(4, 2), Placement(4, 3), Placement(4, 2, "v")], ids=str)
 @pytest.mark.parametrize("rank", [0, 3, 128])
 def test_several_stages_a_rank_need_groups_only_with_new_neighbours(
-    made: list[list[int]], placement: Placement, rank: int
+    made: Made, placement: Placement, rank: int
 ) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
     topology = Topology(timeout=5, local_world_size=8)
@@ -161,7 +182,7 @@ def test_several_stages_a_rank_need_groups_only_with_new_neighbours(
     ids=["1f1b", "interleaved", "elastic", "every-layout"],
 )
 def test_the_number_of_communicators_does_not_grow_with_stages_or_layouts(
-    made: list[list[int]], placements: list[Placement], most: int
+    made: Made, placements: list[Placement], most: int
 ) -> None:
     """Four neighbours at most, two of them in each direction; the other groups are those of pipelines and replicas."""
     for rank in range(8):
@@ -170,8 +191,8 @@ def test_the_number_of_communicators_does_not_grow_with_stages_or_layouts(
         links = {id(group) for placement in placements for group in topology.groups(placement).links.values()}
         assert 0 < len(links) <= most
         sizes = {placement.pipeline_size for placement in placements}
-        # Device and control groups of each length: of its pipelines unless it is 1, of its replicas always.
-        others = sum(2 + 2 * (size > 1) for size in sizes) + 1
+        # Device and control groups of the pipelines and of the replicas; those of one rank a pipeline share control.
+        others = sum(4 if size > 1 else 1 for size in sizes) + 1
         assert len([ranks for ranks in made if ranks != [rank]]) == len(links) + others
         made.clear()
         dist.destroy_process_group()
@@ -180,7 +201,7 @@ def test_the_number_of_communicators_does_not_grow_with_stages_or_layouts(
 @pytest.mark.parametrize(("num_chunks", "kind"), [(1, "loop"), (2, "loop"), (3, "loop"), (2, "v")])
 @pytest.mark.parametrize("size", range(2, 9))
 def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(
-    made: list[list[int]], size: int, num_chunks: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    made: Made, size: int, num_chunks: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every way between two ranks once, also where a layout before has made some of them."""
     placement, rehearsed = Placement(size, num_chunks, kind), []
@@ -204,9 +225,7 @@ def test_links_are_rehearsed_in_an_order_that_cannot_deadlock(
 
 
 @pytest.mark.filterwarnings("ignore:Set timeout")  # Of the fake groups.
-def test_with_a_bound_device_all_ranks_split_the_world_alike(
-    made: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_bound_device_all_ranks_split_the_world_alike(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Communicators of a world that was given `device_id` are split from its own, which takes every rank of it."""
     monkeypatch.setattr(GroupMaker, "_uses_nccl", lambda self: True)
     monkeypatch.setattr(GroupMaker, "device", torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,6 +13,11 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import complete, receiving, sending
+
+
+_OPEN_FILES = 4096
+_OPEN_FILES_OF_A_RANK = 8
+"""gloo opens a socket per other member and group: for all ranks together, then for the replicas of each K."""
 
 
 class GroupMaker:
@@ -27,6 +33,7 @@ class GroupMaker:
         self.control: Any = None
         self.made: list[Any] = []
         if self.is_distributed:
+            _allow_open_files(_OPEN_FILES + _OPEN_FILES_OF_A_RANK * dist.get_world_size())
             self.control = dist.new_group(timeout=self.timeout, backend="gloo")
             self.made = [dist.group.WORLD, self.control]
             # Transfers in the world group need its communicator, which only all ranks together can make.
@@ -106,3 +113,11 @@ class GroupMaker:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit of open files to `count`, or as far as it may; it is 1024 on most systems."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -171,7 +171,8 @@ class Topology:
             pipelines = range(0, self.world_size, pipeline_size)
             members = [[first + position for position in positions] for first in pipelines]
             over_replicas = self._maker.make([sorted(rank for part in members for rank in part)])
-            self._shared_groups[key] = (over_replicas, self._maker.make(members))
+            here = self._maker.make(members) if len(members) > 1 else over_replicas
+            self._shared_groups[key] = (over_replicas, here)
         return self._shared_groups[key]
 
     def gather(self, value: Any) -> list[Any]:
@@ -275,6 +276,10 @@ class Topology:
         pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
         holders = [range(first, self.world_size, pipeline_size) for first in range(pipeline_size)]
         make = self._maker.make
+        replica_control = None
+        if len(pipelines) > 1:
+            # A gloo group costs each rank a socket per member, so all ranks share one.
+            replica_control = make(holders, "gloo") if pipeline_size > 1 else self.control
         return PipelineGroups(
             pipeline_size=pipeline_size,
             num_replicas=len(pipelines),
@@ -285,7 +290,7 @@ class Topology:
             pipeline_group=make(pipelines) if pipeline_size > 1 else None,
             pipeline_control=make(pipelines, "gloo") if pipeline_size > 1 else None,
             replica_group=make(holders) if len(pipelines) > 1 else None,
-            replica_control=make(holders, "gloo") if len(pipelines) > 1 else None,
+            replica_control=replica_control,
         )
 
     def _make_links(self, placement: Placement) -> dict[tuple[int, str], Any]:
