@@ -19,6 +19,8 @@ of other libraries is here:
   none needed: later loaders are refused too.
 - loss that answers `isnan` (`SelfFilteringLoss`): Trainer syncs the device twice a batch. Way out: a filter on the
   device in Trainer.
+- attention mask that answers `all` (`KnownMask` of `comm/staging.py`): transformers' mask functions sync the device in
+  each forward. Way out: a mask function that takes the answer.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
   model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
@@ -50,9 +52,14 @@ import safetensors.torch
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
 
+from hf_pipetransformer.comm.staging import KnownMask, is_apart
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
+from hf_pipetransformer.splitters.base import config_value
+
+
+_MASK = "attention_mask"
 
 
 def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tuple[Any, Any]:
@@ -68,8 +75,19 @@ def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
 
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return Trainer's function that moves a batch to the device."""
-    return trainer._prepare_inputs
+    """Return Trainer's function that moves a batch to the device; the mask takes along what the host knows of it."""
+    prepare, attention = trainer._prepare_inputs, config_value(bare_model(trainer.model), "_attn_implementation")
+    # Compiled code reads no mask on the host, and takes plain tensors only; user code may give the batch another mask.
+    is_compiled = trainer.args.torch_compile or attention == "flex_attention"
+    is_users = is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
+    return prepare if is_compiled or is_users else partial(_prepare_with_mask, prepare)
+
+
+def _prepare_with_mask(prepare: Callable[[dict[str, Any]], dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+    moved, mask = prepare(inputs), inputs.get(_MASK)
+    if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
+        return {**moved, _MASK: KnownMask.of(moved[_MASK], mask)}
+    return moved
 
 
 def shifts_labels(trainer: Trainer) -> bool:

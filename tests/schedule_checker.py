@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 from hf_pipetransformer.schedules import (
@@ -40,9 +40,9 @@ def check_table(
 ) -> None:
     """Prove that `table` computes all that it should, keeps gradients out of frozen stages and ends, or raise.
 
-    It ends under the rules of NCCL, see `check_on_nccl`; where every link is rehearsed and has its own communicator,
-    these are the rules of a rendezvous: a send blocks its rank until the matching receive is posted, and the messages
-    of a link match strictly by order. Gloo is more generous, so what ends here ends there.
+    It ends under the rules of NCCL, see `check_on_nccl`, where every link is rehearsed and all links from one rank to
+    another share a communicator: a send blocks its rank until the matching receive is posted, and the messages from
+    one rank to another match strictly by order. Gloo is more generous, so what ends here ends there.
 
     Args:
         table: one list of actions per rank.
@@ -168,14 +168,17 @@ def _link_of(placement: Placement, rank: int, action: Action) -> tuple[LinkKey, 
     return (lower, direction), placement.rank_of(other)
 
 
-def _of_its_own(link: LinkKey) -> Hashable:
-    return link
+def _of_the_way(placement: Placement, link: LinkKey) -> tuple[int, int]:
+    """Ranks that a link leads from and to."""
+    lower, direction = link
+    below, above = placement.rank_of(lower), placement.rank_of(lower + 1)
+    return (below, above) if direction == "forward" else (above, below)
 
 
 def check_on_nccl(
     table: Table,
     is_rehearsed: bool = True,
-    communicator: Callable[[LinkKey], Hashable] = _of_its_own,
+    communicator: Callable[[LinkKey], Hashable] | None = None,
     placement: Placement | None = None,
 ) -> None:
     """Prove that `table` ends under the rules of NCCL, or raise.
@@ -190,13 +193,14 @@ def check_on_nccl(
     Args:
         table: one list of actions per rank.
         is_rehearsed: whether every link has had a transfer before.
-        communicator: names the communicator that a link uses; by default each has its own.
+        communicator: names the communicator that a link uses; by default all links from one rank to another share one.
         placement: where the stages lie; by default one on each rank.
 
     Raises:
         ScheduleError: who waits for whom, or which messages do not match.
     """
-    _OnStreams(table, is_rehearsed, communicator, placement or Placement(len(table))).run()
+    placement = placement or Placement(len(table))
+    _OnStreams(table, is_rehearsed, communicator or cache(partial(_of_the_way, placement)), placement).run()
 
 
 def check_on_one_queue(table: Table, placement: Placement | None = None) -> None:

@@ -10,7 +10,7 @@ from hf_pipetransformer.schedules.actions import ScheduleError
 from hf_pipetransformer.schedules.placement import Placement
 from tests.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
 from tests.one_process import make_engines, run_table
-from tests.schedule_checker import check_table
+from tests.schedule_checker import check_on_nccl, check_table
 from tests.test_engine import make_micro_batches, make_programs
 from tests.test_schedules import parse, text
 
@@ -193,6 +193,18 @@ def test_the_checker_rejects_planted_bad_chunks(found: str, planted: str, compla
     assert action_lists != list(GOOD)
     with pytest.raises(ScheduleError, match=complaint):
         check_table(parse(*action_lists), 1, placement=V)
+
+
+def test_messages_of_two_stages_on_one_way_are_sent_and_received_in_one_order() -> None:
+    """Links from one rank to another share a communicator, which tells messages apart only by their order."""
+    table = parse(
+        "F0 SF0 F1 RF0.1 F0.1 SF0.1 SF1 RF1.1 F1.1 SF1.1",
+        "RF0 F0 SF0 RF1 RF0.1 F1 SF1 F0.1 RF1.1 F1.1",
+    )
+    placement = Placement(2, 2)
+    check_on_nccl(table, communicator=lambda link: link, placement=placement)
+    with pytest.raises(ScheduleError, match="Deadlock under the rules of NCCL: rank 0 is at SF0"):
+        check_on_nccl(table, placement=placement)
 
 
 def test_a_message_takes_its_time_between_ranks_only() -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm import errors
-from hf_pipetransformer.comm.errors import FaultBoard
+from hf_pipetransformer.comm.errors import FaultBoard, PipelineError
+from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal
 
 
-def board_over(store: dist.Store) -> FaultBoard:
-    board = FaultBoard(0, 1)
-    board._stores = [store, store]
+def board_over(store: dist.Store, rank: int = 0, *calls: Callable[..., None]) -> FaultBoard:
+    board = FaultBoard(rank, 1, *calls)
+    board._stores, board._number = [store, store], 0
     return board
 
 
@@ -35,9 +46,8 @@ def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
     """Rank 0 saves alone and fails; its script goes on, and both train again."""
     monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
     store = dist.HashStore()
-    boards = [board_over(store), board_over(store)]
-    for rank, board in enumerate(boards):
-        board.rank, board._number = rank, 0
+    boards = [board_over(store), board_over(store, rank=1)]
+    for board in boards:
         board.begin(together=True)
         board.end()
     for together in (False, True):
@@ -66,3 +76,85 @@ def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch, caplog)
     assert not errors._wait(lambda: "The run ends" in caplog.text, 0.3)
     assert board.report("disk full", is_first_hand=True) == "rank 0: disk full"
     board.end()
+
+
+def timeouts_over(store: dist.Store, rank: int, folder: Path, abort: Callable[[], None]) -> CollectiveTimeouts:
+    """Those of one of two ranks, of which rank 0 writes events."""
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=3, epoch=0.5))
+    topology: Any = SimpleNamespace(rank=rank, world_size=1, abort=abort, limit_waits=lambda _seconds: None)
+    timeouts = CollectiveTimeouts(topology, Journal(trainer, EventLog(None if rank else str(folder))), 10, 10)
+    board = timeouts._board
+    board.world_size, board._stores, board._number = 2, [store, store], 0
+    return timeouts
+
+
+def faults_in(folder: Path) -> list[dict[str, Any]]:
+    events = map(json.loads, (folder / EVENTS_FILE).read_text().splitlines())
+    return [event for event in events if event["event"] == "fault"]
+
+
+def test_a_rank_that_waits_for_its_device_writes_the_event_of_another_before_its_groups_are_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Rank 1 runs out of memory. Rank 0 waits for a transfer on the device, which ends only with its communicator."""
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(errors, "_LEAVE_SECONDS", 0.2)
+    store, aborted, found = dist.HashStore(), threading.Event(), []
+
+    def abort() -> None:
+        found.extend(faults_in(tmp_path))
+        aborted.set()
+
+    def rank_1() -> None:
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            timeouts_over(store, 1, tmp_path, lambda: None).reporting_faults(),
+        ):
+            raise torch.OutOfMemoryError("planted")
+
+    def rank_0() -> None:
+        with timeouts_over(store, 0, tmp_path, abort).reporting_faults():
+            other.start()
+            assert aborted.wait(10)
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+    other = threading.Thread(target=rank_1)
+    with pytest.raises(PipelineError, match="First cause: rank 1: OutOfMemoryError: planted"):
+        rank_0()
+    other.join()
+    (event,) = found
+    assert event["out_of_memory"] and event["cause"].startswith("rank 1: OutOfMemoryError: planted")
+    assert faults_in(tmp_path) == [event]
+
+
+def test_the_failed_rank_waits_until_the_event_is_written(monkeypatch: pytest.MonkeyPatch):
+    """Its end makes a launcher kill the others."""
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    store, recorded = dist.HashStore(), []
+    boards = [board_over(store, 0, recorded.append), board_over(store, 1)]
+    for board in boards:
+        board.world_size = 2
+        board.begin(together=True)
+    boards[1].report("no memory", is_first_hand=True)
+    assert recorded == ["rank 1: no memory"]
+    for board in boards:
+        board.end()
+
+
+def test_groups_stay_whole_on_a_rank_that_leaves_by_itself(monkeypatch: pytest.MonkeyPatch):
+    """The script may catch what all ranks raise alike, and train again."""
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    store, aborted = dist.HashStore(), threading.Event()
+    boards = [board_over(store, 0, errors._ignore, aborted.set), board_over(store, 1)]
+    watches = []
+    for board in boards:
+        board.begin(together=True)
+        watches.append(board._watch)
+    boards[1].report("refused", is_first_hand=True)
+    boards[0].report("refused", is_first_hand=True)
+    for board in boards:
+        board.end()
+    for watch in watches:
+        assert watch is not None
+        watch.join(5)
+    assert not aborted.is_set()

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.engine import reduction
 from hf_pipetransformer.engine.reduction import GradientReducer
+from tests.doubles.device import DEVICE, DeviceStandIn
 
 
 NUM_PARAMETERS = 20
@@ -71,3 +72,22 @@ def test_a_bucket_does_not_wait_for_parameters_that_are_not_trained_in_this_step
         assert [parameter.grad is None for parameter in parameters] == [index in left_out for index in range(4)]
         for parameter in parameters:
             parameter.grad = None
+
+
+@pytest.mark.parametrize("used", [[0, 1], [0]], ids=["all", "one-is-missing"])
+def test_the_host_asks_the_device_only_for_gradients_that_are_missing_here(
+    launched: list[int], used: list[int]
+) -> None:
+    stand_in = DeviceStandIn()
+    with stand_in.active():
+        parameters = [nn.Parameter(torch.ones(1, device=DEVICE)) for _ in range(2)]
+        reducer = GradientReducer(parameters, object(), 1.0, "replicas")
+        for _ in range(2):
+            step(reducer, [parameters[i] for i in used])
+            stand_in.taken()
+            reducer.finish()
+            assert len(stand_in.taken()) == (len(used) < 2)
+            assert [parameter.grad is not None for parameter in parameters] == [i in used for i in range(2)]
+            for parameter in parameters:
+                parameter.grad = None
+    assert not stand_in.mixtures

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from hf_pipetransformer.cache.chain import PrefixWatch
-from hf_pipetransformer.comm.staging import CopyStream, pinned
+from hf_pipetransformer.comm.staging import CopyStream, KnownMask, pinned
+from hf_pipetransformer.data.batches import take_rows
 from hf_pipetransformer.trainer_compat import SelfFilteringLoss
 from tests.doubles.device import DEVICE, DeviceStandIn
 
@@ -81,3 +83,63 @@ def test_a_copy_to_the_host_is_begun_and_not_waited_for():
         arriving = CopyStream(DEVICE).to_host(there)
     assert not stand_in.waits
     assert arriving.on_host().tolist() == [0, 2, 4, 6]
+
+
+_SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 30,
+}
+_MASKED = {
+    "bert": BertConfig(**_SMALL),
+    "llama": LlamaConfig(**_SMALL),
+    # Its layers see the last four tokens only.
+    "mistral": MistralConfig(**_SMALL, num_key_value_heads=2, sliding_window=4),
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=30),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("hides", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", _MASKED)
+def test_a_mask_that_the_host_knows_is_not_read_from_the_device(name: str, hides: bool, attention: str):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(_MASKED[name], attn_implementation=attention).train()
+    model.config.use_cache = False  # As Trainer sets it.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    tokens = torch.randint(2, 30, (2, 6))
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[0, 4:] = 0 if hides else 1
+    expected = model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    expected.sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    stand_in = DeviceStandIn()
+    with stand_in.active():
+        known = KnownMask.of(mask.to(DEVICE, non_blocking=True), mask)
+        found = model.to(DEVICE)(input_ids=tokens.to(DEVICE, non_blocking=True), attention_mask=known)
+        assert not [wait for wait in stand_in.waits if "masking_utils" in wait], stand_in.waits
+        assert type(found.last_hidden_state) is torch.Tensor
+        found.last_hidden_state.sum().backward()
+    assert torch.equal(found.last_hidden_state, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+
+
+def test_a_mask_answers_for_itself_only():
+    """What is cut out of it, or what it became, is read."""
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    known = KnownMask.of(mask.clone(), mask)
+    assert not known.all() and not known.to(torch.bool).all() and known.to(torch.bool).sum() == 7
+    assert known[:, :3].all() and type(known[:, :3]) is torch.Tensor and (known + 1).all()
+    assert torch.equal(known.all(dim=1), mask.all(dim=1)) and torch.equal(known[[1, 1]].all(), torch.tensor(True))
+    assert known[:, -4:].to(torch.bool).sum() == 7
+    assert take_rows({"mask": known}, torch.tensor([1]))["mask"].all()
+    assert not take_rows({"mask": known}, torch.tensor([1, 0]))["mask"].all()
+    known[0, 3] = 1
+    assert known.all()

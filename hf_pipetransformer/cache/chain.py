@@ -11,7 +11,7 @@ import transformers
 import xxhash
 
 from hf_pipetransformer.comm.staging import Arriving, CopyStream, is_apart
-from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
+from hf_pipetransformer.comm.transfers import ObjectSender, all_gather_trees, digest_of, recv_object
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.runtime.stage import Stage
@@ -139,6 +139,8 @@ def _middle(tensor: torch.Tensor) -> torch.Tensor:
 NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version")
 """Config entries that do not affect activations."""
 
+_TELLING = "telling the other stages of this pipeline if frozen weights have changed"
+
 
 class FrozenWeights:
     """Digests and keys of the weights below a layout's cached entry. Collective: create on every rank of a pipeline.
@@ -156,21 +158,38 @@ class FrozenWeights:
         own = [block for block in here if block in below_entry and block not in known]
         found = block_digests(tensors, blocks_of, own)
         self._groups = stage.groups
+        self._watching = layout.ranks_of(below_entry)
+        self._sender = ObjectSender(stage.settings.timeout, _TELLING)
         self.digests = {block: digest for block, digest in known.items() if block in below_entry}
         """Digests by block, other stages' blocks included; none for blocks above the entry, which nobody watches."""
-        for answer in self._from_all({str(block): digest for block, digest in found.items()}):
+        told = {str(block): digest for block, digest in found.items()}
+        for answer in all_gather_trees(told, stage.groups.pipeline_control, stage.groups.pipeline_size):
             self.digests.update({int(block): digest for block, digest in answer.items()})
         self.keys = chain_keys(self.digests, layout.cache_level, _context(model, args))
         """By number of blocks, a key for everything that affects their output."""
+        is_watched = stage.groups.position in self._watching
         watched = [p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry]
-        self._watch = PrefixWatch(watched)
+        self._watch = PrefixWatch(watched if is_watched else [])
 
     def have_changed(self, at_once: bool) -> bool:
-        """Return True if they changed on any rank of the pipeline; see `PrefixWatch.has_changed`. Collective."""
-        return any(self._from_all(int(self._watch.has_changed(at_once))))
+        """Return True if they changed on any rank of the pipeline; see `PrefixWatch.has_changed`.
 
-    def _from_all(self, own: Any) -> list[Any]:
-        return all_gather_trees(own, self._groups.pipeline_control, self._groups.pipeline_size)
+        Collective: call on every rank of the pipeline. The ranks that hold them tell the others. Usually that is the
+        first rank alone, which then waits for nobody.
+        """
+        groups, changed = self._groups, self._watch.has_changed(at_once)
+        if groups.pipeline_size == 1:
+            return changed
+        self._sender.flush()
+        if groups.position in self._watching:
+            others = [rank for position, rank in enumerate(groups.pipeline_ranks) if position != groups.position]
+            self._sender.isend(changed, others, groups.pipeline_control)
+        for position in self._watching:
+            if position != groups.position:
+                changed |= recv_object(groups.pipeline_ranks[position], groups.pipeline_control, _TELLING)
+        if changed or at_once:
+            self._sender.flush()  # This object may be dropped now.
+        return changed
 
 
 def _context(model: Any, args: PipeTransformerArguments) -> str:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +33,9 @@ _TOLD_SECONDS = 1.5
 
 _STORE_SECONDS = 4.2
 """Limit of all store calls of a report. With `_Watch.stop` added, a rank ends within five seconds of its error."""
+
+_LEAVE_SECONDS = 4.0
+"""Time that a rank has to leave by itself, once the cause is known, before its communicators are aborted."""
 
 
 class PipelineError(RuntimeError):
@@ -103,14 +107,34 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0]
 
 
+def _ignore(*_: Any) -> None:
+    pass
+
+
 class FaultBoard:
-    """Board where the first rank that fails posts its cause. Collective: construct on every rank."""
+    """Board where the first rank that fails posts its cause. Collective: construct on every rank.
+
+    A thread reads the board, because a host that waits for its device does not notice that another rank has failed.
+
+    Args:
+        record: takes down the first cause if another rank posted it; called by that thread.
+        abort: makes waits for the device end. Called by that thread, after `record`, on a rank that does not leave
+            by itself.
+    """
 
     _num_made = 0
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        record: Callable[[str], None] = _ignore,
+        abort: Callable[[], None] = _ignore,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._record = record
+        self._abort = abort
         self._watch: _Watch | None = None
         # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
         FaultBoard._num_made += 1
@@ -132,7 +156,7 @@ class FaultBoard:
         """
         self._num_begun += together
         if together and self._stores and self._watch is None:
-            self._watch = _Watch(self.rank, self._keys, self._stores[1])
+            self._watch = _Watch(self.rank, self._keys, self._stores[1], self._record, self._abort)
             self._watch.start()
 
     def end(self) -> None:
@@ -195,9 +219,11 @@ class FaultBoard:
 
 
 class _Watch(threading.Thread):
-    """Thread that sends this rank's heartbeat and remembers the first cause, in case the store disappears."""
+    """Thread that sends this rank's heartbeat until it reads the first cause; the store may disappear afterwards."""
 
-    def __init__(self, rank: int, keys: str, store: Any) -> None:
+    def __init__(
+        self, rank: int, keys: str, store: Any, record: Callable[[str], None], abort: Callable[[], None]
+    ) -> None:
         super().__init__(name="pipetransformer-faults", daemon=True)
         self.cause: str | None = None
         self.cause_key = f"{keys}/cause"
@@ -205,6 +231,8 @@ class _Watch(threading.Thread):
         self._rank = rank
         self._keys = keys
         self._store = store
+        self._record = record
+        self._abort = abort
         self._ended = threading.Event()
         self._last_answer = time.monotonic()
 
@@ -213,21 +241,26 @@ class _Watch(threading.Thread):
         return time.monotonic() - self._last_answer > _SILENT_SECONDS
 
     def run(self) -> None:
+        with suppress(RuntimeError):  # The store is gone; `report` deals with that.
+            self._beat()
+        if self.cause is not None and not self._ended.wait(_LEAVE_SECONDS):
+            self._abort()
+
+    def _beat(self) -> None:
         beat = 0
-        try:
-            while not self._ended.wait(_BEAT_SECONDS):
-                beat += 1
-                self._store.set(f"{self._keys}/alive/{self._rank}", str(beat))
-                is_posted = self._store.check([self.cause_key])
-                self._last_answer = time.monotonic()
-                if self.cause is None and is_posted:
-                    self.cause = str(self._store.get(self.cause_key).decode())
-                    if not self.is_author:
-                        # A launcher may end this process before its own error says so.
-                        logger.error(f"The run ends on rank {self._rank}. First cause: {self.cause}")
-                    self._store.set(f"{self._keys}/told/{self._rank}", "")
-        except RuntimeError:
-            pass  # The store is gone; `report` deals with that.
+        while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
+            beat += 1
+            self._store.set(f"{self._keys}/alive/{self._rank}", str(beat))
+            is_posted = self._store.check([self.cause_key])
+            self._last_answer = time.monotonic()
+            if is_posted:
+                self.cause = str(self._store.get(self.cause_key).decode())
+                if not self.is_author:
+                    # Before this rank says that it knows: then the failed rank ends, and a launcher may end this
+                    # process before its own error says so.
+                    logger.error(f"The run ends on rank {self._rank}. First cause: {self.cause}")
+                    self._record(self.cause)
+                self._store.set(f"{self._keys}/told/{self._rank}", "")
 
     def stop(self) -> None:
         """End the thread, or abandon it if it hangs in a store call."""

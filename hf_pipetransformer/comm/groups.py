@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,11 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import complete, receiving, sending
+
+
+_OPEN_FILES = 4096
+_OPEN_FILES_OF_A_RANK = 8
+"""gloo opens a socket per other member and group: for all ranks together, then for the replicas of each K."""
 
 
 class GroupMaker:
@@ -26,6 +33,7 @@ class GroupMaker:
         self.control: Any = None
         self.made: list[Any] = []
         if self.is_distributed:
+            _allow_open_files(_OPEN_FILES + _OPEN_FILES_OF_A_RANK * dist.get_world_size())
             self.control = dist.new_group(timeout=self.timeout, backend="gloo")
             self.made = [dist.group.WORLD, self.control]
             # Transfers in the world group need its communicator, which only all ranks together can make.
@@ -36,6 +44,9 @@ class GroupMaker:
         if not parts or not self.is_distributed:
             return None
         own = next((list(part) for part in parts if self.rank in part), None)
+        if backend is None and own is not None and self._uses_nccl():
+            # A communicator allocates past torch's allocator, which may hold all of the memory.
+            torch.cuda.empty_cache()
         self._level()
         world: Any = dist.group.WORLD
         group = None
@@ -60,6 +71,15 @@ class GroupMaker:
         transfer = sending(token, destination, group) if self.rank == source else receiving(token, source, group)
         complete([transfer], self.timeout.total_seconds(), what)
         synchronize(self.device)
+
+    def abort(self) -> None:
+        """Abort all NCCL communicators: what is under way on the device ends, and later calls raise. Any thread may.
+
+        One thread each, because an abort frees memory, which waits for the kernels of the other communicators.
+        """
+        for group in self.made:
+            if "nccl" in dist.get_backend(group):
+                threading.Thread(target=group.abort, daemon=True).start()
 
     @property
     def device(self) -> torch.device:
@@ -93,3 +113,11 @@ class GroupMaker:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit of open files to `count`, or as far as it may; it is 1024 on most systems."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,4 +1,4 @@
-"""Asynchronous copies between host and device: pinned memory, and a copy stream next to the computation."""
+"""Asynchronous copies between host and device, and masks of which the host needs no copy back."""
 
 from __future__ import annotations
 
@@ -96,3 +96,53 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+class KnownMask(torch.Tensor):
+    """Attention mask on the device that the host knows too.
+
+    Each forward of transformers asks if a mask hides anything (`all`, or `sum` compared with its size). On a later
+    stage the host would wait for the stages below; this tensor answers from the batch that was copied.
+    """
+
+    on_host: torch.Tensor
+    """The same mask, in any shape and dtype."""
+    known_version: int
+
+    @staticmethod
+    def of(mask: torch.Tensor, on_host: torch.Tensor) -> KnownMask:
+        with torch._C.DisableTorchFunctionSubclass():
+            known = mask.as_subclass(KnownMask)
+            known.on_host, known.known_version = on_host, mask._version
+        return known
+
+    def rows(self, rows: torch.Tensor, there: torch.Tensor) -> KnownMask:
+        """Return the samples at the positions `rows`, which are on the device in `there`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return KnownMask.of(self[there], self.on_host[rows])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            mask = args[0] if args else None
+            if not isinstance(mask, cls) or mask._version != mask.known_version:
+                return function(*args, **kwargs)
+            if len(args) == 1 and not kwargs:
+                if function is torch.Tensor.all:
+                    return mask.on_host.all()
+                if function is torch.Tensor.sum and mask.dtype == torch.bool:
+                    return mask.on_host.count_nonzero()
+            result = function(*args, **kwargs)
+            # A slice of all entries has all of them; other indices could repeat some.
+            is_slice = function is torch.Tensor.__getitem__ and all(isinstance(i, slice) for i in _as_tuple(args[1]))
+            if (is_slice or function in _KEEPS_ENTRIES) and result.numel() == mask.numel():
+                return cls.of(result, mask.on_host)
+            return result
+
+
+_KEEPS_ENTRIES = (torch.Tensor.to, torch.Tensor.bool, torch.Tensor.view, torch.Tensor.reshape)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, product
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,7 +35,8 @@ class PipelineGroups:
 
     Replica groups are None with one replica, pipeline groups are None with K = 1. `*_control` groups use gloo, the
     others the training backend. `links` maps `(stage, direction)`, direction "forward" or "backward", to the group of
-    the two ranks that own `stage` and `stage + 1`; no entry if this rank owns both or neither.
+    the two ranks that own `stage` and `stage + 1`; no entry if this rank owns both or neither. All links from one rank
+    to another share a group.
     """
 
     pipeline_size: int
@@ -95,6 +96,8 @@ class Topology:
         self._places: dict[int, PipelineGroups] = {}
         self._groups: dict[Placement, PipelineGroups] = {}
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
+        self._ways: dict[tuple[int, int], Any] = {}
+        """Groups of two ranks for messages from the first to the second; None for those of other ranks."""
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
         names = [host for host, _ in hosts]
@@ -122,6 +125,10 @@ class Topology:
         set_present_limit(seconds)
         for group in self._maker.made:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def abort(self) -> None:
+        """End waits for the device that depend on other ranks, with an error; no group can be used afterwards."""
+        self._maker.abort()
 
     def check_pipeline_size(self, pipeline_size: int) -> None:
         """Reject a pipeline length that leaves ranks idle or spans nodes.
@@ -164,7 +171,8 @@ class Topology:
             pipelines = range(0, self.world_size, pipeline_size)
             members = [[first + position for position in positions] for first in pipelines]
             over_replicas = self._maker.make([sorted(rank for part in members for rank in part)])
-            self._shared_groups[key] = (over_replicas, self._maker.make(members))
+            here = self._maker.make(members) if len(members) > 1 else over_replicas
+            self._shared_groups[key] = (over_replicas, here)
         return self._shared_groups[key]
 
     def gather(self, value: Any) -> list[Any]:
@@ -268,6 +276,10 @@ class Topology:
         pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
         holders = [range(first, self.world_size, pipeline_size) for first in range(pipeline_size)]
         make = self._maker.make
+        replica_control = None
+        if len(pipelines) > 1:
+            # A gloo group costs each rank a socket per member, so all ranks share one.
+            replica_control = make(holders, "gloo") if pipeline_size > 1 else self.control
         return PipelineGroups(
             pipeline_size=pipeline_size,
             num_replicas=len(pipelines),
@@ -278,27 +290,32 @@ class Topology:
             pipeline_group=make(pipelines) if pipeline_size > 1 else None,
             pipeline_control=make(pipelines, "gloo") if pipeline_size > 1 else None,
             replica_group=make(holders) if len(pipelines) > 1 else None,
-            replica_control=make(holders, "gloo") if len(pipelines) > 1 else None,
+            replica_control=replica_control,
         )
 
     def _make_links(self, placement: Placement) -> dict[tuple[int, str], Any]:
-        """Make this rank's links, at most one per round, so no rank waits for one that is itself waiting."""
+        """Make the groups that no earlier placement has made, at most one of this rank's per round.
+
+        So no rank waits for one that is itself waiting. Two ranks have one group for each way that messages travel,
+        whatever boundaries they cross: a group per boundary would cost a communicator each. This needs tables whose
+        messages between two ranks are sent and received in one order.
+        """
         links: dict[tuple[int, str], Any] = {}
         firsts = range(0, self.world_size, placement.pipeline_size)
         for boundaries in placement.rounds():
-            pairs = [
-                (lower, first + placement.rank_of(lower), first + placement.rank_of(lower + 1))
-                for first in firsts
-                for lower in boundaries
-            ]
-            own = next((pair for pair in pairs if self.rank in pair[1:]), None)
             for direction in ("forward", "backward"):
-                group = self._maker.make([sorted(pair[1:]) for pair in pairs])
+                ways: dict[tuple[int, int], int] = {}
+                for first, lower in product(firsts, boundaries):
+                    below, above = first + placement.rank_of(lower), first + placement.rank_of(lower + 1)
+                    ways[(below, above) if direction == "forward" else (above, below)] = lower
+                new = [way for way in ways if way not in self._ways]
+                group = self._maker.make([sorted(way) for way in new])
+                self._ways |= {way: group if self.rank in way else None for way in new}
+                own = next((way for way in ways if self.rank in way), None)
                 if own is not None:
-                    lower, below, above = own
-                    links[lower, direction] = group
-                    source, destination = (below, above) if direction == "forward" else (above, below)
-                    self._maker.rehearse(group, source, destination)
+                    links[ways[own], direction] = self._ways[own]
+                    if own in new:
+                        self._maker.rehearse(group, *own)
         return links
 
 

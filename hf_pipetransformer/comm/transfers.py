@@ -288,6 +288,10 @@ def in_rounds(sizes: Sequence[int], limit: int | None = None) -> list[range]:
     return [*rounds, range(start, len(sizes))] if sizes else []
 
 
+_connected: set[tuple[int, bool]] = set()
+"""Ranks that this one has sent device tensors to, or received from, over the world group."""
+
+
 def carry(parcels: Sequence[Parcel], control: Any, timeout: float) -> None:
     """Run this rank's transfers of one round; messages between two ranks match by order.
 
@@ -300,12 +304,25 @@ def carry(parcels: Sequence[Parcel], control: Any, timeout: float) -> None:
     works: list[tuple[Any, Parcel]] = []
     for group, is_cpu in ((control, True), (None, False)):
         part = [parcel for parcel in parcels if parcel.tensor.is_cpu == is_cpu and parcel.tensor.numel()]
+        if part and not is_cpu:
+            _make_room(part)
         if part:
             started = guarded(partial(_start, part, group), f"moving {part[0].what}")
             # NCCL returns one handle for the whole batch.
             works += zip(started, part, strict=len(started) == len(part))
     for work, parcel in works:
         wait_for(work, timeout if parcel.tensor.is_cpu else None, f"moving {parcel.what}")
+
+
+def _make_room(parcels: Sequence[Parcel]) -> None:
+    """Give the memory that torch holds unused back to the device if a pair of ranks is about to be connected.
+
+    A connection allocates its buffers past torch's allocator.
+    """
+    ways = {(parcel.peer, parcel.is_leaving) for parcel in parcels}
+    if not ways <= _connected:
+        torch.cuda.empty_cache()
+        _connected.update(ways)
 
 
 def _start(parcels: Sequence[Parcel], group: Any) -> list[Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hf_pipetransformer.comm.staging import KnownMask
+
 
 _SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
     f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden")
@@ -137,7 +139,8 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
         if not _has_samples(value, size):
             return value
         if isinstance(value, torch.Tensor):
-            return value[rows.to(value.device, non_blocking=True)]
+            there = rows.to(value.device, non_blocking=True)
+            return value.rows(rows, there) if isinstance(value, KnownMask) else value[there]
         return [value[int(row)] for row in rows]
 
     return {key: taken(value) for key, value in inputs.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class _Bucket:
         pieces = self._flat[:total].split(self._sizes)
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.flags = self._flat[total:]
-        self._own_flags = host_buffer(self.flags)
+        self.is_complete = False
+        """True if this rank had all gradients, so that it needs no flags of the others."""
 
     @property
     def is_full(self) -> bool:
@@ -87,10 +89,13 @@ class _Bucket:
         return self.num_ready == self._num_awaited
 
     def launch(self, group: Any, what: str) -> None:
-        flags = [0.0 if parameter.grad is None else 1.0 for parameter in self.parameters]
-        # This copy is asynchronous; `GradientReducer.finish` synchronizes before the next step overwrites the source.
-        self._own_flags.copy_(torch.tensor(flags))
-        self.flags.copy_(self._own_flags, non_blocking=True)
+        flags = torch.tensor([0.0 if parameter.grad is None else 1.0 for parameter in self.parameters])
+        self.is_complete = bool(flags.all())
+        if self.is_complete:
+            self.flags.fill_(1.0)
+        else:
+            # A new buffer: the asynchronous copy of the step before may still read an old one.
+            self.flags.copy_(host_buffer(self.flags).copy_(flags), non_blocking=True)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -103,9 +108,12 @@ class _Bucket:
         wait_for(self.work, timeout if self._flat.is_cpu else None, what)
         self.work, self.num_ready, self._num_awaited = None, 0, None
 
-    def hand_out(self, used: Sequence[float]) -> None:
-        """Set `.grad` to views of the buffer. A parameter that had no gradient on any replica keeps None."""
-        for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
+    def hand_out(self, used: Sequence[float] | None) -> None:
+        """Set `.grad` to views of the buffer. A parameter that had no gradient on any replica keeps None.
+
+        `used` counts the replicas with a gradient, by parameter; None: each had one here.
+        """
+        for parameter, view, count in zip(self.parameters, self.views, used or repeat(1.0), strict=used is not None):
             parameter.grad = view if count else None
 
 
@@ -143,7 +151,8 @@ class GradientReducer:
     def finish(self, shared: Sequence[SharedParameter] = ()) -> None:
         """Launch the remaining buckets, wait for all, and set `.grad` to the sums.
 
-        Collective: call on every rank, with `shared` in the same order. Synchronizes with the device once.
+        Collective: call on every rank, with `shared` in the same order. Synchronizes with the device only if a
+        gradient is missing on this rank, to learn if another has it.
         """
         self._final.clear()
         while self._next < len(self.buckets):
@@ -151,15 +160,15 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.wait(self.timeout, self.what)
         self._next = 0
+        missing = [entry.is_owner and entry.parameter.grad is None for entry in shared]
         sums = [entry.reduced() for entry in shared]
-        if not self.buckets and not sums:
-            return
-        flags = [*(bucket.flags for bucket in self.buckets), *(flat[-1:] for flat in sums)]
-        used = iter(_read(flags))
+        unknown = [bucket.flags for bucket in self.buckets if not bucket.is_complete]
+        unknown += [flat[-1:] for flat, is_missing in zip(sums, missing, strict=True) if is_missing]
+        used = iter(_read(unknown) if unknown else [])
         for bucket in self.buckets:
-            bucket.hand_out(next(used))
-        for entry, flat in zip(shared, sums, strict=True):
-            entry.take(flat, bool(next(used)[0]))
+            bucket.hand_out(None if bucket.is_complete else next(used))
+        for entry, flat, is_missing in zip(shared, sums, missing, strict=True):
+            entry.take(flat, is_used=not is_missing or bool(next(used)[0]))
 
     def remove(self) -> None:
         for hook in self._hooks:

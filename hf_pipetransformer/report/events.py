@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 EVENTS_FILE = "pipetransformer_events.jsonl"
 KINDS = ("run", "freeze", "transition", "profile", "cache", "checkpoint", "fault", "end")
 
+# A fault of another rank is written by the thread that learns of it, while the main thread may write too.
+_WRITING = threading.Lock()
+
 
 class EventLog:
     """Writer of `<output_dir>/pipetransformer_events.jsonl`; writes nothing if `output_dir` is None."""
@@ -31,11 +35,12 @@ class EventLog:
         assert event in KINDS, event
         if self.path is None:
             return
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
         line = {"event": event, "step": step, "epoch": epoch, "time_s": round(time.time() - self._start, 3), **fields}
-        _finish_last_line(self.path)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with _WRITING:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            _finish_last_line(self.path)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def _finish_last_line(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +14,13 @@ from transformers import Trainer
 from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, PipelineError, is_second_hand
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.stage import Stage
+
+
+# Not of a trainer, which may be pickled.
+_RECORDING = threading.Lock()
 
 
 @dataclass
@@ -53,8 +59,9 @@ class CollectiveTimeouts:
         self.step_seconds = step_seconds
         self.rest_seconds = rest_seconds
         self.is_resting = True
-        self._board = FaultBoard(topology.rank, topology.world_size)
+        self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort)
         self._depth = 0
+        self._is_recorded = False
 
     def rest(self) -> None:
         """Switch to the long timeout before saving, evaluating, a callback or compilation. Call on every rank."""
@@ -78,6 +85,7 @@ class CollectiveTimeouts:
         """
         self._depth += 1
         if self._depth == 1:
+            self._is_recorded = False
             self._board.begin(together)
             self.rest()
         try:
@@ -99,10 +107,21 @@ class CollectiveTimeouts:
         text = " ".join([first_line, *getattr(error, "__notes__", [])])
         second_hand = is_second_hand(error)
         cause = self._board.report(text, is_first_hand=not second_hand)
-        is_short |= torch.OutOfMemoryError.__name__ in cause
-        self.journal.write("fault", cause=cause, out_of_memory=is_short, **self.journal.tried)
+        self._record(cause, is_short)
         if second_hand:
             raise PipelineError(f"The run ended on rank {self.topology.rank}. First cause: {cause}") from error
+
+    def _record(self, cause: str, is_short: bool = False) -> None:
+        """Write the fault event, once: this thread or the board's, which goes on while this one waits for a device."""
+        with _RECORDING:
+            if self._is_recorded:
+                return
+            self._is_recorded = True
+            is_short |= torch.OutOfMemoryError.__name__ in cause
+            try:
+                self.journal.write("fault", cause=cause, out_of_memory=is_short, **self.journal.tried)
+            except OSError as error:
+                logger.error(f"The events file cannot take the fault {cause!r}: {error}")
 
 
 class Seeds:

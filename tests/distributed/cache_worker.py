@@ -264,6 +264,17 @@ def weights_change_after_the_fetch_of_images(scenario: Scenario) -> None:
     scenario.both(lambda: Setting(REPLICAS, "vit", callbacks=[At(DISTURBED_AT, scale_in_place, before=True)]))
 
 
+def weights_change_on_the_later_stage(scenario: Scenario) -> None:
+    """Blocks of both stages lie below the cached entry; the first one reads, and did not see the change."""
+
+    def scale(model: Any, **_kwargs: Any) -> None:
+        if RANK == 1:
+            scale_in_place(model)
+
+    options = {"freeze_at": "2:4"}
+    scenario.both(lambda: Setting(options, callbacks=[At(DISTURBED_AT, scale, before=True)]))
+
+
 def weights_change_within_an_accumulation(scenario: Scenario) -> None:
     """Both batches of the step are read by then."""
     options = {"gradient_accumulation_steps": 2, "freeze_at": "1:1,2:2"}
@@ -570,6 +581,7 @@ PAIRED = [
     weights_change_behind_autograd,
     weights_change_after_the_fetch,
     weights_change_after_the_fetch_of_images,
+    weights_change_on_the_later_stage,
     weights_change_within_an_accumulation,
     evaluated_with_other_weights,
     resumed_with_other_weights,

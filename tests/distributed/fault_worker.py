@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.runtime import gathering
 from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
@@ -94,6 +96,14 @@ def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError(f"{PLANTED}\nof the allocator's own words")
 
 
+def wait_for_device() -> None:
+    """As on NCCL, where such a wait ends only with the communicators."""
+    aborted = threading.Event()
+    GroupMaker.abort = lambda _maker: aborted.set()
+    aborted.wait()
+    raise RuntimeError("NCCL communicator was aborted")
+
+
 def go_on() -> None:
     pass
 
@@ -127,6 +137,11 @@ FAULTS: dict[str, dict[str, Any]] = {
     "silent": {"happening": fall_silent},
     "exception": {"happening": fail},
     "out_of_memory": {"happening": run_out_of_memory},
+    "out_of_memory_unnoticed": {
+        "happening": run_out_of_memory,
+        "happens_at": 1,
+        "elsewhere": {"happening": wait_for_device},
+    },
     # Rank 0 alone writes the model.
     "slow": {
         "everywhere": True,
@@ -167,7 +182,7 @@ def train_with(
     """Train with one of `FAULTS` on a rank."""
     what = FAULTS[fault]
     if rank != RANK and not what.get("everywhere"):
-        what = {}
+        what = what.get("elsewhere", {})
     settings = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -191,7 +206,7 @@ def train_with(
         processing_class=what.get("processing_class"),
     )
     trainer.happening = what.get("happening", go_on)
-    trainer.happens_at = 1 if schedule == "async_1f1b" else 2
+    trainer.happens_at = 1 if schedule == "async_1f1b" else what.get("happens_at", 2)
     if what.get("fails_to_move") and rank == RANK:
         original = gathering.collect_parameters
         gathering.collect_parameters = lambda *args: fail() if args[-1].names else original(*args)

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -24,14 +25,22 @@ FREEZE_AT = "2:1,12:2"
 
 
 class NoteSteps(TrainerCallback):
-    """The calls of each step: from the fetch of its batches up to the fetch of the next step's."""
+    """The calls of each step, up to the end of its update: waits for the device, and gathers over ranks."""
 
     def __init__(self, watched: DeviceStandIn | RealDevice) -> None:
         self.watched = watched
         self.steps: dict[int, list[str]] = {}
+        self.num_gathers: dict[int, int] = {}
+        self._gather, self._num_gathered = dist.all_gather, 0
+        dist.all_gather = self._counted
+
+    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_gathered += 1
+        return self._gather(*args, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps[state.global_step - 1] = self.watched.taken()
+        self.num_gathers[state.global_step - 1], self._num_gathered = self._num_gathered, 0
 
 
 @scenario
@@ -79,6 +88,7 @@ def waits(
     trainer.end()
     return {
         "steps": noted.steps,
+        "num_gathers": noted.num_gathers,
         "mixtures": watched.mixtures,
         "transitions": [event["step"] for event in cache if event["event"] == "transition"],
         "cache": [event for event in cache if event["event"] == "cache"],

@@ -182,6 +182,12 @@ def test_weights_change_after_the_fetch_of_images(outcome: Outcome):
     assert warnings_of(outcome, "with", "changed from outside")
 
 
+def test_weights_change_on_the_later_stage(outcome: Outcome):
+    assert_equal_runs(outcome)
+    assert_served(outcome)
+    assert warnings_of(outcome, "with", "changed from outside")
+
+
 def test_weights_change_within_an_accumulation(outcome: Outcome):
     assert_equal_runs(outcome)
     assert_served(outcome)

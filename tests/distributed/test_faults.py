@@ -118,8 +118,10 @@ def test_a_fault_amid_steps_without_a_flush_ends_all(tmp_path: Path, fault: str,
     assert re.search(rf"\brank {rank}\b", result.outputs[1 - rank])
 
 
-def test_a_rank_out_of_memory_ends_all_with_the_options_to_set(tmp_path: Path):
-    result = run_with_fault("out_of_memory", tmp_path)
+@pytest.mark.parametrize("fault", ["out_of_memory", "out_of_memory_unnoticed"])
+def test_a_rank_out_of_memory_ends_all_with_the_options_to_set(tmp_path: Path, fault: str):
+    """Also if rank 0, which writes the event, waits for its device meanwhile."""
+    result = run_with_fault(fault, tmp_path)
     assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
     cause = (
         rf"OutOfMemoryError: {PLANTED} .*pipeline_parallel_size.*pipeline_compression='memory'.*pipeline_checkpoint"

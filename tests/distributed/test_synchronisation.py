@@ -1,4 +1,4 @@
-"""A step waits for the device at most twice, whatever it freezes, stores, reads or reduces."""
+"""A step never waits for the device, whatever it freezes, stores, reads or reduces, nor for all ranks at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 
 from hf_pipetransformer.engine.timing import WARMUP_STEPS
 from tests.distributed.scenarios import run
-from tests.distributed.sync_worker import waits
+from tests.distributed.sync_worker import EPOCHS, waits
 
 
-MAX_WAITS = 2
-# transformers looks in each forward whether a mask hides anything at all, with Trainer as with us.
-MODELS_OWN = " at transformers/masking_utils.py:"
+# Of a GPU, torch tells of copies that the stand-in takes for asynchronous.
+MAX_WAITS_OF_A_GPU = 2
 pytestmark = pytest.mark.distributed
 
 
@@ -27,11 +26,7 @@ def reports(folder: Path, num_processes: int, **options: Any) -> list[dict[str, 
 def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, list[str]]:
     """Those after the warm-up of their layout; a step that follows a transition brings its own to the device."""
     warm = {begin + offset for begin in [0, *transitions] for offset in range(WARMUP_STEPS)}
-    return {
-        int(step): [wait for wait in waits if MODELS_OWN not in wait]
-        for step, waits in report["steps"].items()
-        if int(step) not in warm
-    }
+    return {int(step): waits for step, waits in report["steps"].items() if int(step) not in warm}
 
 
 @pytest.mark.parametrize(
@@ -44,13 +39,17 @@ def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, li
         pytest.param(2, 4, "vit", {"batches": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_waits_for_the_device_at_most_twice(
+def test_a_step_does_not_wait_for_the_device(
     tmp_path: Path, num_stages: int, num_processes: int, model: str, options: dict[str, Any]
 ):
     found = reports(tmp_path, num_processes, num_stages=num_stages, model=model, **options)
     epochs = [event for event in found[0]["cache"] if event["what"] == "epoch"]
     assert sum(event["written"] for event in epochs) and sum(event["hits"] for event in epochs)
     check(found)
+    for report in found:
+        # Nor for all the others at once, which would hold the first stage until the last one has finished a batch.
+        gathers = [report["num_gathers"][str(step)] for step in steady_steps(report, found[0]["transitions"])]
+        assert min(gathers) == 0 and sum(map(bool, gathers)) <= EPOCHS, gathers
 
 
 @pytest.mark.slow
@@ -63,10 +62,10 @@ def test_a_step_without_a_flush_waits_no_more(tmp_path: Path, num_processes: int
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, found none")
 @pytest.mark.parametrize("model", ["vit", "bert_masked"])
 def test_a_step_waits_for_a_gpu_at_most_twice(tmp_path: Path, model: str):
-    check(reports(tmp_path, 1, num_stages=1, model=model, batches=2, cuda=True))
+    check(reports(tmp_path, 1, num_stages=1, model=model, batches=2, cuda=True), MAX_WAITS_OF_A_GPU)
 
 
-def check(found: list[dict[str, Any]]) -> None:
+def check(found: list[dict[str, Any]], most: int = 0) -> None:
     transitions = found[0]["transitions"]
     assert transitions
     for rank, report in enumerate(found):
@@ -74,6 +73,6 @@ def check(found: list[dict[str, Any]]) -> None:
         steps = steady_steps(report, transitions)
         assert len(steps) > len(report["steps"]) / 2
         worst = max(steps, key=lambda step: len(steps[step]))
-        assert len(steps[worst]) <= MAX_WAITS, "\n".join(
+        assert len(steps[worst]) <= most, "\n".join(
             [f"rank {rank} waits {len(steps[worst])} times in step {worst}:", *steps[worst]]
         )
