@@ -237,8 +237,15 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
 
     Raises:
         ModelSettingError: LayerDrop, batch norms, or outputs of all layers, which work in Trainer.
-        ValueError: device_map, a quantized model, or an optimizer that cannot be split.
+        ValueError: device_map, a distributed_config, a quantized model, or an optimizer that cannot be split.
     """
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        sizes = model.config.distributed_config
+        raise ValueError(
+            f"The model was loaded with distributed_config (pp_size={sizes.pp_size}, tp_size={sizes.tp_size}, "
+            f"fsdp_size={sizes.fsdp_size}), so each rank has a part of it already; load it without distributed_config "
+            "and tp_plan, stages are placed by the pipeline."
+        )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if getattr(model, "is_quantized", False):
