@@ -335,7 +335,8 @@ def check_stages(model_name: str, precision: str, schedule: str, folder: Path, d
     trainer.train()
     staged = Staged.num - before
     assert bool(staged) == (backend == "gloo"), f"{staged} transfers went through host memory over {backend}"
-    return {"through host memory": staged, **check_close(losses_of(trainer), expected, device, precision)}
+    figures = {"run": [2, 1, schedule, precision], "through host memory": staged}
+    return {**figures, **check_close(losses_of(trainer), expected, device, precision)}
 
 
 def check_transition(model_name: str, folder: Path, device: str, backend: str) -> Figures:
