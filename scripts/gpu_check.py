@@ -3,10 +3,13 @@
     python scripts/gpu_check.py --output benchmarks/gpu_check.json [--device cpu]
 
 One GPU is enough for most: in one process exactness beside Trainer in fp32 and bf16, freezing, the cache with its
-pinned read-ahead, the start-up checks, peak memory; in two processes on that GPU, with gloo through host memory, two
-stages and a transition to two replicas. That part ends within 8 minutes. With two GPUs or more the same two processes
-run over NCCL, in fp16 too, and then the tests that need it. `VERIFIED_ON_NCCL` of the package is what
-`nccl.precisions` of the committed results says.
+pinned read-ahead, the start-up checks and what they refuse, FlashAttention-2 where it is installed, peak memory; in
+two and four processes on that GPU, with gloo through host memory, stages under every kind of schedule and under one
+hardware queue, tied weights, memory of groups and of micro-batches in flight, save and resume, logits, an 8-bit
+optimizer where bitsandbytes is installed, a transition to two replicas, an out-of-memory on one rank. That part ends
+within 8 minutes. With two GPUs or more (four for the checks of four processes) the same runs over NCCL, in fp16 too,
+and then the tests that need it. `VERIFIED_ON_NCCL` of the package is what `nccl.verified` of the committed results
+says.
 
 `--device cpu` runs every check of the first part without a GPU, to see that the checks themselves work.
 """
@@ -14,6 +17,7 @@ run over NCCL, in fp16 too, and then the tests that need it. `VERIFIED_ON_NCCL` 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -27,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import psutil
 import torch
 import transformers
-from gpu_checks import alone, stages
+from gpu_checks import GROUPS
 
 
 LIMIT_SECONDS = 8 * 60
@@ -59,12 +64,11 @@ def run_group(
     group: str, folder: Path, device: str, seconds: float, backend: str = "gloo", precisions: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """One group of checks in processes of their own: a result for each, also for those that were not reached."""
-    options = [group, str(folder), "--device", device, "--backend", backend]
     precisions = precisions or ("fp32", "bf16")
-    options += ["--precisions", *precisions]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if group == "stages" else []
-    changes = {"PIPETRANSFORMER_ALLOW_FP16": "1"}
-    if group == "alone" and device == "cuda":
+    options = [group, str(folder), "--device", device, "--backend", backend, "--precisions", *precisions]
+    size, changes = GROUPS[group].num_processes, {"PIPETRANSFORMER_ALLOW_FP16": "1", **GROUPS[group].environment}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
+    if size == 1 and device == "cuda":
         changes["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     log = folder / f"{group}-{backend}.log"
     with log.open("w") as file:
@@ -77,11 +81,10 @@ def run_group(
             process.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
             reason = "not reached in time"
-            os.killpg(process.pid, 9)
-            process.wait()
+            end(process)
     lines = folder / f"{group}-{backend}.jsonl"
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    names = alone(folder, device, precisions) if group == "alone" else stages(folder, device, precisions, backend)
+    names = GROUPS[group].checks(folder, device, precisions, backend)
     missing = [name for name in names if name not in {line["check"] for line in found}]
     found += [{"check": name, "passed": False, "error": reason} for name in missing]
     if not all(line["passed"] for line in found):
@@ -89,29 +92,43 @@ def run_group(
     return found
 
 
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a launch with its workers: those of torchrun are in sessions of their own."""
+    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
 def check_one_device(device: str, folder: Path) -> dict[str, Any]:
     """The part for one GPU, or for the CPU in its place."""
     start = time.monotonic()
-    results = run_group("alone", folder, device, LIMIT_SECONDS)
-    results += run_group("stages", folder, device, LIMIT_SECONDS - (time.monotonic() - start))
+    results = []
+    for group in GROUPS:
+        results += run_group(group, folder, device, LIMIT_SECONDS - (time.monotonic() - start))
     return {"machine": machine(device), "seconds": round(time.monotonic() - start, 1), "checks": results}
 
 
 def check_nccl(folder: Path) -> dict[str, Any]:
     """Two GPUs or more: the checks of two processes over NCCL, and the tests that need them, by precision."""
     start, precisions = time.monotonic(), ("fp32", "bf16", "fp16")
-    results = run_group("alone", folder, "cuda", LIMIT_SECONDS, precisions=precisions)
-    results += run_group("stages", folder, "cuda", LIMIT_SECONDS, "nccl", precisions)
-    verified = {}
+    results = []
+    for name, group in GROUPS.items():
+        if group.num_processes <= torch.cuda.device_count():
+            backend = "nccl" if group.num_processes > 1 else "gloo"
+            results += run_group(name, folder, "cuda", LIMIT_SECONDS, backend, precisions)
+    sound = set()
     for precision in precisions:
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", precision, "tests/distributed/test_gpu.py"]
         ended = subprocess.run(tests, cwd=REPOSITORY, env=environment("cuda"), timeout=NCCL_SECONDS, check=False)
         results.append({"check": f"tests, {precision}", "passed": ended.returncode == 0})
         # A transition is checked in fp32; it counts for all.
         own = [r for r in results if precision in r["check"] or r["check"].startswith("transition")]
-        verified[precision] = all(result["passed"] for result in own)
+        if all(result["passed"] for result in own):
+            sound.add(precision)
+    runs = sorted({tuple(result["run"]) for result in results if "run" in result and result["run"][-1] in sound})
     seconds = round(time.monotonic() - start, 1)
-    return {"machine": machine("cuda"), "seconds": seconds, "checks": results, "precisions": verified}
+    return {"machine": machine("cuda"), "seconds": seconds, "checks": results, "verified": runs}
 
 
 def main() -> int:

@@ -2,14 +2,15 @@
 
     gpu_checks.py GROUP FOLDER --device cuda|cpu [--precisions fp32 bf16]
 
-`alone` runs in one process; `stages` in two, and reads what plain Trainer gave from where `alone` wrote it. Each check
-gives figures, or says with an AssertionError what it found and what it expected; rank 0 adds a line to
+`alone` runs in one process; the other groups in several, and read what plain Trainer gave from where `alone` wrote it.
+Each check gives figures, or says with an AssertionError what it found and what it expected; rank 0 adds a line to
 `FOLDER/GROUP.jsonl` after each. On the CPU the same lines of code run, with other figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -19,145 +20,44 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_stage_checks
 import torch
+from gpu_runs import (
+    BATCH_SIZE,
+    FREEZING,
+    MODELS,
+    NUM_LAYERS,
+    NUM_SAMPLES,
+    TOLERANCES,
+    Figures,
+    FrozenBits,
+    bert,
+    check_close,
+    common,
+    llama,
+    losses_of,
+    ours,
+    plain,
+    plain_losses,
+    recall,
+    remember,
+    vit,
+)
+from gpu_stage_checks import Staged
 from saved_bytes import SavedBytes
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
-    set_seed,
-)
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm import transfers
-from hf_pipetransformer.comm.topology import let_group_threads_finish
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.stages import WithDevice
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
-from hf_pipetransformer.schedules.layout import Layout
-
-
-Figures = dict[str, Any]
-
-NUM_LAYERS, NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 4, 48, 16, 4
-NUM_STEPS = NUM_EPOCHS * NUM_SAMPLES // BATCH_SIZE
-FREEZE_STEP, NUM_FROZEN = 3, 2
-# Largest relative difference of a loss. A GPU sums float32 in another order; half precisions round every product.
-TOLERANCES = {("cpu", "fp32"): 1e-5, ("cuda", "fp32"): 1e-4, ("any", "bf16"): 3e-2, ("any", "fp16"): 1e-2}
-
-
-# ---- runs ----
-
-
-def bert() -> tuple[nn.Module, list[dict[str, Any]]]:
-    set_seed(0)
-    config = BertConfig(
-        vocab_size=500, hidden_size=64, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=128,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=64,
-    )  # fmt: skip
-    words = torch.randint(5, 500, (NUM_SAMPLES, 24))
-    mask = (torch.arange(24) < torch.randint(8, 25, (NUM_SAMPLES, 1))).long()
-    rows = [
-        {"input_ids": words[i] * mask[i], "attention_mask": mask[i], "labels": int(words[i, 1]) % 2}
-        for i in range(NUM_SAMPLES)
-    ]
-    return BertForSequenceClassification(config), rows
-
-
-def vit() -> tuple[nn.Module, list[dict[str, Any]]]:
-    set_seed(0)
-    config = ViTConfig(
-        image_size=16, patch_size=4, hidden_size=64, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
-        intermediate_size=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=4,
-    )  # fmt: skip
-    images, classes = torch.randn(NUM_SAMPLES, 3, 16, 16), torch.randint(0, 4, (NUM_SAMPLES,)).tolist()
-    return ViTForImageClassification(config), [
-        {"pixel_values": images[i], "labels": classes[i]} for i in range(NUM_SAMPLES)
-    ]
-
-
-MODELS = {"bert": bert, "vit": vit}
-
-
-class FreezeByHand(TrainerCallback):
-    """What a user of Trainer writes to freeze the embeddings and the first layers before a step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == FREEZE_STEP:
-            last = [f".{index}." for index in range(NUM_FROZEN, NUM_LAYERS)]
-            for name, parameter in model.named_parameters():
-                is_head = name.startswith(("classifier", "bert.pooler", "vit.layernorm"))
-                if not is_head and not any(part in name for part in last):
-                    parameter.requires_grad_(False)
-                    parameter.grad = None
-
-
-class FrozenBits(TrainerCallback):
-    """Copies of the parameters at the step of the freeze."""
-
-    def __init__(self) -> None:
-        self.before: dict[str, torch.Tensor] = {}
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == FREEZE_STEP + 1:
-            named = model.named_parameters()
-            self.before = {name: p.detach().clone() for name, p in named if not p.is_meta and not p.requires_grad}
-
-
-def common(folder: Path, device: str, precision: str, world_size: int) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "num_train_epochs": NUM_EPOCHS, "learning_rate": 1e-3, "weight_decay": 0.1,
-        "per_device_train_batch_size": BATCH_SIZE // world_size, "max_grad_norm": 0.5, "logging_steps": 1, "seed": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": device == "cpu",
-        "bf16": precision == "bf16", "fp16": precision == "fp16",
-    }  # fmt: skip
-
-
-def plain_losses(model_name: str, folder: Path, device: str, precision: str, freezes: bool = False) -> list[float]:
-    model, rows = MODELS[model_name]()
-    args = TrainingArguments(**common(folder, device, precision, 1))
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[FreezeByHand()] if freezes else None)
-    trainer.model_accepts_loss_kwargs = model_name == "vit"
-    trainer.train()
-    return losses_of(trainer)
-
-
-def ours(model_name: str, folder: Path, device: str, precision: str, **options: Any) -> PipeTransformerTrainer:
-    """A trainer that has not trained yet."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    model, rows = MODELS[model_name]()
-    options = {"freeze_policy": "none", "activation_cache": "off", "pipeline_timeout": 60, **options}
-    args = PipeTransformerArguments(**common(folder, device, precision, world_size), **options)
-    return PipeTransformerTrainer(model, args, train_dataset=rows, eval_dataset=rows[:10])
-
-
-FREEZING = {"freeze_policy": "fixed", "freeze_at": f"{FREEZE_STEP}:{NUM_FROZEN}"}
-
-
-def losses_of(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def check_close(found: Sequence[float], expected: Sequence[float], device: str, precision: str) -> Figures:
-    """The largest relative difference of two runs' losses."""
-    tolerance = TOLERANCES.get((device, precision)) or TOLERANCES["any", precision]
-    assert len(found) == len(expected) == NUM_STEPS, f"{len(found)} and {len(expected)} losses of {NUM_STEPS} steps"
-    largest = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-    assert largest <= tolerance, f"losses differ by {largest:.3g} (relative), expected at most {tolerance:.0e}"
-    return {"largest relative difference": float(f"{largest:.3g}"), "tolerance": tolerance}
-
-
-# ---- one process ----
 
 
 def check_exactness(model_name: str, precision: str, folder: Path, device: str) -> Figures:
@@ -247,6 +147,63 @@ def check_start(precision: str, folder: Path, device: str) -> Figures:
     return {"measured samples": run["measured_samples"], "refusal": refusal[:120]}
 
 
+class Skipping(BertForSequenceClassification):
+    """Its last layer reads what its first one gave, which lies on another stage."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        layers, kept = self.bert.encoder.layer, []
+        layers[0].register_forward_hook(lambda _module, _args, output: kept.append(_hidden(output)))
+        layers[-1].register_forward_pre_hook(lambda _module, args: (args[0] + kept.pop(), *args[1:]))
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def check_refusal(folder: Path, device: str) -> Figures:
+    """A model that computes other numbers in stages is refused before its first step, on this device."""
+    model, rows = bert()
+    options = {"freeze_policy": "none", "activation_cache": "off", "pipeline_parallel_num_microbatches": 2}
+    args = PipeTransformerArguments(**common(folder / "refused", device, "fp32", 1), **options)
+    trainer = PipeTransformerTrainer(Skipping(model.config), args, train_dataset=rows)
+    try:
+        trainer.train()
+    except ValueError as error:
+        assert trainer.state.global_step == 0, f"refused after {trainer.state.global_step} steps"
+        return {"refusal": str(error)[:120]}
+    raise AssertionError("a layer that reads another stage's activation was trained, expected a refusal")
+
+
+def check_attention(folder: Path, device: str) -> Figures:
+    """A bf16 model with FlashAttention-2, where it is installed, is checked and trained as by Trainer."""
+    has_flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    attention = "flash_attention_2" if has_flash else "sdpa"
+    found = []
+    for kind, arguments, options in (
+        (Trainer, TrainingArguments, {}),
+        (PipeTransformerTrainer, PipeTransformerArguments, {"pipeline_parallel_num_microbatches": 2}),
+    ):
+        model, rows = llama(attn_implementation=attention)
+        args = arguments(**common(folder / "attention", device, "bf16", 1), **options)
+        trainer = kind(model.to(torch.bfloat16), args, train_dataset=rows)
+        trainer.train()
+        found.append(losses_of(trainer))
+    return {"attention": attention, **check_close(found[1], found[0], device, "bf16")}
+
+
+def note_plain_runs(folder: Path, device: str) -> Figures:
+    """What Trainer gives in one process, for the checks of several: logits, and losses with an 8-bit optimizer."""
+    trainer = plain("vit", folder, device, "fp32")
+    logits = trainer.predict(trainer.train_dataset[:10]).predictions
+    remember(folder, "vit-logits", logits.flatten().tolist())
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        eight_bits = plain("bert", folder, device, "fp32", optim="adamw_bnb_8bit")
+        eight_bits.train()
+        remember(folder, "bert-8bit", losses_of(eight_bits))
+    return {"logits": int(logits.size)}
+
+
 def check_memory(folder: Path, device: str) -> Figures:
     """Freezing takes activations, gradients and optimizer state off the device."""
     peaks: dict[str, dict[str, float]] = {}
@@ -292,7 +249,9 @@ def check_pipe(mode: str, device: str) -> Figures:
     return {"largest relative difference": float(f"{largest:.3g}"), "tolerance": tolerance}
 
 
-def alone(folder: Path, device: str, precisions: Sequence[str]) -> dict[str, Callable[[], Figures]]:
+def alone(
+    folder: Path, device: str, precisions: Sequence[str], backend: str = "gloo"
+) -> dict[str, Callable[[], Figures]]:
     """The checks of one process."""
     exactness = {
         f"exactness, {model_name}, {precision}": partial(check_exactness, model_name, precision, folder, device)
@@ -306,95 +265,31 @@ def alone(folder: Path, device: str, precisions: Sequence[str]) -> dict[str, Cal
         "cache, bert": partial(check_cache, "bert", folder, device),
         "cache, vit": partial(check_cache, "vit", folder, device),
         **{f"start, {precision}": partial(check_start, precision, folder, device) for precision in precisions},
+        "refusal": partial(check_refusal, folder, device),
+        **({"attention, bf16": partial(check_attention, folder, device)} if "bf16" in precisions else {}),
+        "plain runs": partial(note_plain_runs, folder, device),
         "memory": partial(check_memory, folder, device),
         **{f"pipe, {mode}": partial(check_pipe, mode, device) for mode in ("always", "never")},
     }
 
 
-# ---- two processes ----
+@dataclass(frozen=True)
+class Group:
+    """Checks of one launch, with the number of its processes and what its environment adds."""
+
+    checks: Callable[[Path, str, Sequence[str], str], dict[str, Callable[[], Figures]]]
+    num_processes: int
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Staged(transfers._Staged):
-    """Counts the transfers of this process that go through host memory."""
-
-    num = 0
-
-    def __init__(self, transfer: transfers.Transfer) -> None:
-        super().__init__(transfer)
-        Staged.num += 1
-
-
-def check_stages(model_name: str, precision: str, schedule: str, folder: Path, device: str, backend: str) -> Figures:
-    """K=2 gives the losses of Trainer."""
-    expected = recall(folder, f"{model_name}-{precision}")
-    options = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 4, "pipeline_schedule": schedule}
-    trainer, before = (
-        ours(model_name, folder / "stages", device, precision, ddp_backend=backend, **options),
-        Staged.num,
-    )
-    trainer.train()
-    staged = Staged.num - before
-    assert bool(staged) == (backend == "gloo"), f"{staged} transfers went through host memory over {backend}"
-    return {"through host memory": staged, **check_close(losses_of(trainer), expected, device, precision)}
-
-
-def check_transition(model_name: str, folder: Path, device: str, backend: str) -> Figures:
-    """From K=2 to K=1 x R=2 while layers freeze: the losses of Trainer that freezes; what is saved is whole."""
-    expected = recall(folder, f"{model_name}-frozen")
-    blocks = 2 * NUM_LAYERS + 2
-    before = Layout(NUM_LAYERS, 0, 2, 1, (0, blocks // 2, blocks), 2, "1f1b")
-    after = Layout(NUM_LAYERS, NUM_FROZEN, 1, 2, (0, blocks), 1, "1f1b")
-    plan = folder / f"plan-{model_name}.jsonl"
-    if os.environ["RANK"] == "0":
-        events = [{"event": "run", "step": 0, "layout": before.as_event()}]
-        events += [{"event": "transition", "step": FREEZE_STEP, "to": after.as_event()}]
-        plan.write_text("".join(json.dumps(event) + "\n" for event in events))
-    options = {"pipeline_parallel_size": 2, "layout_plan": str(plan), "ddp_backend": backend}
-    run = folder / f"transition-{model_name}"
-    trainer = ours(model_name, run, device, "fp32", **options)
-    torch.distributed.barrier()
-    trainer.train()
-    assert trainer.layout == after, f"the layout is {trainer.layout}"
-    evaluated = trainer.evaluate()["eval_loss"]
-    trainer.save_model(str(folder / "saved"))
-    moved = [e for e in read_events(str(run / EVENTS_FILE)) if e["event"] == "transition"]
-    torch.distributed.barrier()
-    if model_name == "bert":
-        loaded = AutoModelForSequenceClassification.from_pretrained(str(folder / "saved"))
-        own = dict(trainer.model.named_parameters())
-        differing = [name for name, value in loaded.named_parameters() if not torch.equal(value, own[name].cpu())]
-        assert not differing, f"{len(differing)} parameters were saved with other values: {differing[:3]}"
-    figures = {"eval_loss": evaluated, "bytes moved": moved[0]["bytes_moved"], "seconds": moved[0]["seconds"]}
-    return {**figures, **check_close(losses_of(trainer), expected, device, "fp32")}
-
-
-def stages(folder: Path, device: str, precisions: Sequence[str], backend: str) -> dict[str, Callable[[], Figures]]:
-    """The checks of two processes."""
-    on = (folder, device, backend)
-    schedules = {
-        f"stages, {model_name}, {precision}, {schedule}": partial(check_stages, model_name, precision, schedule, *on)
-        for precision in precisions
-        for model_name, schedule in (("bert", "1f1b"), ("vit", "gpipe"))
-    }
-    return {
-        **schedules,
-        "transition, bert": partial(check_transition, "bert", *on),
-        "transition, vit": partial(check_transition, "vit", *on),
-    }
-
-
-# ---- running them ----
-
-
-def remember(folder: Path, name: str, losses: Sequence[float]) -> None:
-    (folder / f"{name}.losses.json").write_text(json.dumps(list(losses)))
-
-
-def recall(folder: Path, name: str) -> list[float]:
-    path = folder / f"{name}.losses.json"
-    assert path.exists(), f"the run of plain Trainer ({name}) gave no losses"
-    losses: list[float] = json.loads(path.read_text())
-    return losses
+GROUPS = {
+    "alone": Group(alone, 1),
+    "stages": Group(gpu_stage_checks.stages, 2),
+    "one_queue": Group(gpu_stage_checks.one_queue, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "four": Group(gpu_stage_checks.four, 4),
+    "shortage": Group(gpu_stage_checks.shortage, 2),
+}
+"""In the order in which they run."""
 
 
 def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None) -> None:
@@ -419,7 +314,7 @@ def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("group", choices=("alone", "stages"))
+    parser.add_argument("group", choices=GROUPS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
@@ -432,16 +327,15 @@ def main() -> None:
         # What goes through host memory on a GPU does so here: the same code.
         transfers._goes_through_host = lambda transfer: True
     output = options.folder / f"{options.group}-{options.backend}.jsonl"
-    if options.group == "alone":
-        checks = alone(options.folder, options.device, options.precisions)
-    else:
-        checks = stages(options.folder, options.device, options.precisions, options.backend)
+    group = GROUPS[options.group]
+    checks = group.checks(options.folder, options.device, options.precisions, options.backend)
     checks = {name: check for name, check in checks.items() if options.only in name}
     run_checks(checks, output if os.environ.get("RANK", "0") == "0" else None)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        let_group_threads_finish()
-        torch.distributed.destroy_process_group()
+    if group.num_processes > 1:
+        if options.group != "shortage":
+            torch.distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # The groups of a run that failed cannot be destroyed, and those of others may wait for a thread.
 
 
 if __name__ == "__main__":

@@ -227,7 +227,10 @@ def content(bundle: Bundle, with_state: bool) -> dict[str, Any]:
     large = torch.arange(bundle[0], bundle[0] + migration.LARGE_BYTES // 4, dtype=torch.float32)
     small = {"half": torch.full((3, 5), bundle[0], dtype=torch.bfloat16), "count": torch.tensor(bundle[-1])}
     empty = {"empty": torch.zeros(0, 4), "flags": torch.tensor([True, False, True])}
-    return {"parameters": {"large": large, **small}, "buffers": empty, "state": {"step": 3.0} if with_state else {}}
+    # As bitsandbytes keeps it: blocks of bytes, a table, and a step that is no tensor.
+    blocks = torch.full((migration.LARGE_BYTES,), bundle[0], dtype=torch.uint8)
+    state = {"step": 3, "state1": blocks, "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(2)}
+    return {"parameters": {"large": large, **small}, "buffers": empty, "state": state if with_state else {}}
 
 
 @pytest.mark.parametrize("are_small_ones_packed", [False, True], ids=["as on the CPU", "as on a device"])
@@ -410,6 +413,15 @@ def test_ranks_whose_optimizers_have_other_groups_are_refused_if_layers_may_move
     with pytest.raises(ValueError, match=f"{len(other_options)} parameter groups on rank 1 and 2 on rank 0"):
         OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, True, {})
     OptimizerState(optimizer_of(parameter), {"weight": parameter}, others, False, {})
+
+
+def test_an_optimizer_that_pages_its_state_is_refused_if_layers_may_move() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = optimizer_of(parameter)
+    optimizer.is_paged = True
+    with pytest.raises(ValueError, match=r"AdamW pages its state.*adamw_bnb_8bit.*elastic=False"):
+        OptimizerState(optimizer, {"weight": parameter}, ALONE, True, {})
+    OptimizerState(optimizer, {"weight": parameter}, ALONE, False, {})
 
 
 def test_a_users_optimizer_keeps_groups_and_state_of_what_a_stage_trains() -> None:

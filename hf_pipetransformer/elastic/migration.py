@@ -235,8 +235,8 @@ class OptimizerState:
         group_of: name to group index of parameters that the optimizer does not contain now.
 
     Raises:
-        ValueError: parameters may move, and the groups differ between ranks, so the group of a parameter that arrives
-            is unknown.
+        ValueError: parameters may move, and the optimizer pages its state, or the groups differ between ranks, so the
+            group of a parameter that arrives is unknown.
     """
 
     def __init__(
@@ -258,6 +258,12 @@ class OptimizerState:
                     self.group_of[name_of[id(parameter)]] = index
                 else:
                     self._foreign[index].append(parameter)
+        if may_move and getattr(optimizer, "is_paged", False):
+            raise ValueError(
+                f"{type(optimizer).__name__} pages its state, and layers may move to another rank, where it would "
+                "not be paged. Use the optimizer without paging, such as optim='adamw_bnb_8bit', or set "
+                "elastic=False."
+            )
         if may_move:
             options = [{key: str(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
             self._learn_groups(topology.gather({"options": options, "group_of": self.group_of}), named)

@@ -19,8 +19,9 @@ from hf_pipetransformer.options.combinations import Refusal, raise_first
 FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
 """Environment variable that allows fp16, for the check on GPUs."""
 
-VERIFIED_ON_NCCL: frozenset[str] = frozenset()
-"""Precisions in which `make gpu-check` passed on two or more GPUs; a test compares benchmarks/gpu_check.json."""
+VERIFIED_ON_NCCL: frozenset[tuple[int, int, str, str]] = frozenset()
+"""Runs that passed `make gpu-check` on two or more GPUs: number of stages K and of replicas R, schedule, precision.
+A test compares benchmarks/gpu_check.json."""
 
 
 def check_arguments(args: PipeTransformerArguments) -> None:
@@ -61,7 +62,9 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
             "optimizer with one state per parameter, such as 'adamw_torch'.",
         ),
         (
-            args.fp16 and "fp16" not in VERIFIED_ON_NCCL and os.environ.get(FP16_VARIABLE) != "1",
+            args.fp16
+            and all(precision != "fp16" for *_, precision in VERIFIED_ON_NCCL)
+            and os.environ.get(FP16_VARIABLE) != "1",
             "fp16=True: loss scaling over several stages has not been verified on GPUs yet. Use bf16=True or "
             f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
         ),
@@ -156,7 +159,8 @@ def _may_have_stages(args: PipeTransformerArguments) -> bool:
 
 def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     """Return warnings about options that work differently than in Trainer."""
-    precision = precision_of(args)
+    size = args.pipeline_size or args.world_size
+    run = (size, args.world_size // size, args.pipeline_schedule, precision_of(args))
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
     warnings = [
         (
@@ -174,10 +178,10 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "only one stage: use activation_checkpointing=True, which recomputes layer by layer.",
         ),
         (
-            _may_have_stages(args) and uses_nccl and precision not in VERIFIED_ON_NCCL,
-            f"Pipelines of more than one stage have not been verified on NCCL in {precision} yet, only on gloo and "
-            "under its rules. Run `make gpu-check` on two GPUs and compare a short run with Trainer, or set "
-            "pipeline_parallel_size=1.",
+            _may_have_stages(args) and uses_nccl and run not in VERIFIED_ON_NCCL,
+            "K={} x R={} with pipeline_schedule={!r} in {} has not been verified on NCCL yet, only on gloo and under "
+            "NCCL's rules: run `make gpu-check` on two GPUs or more and compare a short run with Trainer, or set "
+            "pipeline_parallel_size=1.".format(*run),
         ),
     ]
     return [text for is_due, text in warnings if is_due]
@@ -237,8 +241,15 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
 
     Raises:
         ModelSettingError: LayerDrop, batch norms, or outputs of all layers, which work in Trainer.
-        ValueError: device_map, a quantized model, or an optimizer that cannot be split.
+        ValueError: device_map, a distributed_config, a quantized model, or an optimizer that cannot be split.
     """
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        sizes = model.config.distributed_config
+        raise ValueError(
+            f"The model was loaded with distributed_config (pp_size={sizes.pp_size}, tp_size={sizes.tp_size}, "
+            f"fsdp_size={sizes.fsdp_size}), so each rank has a part of it already; load it without distributed_config "
+            "and tp_plan, stages are placed by the pipeline."
+        )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if getattr(model, "is_quantized", False):

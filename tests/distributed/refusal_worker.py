@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
     BertForMultipleChoice,
+    LlamaConfig,
+    LlamaForCausalLM,
     SwinConfig,
     SwinForImageClassification,
     TrainerCallback,
 )
+from transformers.distributed import DistributedConfig
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policies import Schedule
@@ -109,6 +113,17 @@ def with_device_map():
     model = build_model("bert_sequence")
     model.hf_device_map = {"bert": "cpu", "classifier": "disk"}
     return model
+
+
+def loaded_in_parts(**sizes: Any):
+    """A Llama of which transformers has loaded a part on this rank."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    weights = LlamaForCausalLM(config).state_dict()
+    return LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=weights, distributed_config=DistributedConfig(**sizes)
+    )
 
 
 def swin():
@@ -210,6 +225,8 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "fp16": {"options": {"fp16": True}},
     "peft": {"model": with_adapter},
     "device_map": {"model": with_device_map},
+    "transformers_pipeline": {"model": partial(loaded_in_parts, pp_size=2)},
+    "tensor_parallel": {"model": partial(loaded_in_parts, tp_plan="auto")},
     "swin": {"model": swin, "train_dataset": lambda: make_dataset("vit", 20)},
     "albert": {"model": albert},
     "hyperparameter_search": {"act": search},

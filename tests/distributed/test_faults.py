@@ -235,6 +235,8 @@ NAMED = {
     "lomo": "optim.*lomo",
     "adalomo": "optim.*adalomo",
     "galore": "optim.*galore",
+    "transformers_pipeline": r"distributed_config \(pp_size=2, tp_size=1, .*load it without",
+    "tensor_parallel": r"distributed_config \(pp_size=1, tp_size=2, .*load it without",
     "layerdrop_and_freezing": "layerdrop",
     "swin": "Swin",
     "albert": "Albert",

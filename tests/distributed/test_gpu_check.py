@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import gpu_check
 import gpu_checks
+import gpu_runs
+import gpu_stage_checks
+import psutil
 import pytest
 
 
@@ -19,24 +23,27 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_check_of_one_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--output", str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(output.read_text())["one device"]
     assert found["machine"]["device"] == "cpu" and found["machine"]["torch"]
     precisions = ("fp32", "bf16")
     names = [
-        *gpu_checks.alone(tmp_path, "cpu", precisions),
-        *gpu_checks.stages(tmp_path, "cpu", precisions, "gloo"),
+        name for group in gpu_checks.GROUPS.values() for name in group.checks(tmp_path, "cpu", precisions, "gloo")
     ]
     assert [check["check"] for check in found["checks"]] == names
     assert [check for check in found["checks"] if not check["passed"]] == []
     by_name = {check["check"]: check for check in found["checks"]}
     assert by_name["transition, bert"]["bytes moved"] > 0
     assert by_name["cache, vit"]["hits"] > 0
+    assert by_name["four, K=2 x R=2, bf16"]["run"] == [2, 2, "1f1b", "bf16"]
+    assert by_name["resume, fp32"]["resumed at step"] == gpu_stage_checks.HALF
+    flight = by_name["in flight, bf16"]
+    assert flight["MiB at most, 4 in flight"] > flight["MiB at most, 1 in flight"]
 
 
 def test_freezing_and_the_cache_are_checked_alike_in_this_process(tmp_path: Path) -> None:
@@ -51,9 +58,30 @@ def test_checks_that_are_not_reached_have_failed(tmp_path: Path) -> None:
     assert not any(check["passed"] for check in found)
 
 
+def test_workers_of_a_launch_end_with_it(tmp_path: Path) -> None:
+    """torchrun starts each in a session of its own, which a signal to the launch's group does not reach."""
+    worker = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+    launch = (
+        "import subprocess, sys; "
+        f"subprocess.run([sys.executable, '-c', {worker + 'time.sleep(60)'!r}], start_new_session=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launch], start_new_session=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    worker_process = psutil.Process(int((tmp_path / "pid").read_text()))
+    gpu_check.end(process)
+    _, alive = psutil.wait_procs([worker_process], timeout=10)
+    assert process.returncode == -9 and alive == []
+
+
+def test_a_model_that_stages_would_train_otherwise_is_refused_here_too(tmp_path: Path) -> None:
+    assert "Skipping" in gpu_checks.check_refusal(tmp_path, "cpu")["refusal"]
+
+
 def test_a_check_that_fails_says_so_and_the_next_one_runs(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    close = [1.0] * gpu_checks.NUM_STEPS
+    close = [1.0] * gpu_runs.NUM_STEPS
     off = [*close[:-1], 1.1]
     gpu_checks.run_checks(
         {

@@ -1,0 +1,61 @@
+"""`scripts/benchmark_memory.py`: what its figures count, and a whole run of a tiny model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import benchmark_memory
+import pytest
+import torch
+from benchmark_memory import PHASES, REPOSITORY, Memory, StageState, measure, save_model
+from memory_picture import write_picture
+from transformers import LlamaForCausalLM
+
+
+MEBIBYTE = 2**20
+
+
+def test_a_phase_counts_its_peak_and_not_what_an_earlier_one_freed() -> None:
+    memory = Memory(StageState())
+    held = bytearray(b"1" * 64 * MEBIBYTE)
+    time.sleep(0.1)
+    del held
+    memory.begin("after")
+    time.sleep(0.05)
+    memory.end()
+    assert memory.peaks["loaded"] >= 64 * MEBIBYTE
+    assert memory.peaks["after"] < 8 * MEBIBYTE
+
+
+def test_mapped_weights_count_for_a_stage_once_they_are_written_to(tmp_path: Path) -> None:
+    save_model("tiny", tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.bfloat16)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    state = StageState()
+    state.trainer = SimpleNamespace(model=model, optimizer=None)
+    assert state.bytes() == 0
+    model.model.layers[1:].to("meta")
+    state.begin()
+    assert state.bytes() < 0.01 * size
+    written = [*model.model.layers[0].parameters(), model.lm_head.weight]
+    with torch.no_grad():
+        for parameter in written:
+            parameter.add_(1)
+    own = sum(p.numel() * p.element_size() for p in written)
+    assert own <= state.bytes() <= 1.01 * own
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    assert state.bytes() >= own + model.lm_head.weight.numel() * 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_both_launches_of_a_tiny_model_give_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark_memory.tempfile, "tempdir", str(tmp_path))
+    found = measure("tiny", 2, REPOSITORY)
+    assert [list(rank) for rank in found["ranks"]] == [list(PHASES)] * 2
+    write_picture({"tiny, K=2": {"old": found, "new": found}}, tmp_path / "memory.svg")
+    picture = (tmp_path / "memory.svg").read_text()
+    assert all(picture.count(f">{phase}<") == 1 for phase in PHASES)
+    assert picture.count('fill="#d55e00"') == picture.count('fill="#0072b2"') == 1 + len(PHASES)
