@@ -17,6 +17,7 @@ from transformers import ElectraConfig, ElectraForTokenClassification
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
+from hf_pipetransformer.engine.casts import SharedCasts
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.reduction import last_gradients
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
@@ -25,6 +26,8 @@ from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
+from tests.decoders import collate_tokens, make_decoder
+from tests.decoders import make_rows as decoder_rows
 from tests.models import NUM_TOKEN_LABELS, build_model, collate, has_zero_gradient, make_rows
 from tests.one_process import CPU, ModelPipeline, trace, whole_gradients
 
@@ -183,6 +186,88 @@ def test_weight_gradients_add_up_over_micro_batches_in_any_order() -> None:
     program.backward_weight(first)
     program.backward_weight(second)
     assert_same_gradients("bert_sequence", gradients_of(model), expected)
+
+
+# ---- autocast ----
+
+
+def _freeze_all_but_layer_norms(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name.lower() or "ln_" in name)
+
+
+def _run_under_autocast(name: str, num: int, casts: bool, split: bool, is_frozen: bool):
+    """Run the forwards of `num` micro-batches, then their backwards; return copies of weights held, and results.
+
+    The copies are in bytes over those of one copy of each weight that autocast casts.
+    """
+    torch.manual_seed(0)
+    is_decoder = name in ("gpt2", "llama")
+    model = make_decoder(name) if is_decoder else build_model(name)
+    batch = collate_tokens(decoder_rows(6)) if is_decoder else batch_of(name)
+    structure = trace(model, batch)
+    if is_frozen:
+        _freeze_all_but_layer_norms(model)
+    later = WeightGradients(linear_layers(model) if split else [], SharedCasts(model if casts else None))
+    view = StageView(model, find_splitter(model), structure)
+    program = ModelProgram(view, range(structure.num_blocks), torch.float32, True, later)
+
+    def forward(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**given).loss
+
+    micro_batches = [MicroBatch(i, part, 1 / num, (), forward) for i, part in enumerate([batch] * num)]
+    copied = {tuple(p.bfloat16().flatten().tolist()): p.numel() for p in model.parameters() if p.dim() > 1}
+    held: dict[int, torch.Tensor] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if saved.dtype is torch.bfloat16:
+            held[storage.data_ptr()] = torch.empty(0, dtype=torch.bfloat16).set_(storage)
+        return saved.detach()
+
+    program.begin(())
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        losses = [program.forward(each, None) for each in micro_batches]
+    found = Counter(tuple(each.tolist()) for each in held.values())
+    for each in micro_batches:
+        program.backward(each, None)
+    num_bytes = sum(count * copied[values] for values, count in found.items() if values in copied)
+    of_one = sum(copied[values] for values in found if values in copied)
+    return num_bytes / of_one, (losses, gradients_of(model))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("llama", False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", True), ("gpt2", False), ("vit", False))),
+        ("bert_sequence", True),
+    ],
+)
+def test_micro_batches_in_flight_share_one_cast_of_the_weights(name: str, split: bool, is_frozen: bool) -> None:
+    own, plain = _run_under_autocast(name, 4, casts=False, split=False, is_frozen=is_frozen)
+    assert own > 3.5, "a cast for each micro-batch, else this shows nothing"
+    results = plain if not split else _run_under_autocast(name, 4, False, True, is_frozen)[1]
+    for num in (1, 2, 4):
+        copies, found = _run_under_autocast(name, num, casts=True, split=split, is_frozen=is_frozen)
+        assert 1 <= copies <= 1.2
+    assert all(torch.equal(*pair) for pair in zip(found[0], results[0], strict=True))
+    assert found[1].keys() == results[1].keys()
+    assert all(torch.equal(gradient, results[1][key]) for key, gradient in found[1].items())
+
+
+def test_casts_follow_the_weights_from_batch_to_batch() -> None:
+    layer, casts = nn.Linear(3, 3), SharedCasts()
+    first = casts.of(layer.weight, torch.bfloat16)
+    assert casts.of(layer.weight, torch.bfloat16) is first
+    with torch.no_grad():
+        layer.weight.add_(1)
+        casts.clear()
+        again = casts.of(layer.weight, torch.bfloat16)
+    assert torch.equal(again, layer.weight.bfloat16())
+    assert again.requires_grad, "made under no_grad, it serves forwards that are trained too"
 
 
 class _Twice(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.engine.casts import SharedCasts
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
@@ -104,12 +105,15 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
 def make_engine(view: StageView, layout: Layout, groups: PipelineGroups, settings: StageSettings) -> Engine:
     """Build the engine of this rank's stages under a layout."""
     stages = layout.places.stages_of(groups.position)
-    programs = [_program(view, layout, stage, settings) for stage in stages]
+    # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
+    shares = settings.is_mixed and settings.compiled is None and not layout.abilities.overlaps_steps
+    casts = SharedCasts(view.model if shares else None)
+    programs = [_program(view, layout, stage, settings, casts) for stage in stages]
     links = [_links(layout, groups, stage, settings) for stage in stages]
     return Engine(programs, links, settings.meter)
 
 
-def _program(view: StageView, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
+def _program(view: StageView, layout: Layout, stage: int, settings: StageSettings, casts: SharedCasts) -> StageProgram:
     blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, settings.probe.boundary_dtypes
     dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
     splits = layout.abilities.splits_backward
@@ -117,7 +121,7 @@ def _program(view: StageView, layout: Layout, stage: int, settings: StageSetting
 
     def program(own: range) -> StageProgram:
         is_above_active = stage > layout.first_active_stage
-        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears))
+        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears, casts))
         if layout.token_slices:
             plain = TokenSliceProgram(plain, layout.num_layers)
         if settings.recompute == "never":

@@ -276,6 +276,7 @@ class Starter:
             args.pipeline_checkpoint,
             StepMeter(args.device),
             compiled,
+            is_mixed=trainer.accelerator.native_amp,
         )
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)
