@@ -145,7 +145,7 @@ def check_taken_over(below: Any, args: TrainingArguments) -> None:
         method = getattr(below, name).__func__
         option = _DOES_SOMETHING_UNDER.get(f"{method.__module__}.{method.__qualname__}")
         if option is not None and getattr(args, option):
-            raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='always'.")
+            raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='layers'.")
         if option is None and method is not getattr(Trainer, name):
             raise ValueError(
                 f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "

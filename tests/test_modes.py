@@ -66,7 +66,7 @@ def train(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], watch.steps
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always", "layers"])
 def test_layers_that_the_script_froze_keep_their_dropout(tmp_path: Path, recompute: str) -> None:
     plain, _ = train(Trainer, 2, tmp_path / "plain")
     options = {"pipeline_checkpoint": recompute, "freeze_policy": "none", "activation_cache": "off"}

@@ -98,12 +98,12 @@ def test_a_linear_layer_of_the_embeddings_may_be_as_wide_as_the_others() -> None
 
 
 def one_stage(
-    name: str, blocks: range | None = None, autocast: bool = False, splits: bool = True
+    name: str, blocks: range | None = None, autocast: bool = False, splits: bool = True, by_layer: bool = False
 ) -> tuple[nn.Module, ModelProgram, MicroBatch]:
     model = build_model(name)
     inputs = batch_of(name)
     structure = trace(model, inputs)
-    view = StageView(model, find_splitter(model), structure)
+    view = StageView(model, find_splitter(model), structure, recomputes_layers=by_layer)
 
     def forward(given: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -388,14 +388,15 @@ def test_a_backward_of_the_models_own_is_refused() -> None:
         layer(torch.randn(4, 3)).sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True, None], ids=["by the model", "reentrant", "by the stage"])
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
-def test_stages_may_recompute_layer_by_layer(schedule: str, num_chunks: int, use_reentrant: bool) -> None:
+def test_stages_may_recompute_layer_by_layer(schedule: str, num_chunks: int, use_reentrant: bool | None) -> None:
     name = "bert_sequence"
     model = build_model(name).train()
     loss, gradients = whole_gradients(model, batch_of(name))
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-    pipeline, table = pipeline_of(name, model, schedule, 2, num_chunks)
+    if use_reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    pipeline, table = pipeline_of(name, model, schedule, 2, num_chunks, by_layer=use_reentrant is None)
     torch.testing.assert_close(pipeline.run(table), loss)
     assert_same_gradients(name, pipeline.gradients(), gradients)
 
@@ -428,17 +429,18 @@ def test_what_is_recomputed(actions: str, chunk: int, mode: str, expected: set[i
     assert recomputed_micro_batches(rows_of(actions), chunk, mode) == expected
 
 
+@pytest.mark.parametrize("mode", ["always", "layers"])
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
-def test_recomputation_draws_the_same_dropout(splits: bool) -> None:
+def test_recomputation_draws_the_same_dropout(splits: bool, mode: str) -> None:
     actions = rows_of("F0 F1 I0 W0 I1 W1" if splits else "F0 F1 B0 B1")
     found = []
-    for mode in ("never", "always"):
-        model, plain, first = one_stage("bert_sequence")
+    for recompute in ("never", mode):
+        model, plain, first = one_stage("bert_sequence", by_layer=recompute == "layers")
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.3
         second = MicroBatch(1, batch_of("bert_sequence", 3), 0.25, (), first.forward)
-        program = RecomputingProgram(plain, mode, 0, CPU)
+        program = plain if recompute == "layers" else RecomputingProgram(plain, recompute, 0, CPU)
         program.begin(actions)
         torch.manual_seed(5)
         losses = [program.forward(micro_batch, None) for micro_batch in (first, second)]
@@ -465,6 +467,54 @@ def test_recomputation_keeps_no_activation() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
         program.forward(micro_batch, None)
     assert not saved
+
+
+class _Alive:
+    """Bytes of the outputs of all modules that anything keeps alive, at most."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.most = 0
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        for module in model.modules():
+            module.register_forward_hook(self._note)
+
+    def _note(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self._outputs.append(weakref.ref(output))
+        alive = [each.untyped_storage() for ref in self._outputs if (each := ref()) is not None]
+        storages = {each.data_ptr(): each.nbytes() for each in alive}
+        self.most = max(self.most, sum(storages.values()))
+
+
+def _step_of_decoder(name: str, num_layers: int, by_layer: bool, splits: bool = False):
+    """Run two micro-batches of a decoder with its KV cache on, first both forwards; return the peak and results."""
+    torch.manual_seed(0)
+    model = make_decoder(name, num_hidden_layers=num_layers).train()
+    batch = collate_tokens(decoder_rows(4))
+    structure = trace(model, batch)
+    view = StageView(model, find_splitter(model), structure, recomputes_layers=by_layer)
+    later = WeightGradients(linear_layers(model) if splits else [])
+    program = ModelProgram(view, range(structure.num_blocks), torch.float32, True, later)
+    alive = _Alive(model)
+    micro_batches = [MicroBatch(i, batch, 0.5, (), lambda given: model(**given).loss) for i in range(2)]
+    losses = [program.forward(each, None) for each in micro_batches]
+    for each in micro_batches:
+        program.backward(each, None)
+    boundary = 4 * batch["input_ids"].numel() * model.config.hidden_size
+    return alive.most / boundary, (losses, gradients_of(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_recomputing_layers_keeps_what_enters_them_and_one_layers_activations(name: str) -> None:
+    few, _ = _step_of_decoder(name, 2, by_layer=True)
+    many, found = _step_of_decoder(name, 6, by_layer=True)
+    kept_of_few, _ = _step_of_decoder(name, 2, by_layer=False)
+    kept_of_many, expected = _step_of_decoder(name, 6, by_layer=False)
+    assert many - few <= 4 * 2 * 1.05, "four layers more, each with an input in two micro-batches"
+    assert kept_of_many - kept_of_few >= 4 * 2 * 3, "else this shows nothing"
+    assert torch.equal(torch.stack(found[0]), torch.stack(expected[0]))
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(gradient, expected[1][key]) for key, gradient in found[1].items())
 
 
 # ---- stages ----

@@ -174,7 +174,9 @@ class ModelProgram(StageProgram):
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)
-        with self.view.backward_of(self.blocks, received), self.weight_gradients.put_off(micro_batch.index):
+        later = self.weight_gradients
+        # Layers may be recomputed inside, also with the model's own checkpointing.
+        with self.view.backward_of(self.blocks, received), later.put_off(micro_batch.index), later.casts.shared():
             if not self.has_head:
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)

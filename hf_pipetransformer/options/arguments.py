@@ -31,7 +31,7 @@ from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
 logger = logging.getLogger(__name__)
 
-RECOMPUTE_MODES = ("always", "except_last", "never")
+RECOMPUTE_MODES = ("always", "except_last", "layers", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 CLIPS = ("stage", "last")
@@ -169,8 +169,10 @@ class PipeTransformerArguments(TrainingArguments):
     )
     pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
         "never",
-        "Activation recomputation: run the forward of a micro-batch again in its backward `always`, for all but the "
-        "last micro-batch (`except_last`), or `never`. `activation_checkpointing=True` means `always`.",
+        "Activation recomputation: run the forward of a micro-batch again in its backward layer by layer (`layers`: "
+        "least memory, what each layer got and the activations of one layer), stage by stage (`always`: what each "
+        "stage got and the activations of one micro-batch), so for all but the last micro-batch (`except_last`), or "
+        "`never`. `activation_checkpointing=True` means `layers`.",
         choices=RECOMPUTE_MODES,
     )
     pipeline_timeout: Annotated[float, read_timeout] = option(
@@ -318,7 +320,7 @@ class PipeTransformerArguments(TrainingArguments):
                 )
             if self.world_size > 1 or self.schedule.abilities.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
-                self.pipeline_checkpoint = "always"
+                self.pipeline_checkpoint = "layers"
                 self.activation_checkpointing = False
                 self.recomputes_for_trainer = True
 

@@ -25,8 +25,8 @@ from hf_pipetransformer.splitters.view import Compile, StageView
 class StageSettings:
     """Parts and settings that a rank's stages are built from under every layout.
 
-    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`. With `is_mixed` forwards run under
-    autocast.
+    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`, or `layers`. With `is_mixed` forwards
+    run under autocast.
     """
 
     probe: Probe

@@ -35,7 +35,8 @@ def start_stage(
     the rest is freed.
     """
     send_model_from_first_rank(model, settings.topology)
-    view = StageView(model, splitter, settings.probe.structure, settings.compiled)
+    structure, by_layer = settings.probe.structure, settings.recompute == "layers"
+    view = StageView(model, splitter, structure, settings.compiled, recomputes_layers=by_layer)
     stage = make_stage(view, ParameterStore(model), layout, settings)
     if is_training:
         stage.store.release(keep=stage.own_names())
@@ -124,7 +125,7 @@ def _program(view: StageView, layout: Layout, stage: int, settings: StageSetting
         plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears, casts))
         if layout.token_slices:
             plain = TokenSliceProgram(plain, layout.num_layers)
-        if settings.recompute == "never":
+        if settings.recompute in ("never", "layers"):
             return plain
         return RecomputingProgram(plain, settings.recompute, layout.places.chunk_of(stage), settings.device)
 
