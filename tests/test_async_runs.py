@@ -36,7 +36,7 @@ def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
         (ASYNC | {"pipeline_weights": "fresh"}, "pipeline_weights must be one of"),
         (
             ASYNC | {"pipeline_checkpoint": "except_last"},
-            "has no last micro-batch: set it to 'layers', 'always' or 'never'",
+            "has no last micro-batch: set it to 'layers'",
         ),
         (ASYNC | {"torch_compile": True}, "torch_compile with pipeline_schedule='async_1f1b' has not been verified"),
         (ASYNC | {"fp16": True}, "fp16=True with pipeline_schedule='async_1f1b'.*Use bf16=True"),

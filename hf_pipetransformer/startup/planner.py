@@ -17,6 +17,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import (
     UPDATE_WORK,
     BlockCosts,
+    MemoryRules,
     Overheads,
     block_loads,
     costs_by_work,
@@ -130,6 +131,11 @@ class RunPlanner:
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
+    def _memory(self) -> MemoryRules:
+        args = self.args
+        return MemoryRules(OptimizerNames(args.optim).value, args.pipeline_checkpoint, bool(args.bf16 or args.fp16))
+
+    @property
     def _is_free(self) -> bool:
         """True if measured times may choose between layouts, because layouts differ by rounding only."""
         return not (self.has_dropout or self.args.full_determinism)
@@ -167,7 +173,7 @@ class RunPlanner:
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
-            optim=OptimizerNames(args.optim).value,
+            memory=self._memory,
             work=self._work,
             is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
         )
@@ -195,7 +201,7 @@ class RunPlanner:
             def largest_bytes(k: int) -> float:
                 layout = self._plan(k, samples_per_device, num_frozen)
                 args, samples = self.args, k * samples_per_device
-                more = args.gradient_accumulation_steps, args.pipeline_weights, OptimizerNames(args.optim).value
+                more = args.gradient_accumulation_steps, args.pipeline_weights, self._memory
                 return max(rank_bytes(layout, self.costs.blocks, samples, *more))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self._num_chunks(k)]
