@@ -116,6 +116,24 @@ def test_under_bf16_the_micro_batches_of_a_step_share_one_cast_of_each_weight(
         assert not torch.equal(casts[0], casts[-1]), "the weights have changed since"
 
 
+def test_gradients_of_half_precision_are_added_in_float32_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of such weights are too coarse to tell; the norms of the gradients are not."""
+    build, log, norms = build_model, PipeTransformerTrainer.log, defaultdict(list)
+    monkeypatch.setitem(globals(), "build_model", lambda name: build(name).bfloat16())
+
+    def note(trainer: PipeTransformerTrainer, logs: dict[str, float], *args: Any) -> None:
+        norms[trainer.args.pipeline_gradient_dtype].append(logs.get("grad_norm"))
+        log(trainer, logs, *args)
+
+    monkeypatch.setattr(PipeTransformerTrainer, "log", note)
+    for kind in ("auto", "float32", "weights"):
+        options = {"pipeline_parallel_num_microbatches": 4, "pipeline_gradient_dtype": kind, "freeze_policy": "none"}
+        train(PipeTransformerTrainer, 0, tmp_path / kind, **options)
+    assert norms["auto"] == norms["float32"] != norms["weights"]
+
+
 class AsksWhetherItTrains(PipeTransformerTrainer):
     """A user's loss that adds something in training only."""
 

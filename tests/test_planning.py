@@ -780,6 +780,14 @@ def test_autocast_adds_a_copy_of_the_weights_in_16_bits() -> None:
     assert [found - without for found, without in pairs] == [0, 40 * 2], "nothing keeps casts of frozen layers"
 
 
+def test_float32_sums_of_gradients_take_memory_for_weights_of_half_precision() -> None:
+    mixed = replace(SMALL, trained_bytes=(40, 80, 60, 80))
+    pairs = zip(
+        *(rank_bytes(SMALL_LAYOUT, mixed, 4, memory=MemoryRules(sums=is_on)) for is_on in (True, False)), strict=True
+    )
+    assert [found - without for found, without in pairs] == [0, 70 * 4]
+
+
 @pytest.mark.parametrize(
     ("schedule", "recompute", "expected"),
     [

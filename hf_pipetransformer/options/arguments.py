@@ -31,6 +31,7 @@ from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
 logger = logging.getLogger(__name__)
 
+GRADIENT_DTYPES = ("auto", "float32", "weights")
 RECOMPUTE_MODES = ("always", "except_last", "layers", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
@@ -174,6 +175,13 @@ class PipeTransformerArguments(TrainingArguments):
         "stage got and the activations of one micro-batch), so for all but the last micro-batch (`except_last`), or "
         "`never`. `activation_checkpointing=True` means `layers`.",
         choices=RECOMPUTE_MODES,
+    )
+    pipeline_gradient_dtype: Annotated[str, choice(GRADIENT_DTYPES)] = option(
+        "auto",
+        "Precision in which the gradients of `bfloat16` weights are added over micro-batches, gradient accumulation "
+        "and replicas: `float32` (4 more bytes per trained weight; the optimizer gets the rounded sum), that of the "
+        "`weights`, or `auto`, which is `float32` if the first layout fits in memory with it.",
+        choices=GRADIENT_DTYPES,
     )
     pipeline_timeout: Annotated[float, read_timeout] = option(
         300.0,

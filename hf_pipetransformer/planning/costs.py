@@ -119,11 +119,13 @@ class MemoryRules:
         optim: Trainer's name of the optimizer.
         recompute: a value of `pipeline_checkpoint`.
         casts: True if autocast keeps a copy of the float32 weights in 16 bits.
+        sums: True if the gradients of half-precision weights are added in float32.
     """
 
     optim: str = "adamw_torch"
     recompute: str = "never"
     casts: bool = False
+    sums: bool = False
 
     def state_bytes(self, elements: float, weight_bytes: float) -> float:
         """Return the bytes of the optimizer's state for `elements` trained weights that take `weight_bytes`.
@@ -300,10 +302,11 @@ def rank_bytes(
     reduced = active.copy()
     sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
     casts = _by_rank(layout, _by_stage(layout, _active(layout, _cast_bytes(costs))))
+    sums = _by_rank(layout, _by_stage(layout, _active(layout, sum_bytes(costs))))
     for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
         # The weights, the gradients of those that are trained, and the optimizer's state.
         loads[rank] += size + active[rank] + memory.state_bytes(trained[rank], active[rank])
-        loads[rank] += casts[rank] if memory.casts else 0
+        loads[rank] += memory.casts * casts[rank] + memory.sums * sums[rank]
     shared = [
         *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
         *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
@@ -361,6 +364,11 @@ def _cast_bytes(costs: BlockCosts) -> list[float]:
     kinds = ((costs.trained, costs.trained_sizes), (costs.kept_elements, costs.kept_sizes))
     whole = [[size if size == 4 * count else 0 for count, size in zip(*kind, strict=True)] for kind in kinds]
     return [sum(both) / 2 for both in zip(*whole, strict=True)]
+
+
+def sum_bytes(costs: BlockCosts) -> list[float]:
+    """Return the bytes of float32 sums of the gradients of each block's half-precision weights."""
+    return [4.0 * count * (size < 4 * count) for count, size in zip(costs.trained, costs.trained_sizes, strict=True)]
 
 
 def _times(factor: float, values: Sequence[float]) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.engine.casts import SharedCasts
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
-from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
+from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
@@ -61,7 +61,8 @@ def prepare_training(stage: Stage) -> None:
     stage.shared = _shared_parameters(stage)
     shared_ids = {id(entry.parameter) for entry in stage.shared}
     own = [p for p in store.held().values() if id(p) not in shared_ids]
-    stage.reducer = GradientReducer(own, groups.replica_group, stage.settings.timeout, groups.replicas)
+    sums = GradientSums(store.held().values()) if stage.settings.sums_in_float32 else None
+    stage.reducer = GradientReducer(own, groups.replica_group, stage.settings.timeout, groups.replicas, sums)
 
 
 def _shared_parameters(stage: Stage) -> list[SharedParameter]:
