@@ -7,6 +7,8 @@ of other libraries is here:
   of TRL's and Trainer's metrics to count locally.
 - `Trainer.gather_function` (`gathering_with`): a gather that knows how many samples each replica has. Way out: a
   gather method to override.
+- `Trainer.preprocess_logits_for_metrics` (`without_preprocessing`): the last stage calls it, micro-batch by
+  micro-batch. Way out: none needed: it is restored after each evaluation.
 - `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
   out: transformers#47688.
 - `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
@@ -189,7 +191,7 @@ def check_taken_over(below: Any, args: TrainingArguments) -> None:
         method = getattr(below, name).__func__
         option = _DOES_SOMETHING_UNDER.get(f"{method.__module__}.{method.__qualname__}")
         if option is not None and getattr(args, option):
-            raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='always'.")
+            raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='layers'.")
         if option is None and method is not getattr(Trainer, name):
             raise ValueError(
                 f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "
@@ -321,6 +323,49 @@ def gathering_with(trainer: Trainer, gather: Callable[[Any], Any]) -> Iterator[N
         yield
     finally:
         trainer.gather_function = original
+
+
+def own_preprocessing(trainer: Trainer) -> Callable[[Any, Any], Any] | None:
+    """Return the user's `preprocess_logits_for_metrics` if only Trainer's own code comes between it and the model."""
+    methods = "prediction_step", "evaluation_loop"
+    is_plain = has_plain_loss(trainer) and not any(is_overridden(trainer, name) for name in methods)
+    return trainer.preprocess_logits_for_metrics if is_plain else None
+
+
+@contextmanager
+def without_preprocessing(trainer: Trainer) -> Iterator[None]:
+    """Keep Trainer's evaluation loop from calling `preprocess_logits_for_metrics`."""
+    original, trainer.preprocess_logits_for_metrics = trainer.preprocess_logits_for_metrics, None
+    try:
+        yield
+    finally:
+        trainer.preprocess_logits_for_metrics = original
+
+
+def preprocessed(
+    trainer: Trainer,
+    preprocess: Callable[[Any, Any], Any],
+    ignore_keys: list[str] | None,
+    output: Any,
+    inputs: dict[str, Any],
+) -> Any:
+    """Return the loss and the preprocessed logits of a model's output, chosen as in `Trainer.prediction_step`."""
+    labels: Any = tuple(inputs.get(name) for name in trainer.label_names)
+    has_loss = all(each is not None for each in labels)
+    if not labels:
+        has_loss = bool(inputs.get("return_loss", trainer.can_return_loss))
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", [])
+    if isinstance(output, dict):
+        loss = {"loss": output["loss"]} if has_loss else {}
+        logits = tuple(value for key, value in output.items() if key not in [*ignore_keys, *loss])
+    else:
+        loss, logits = {"loss": output[0]} if has_loss else {}, output[has_loss:]
+    if not has_loss:
+        labels = None
+    elif len(labels) == 1:
+        (labels,) = labels
+    return {**loss, "preprocessed": preprocess(logits[0] if len(logits) == 1 else logits, labels)}
 
 
 def pass_num_items(trainer: Trainer, passes: bool) -> None:

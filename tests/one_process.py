@@ -128,6 +128,7 @@ class ModelPipeline:
         wrap: makes another program of a stage's; gets its view and blocks too.
         splitter: of the model; None looks for it.
         loss_of: what the model gives.
+        by_layer: whether each layer is recomputed in the backward.
     """
 
     def __init__(
@@ -142,11 +143,14 @@ class ModelPipeline:
         wrap: Callable[[StageProgram, int], StageProgram] = lambda program, stage: program,
         splitter: Splitter | None = None,
         loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss,
+        by_layer: bool = False,
     ) -> None:
         splitter = splitter or find_splitter(model)
         structure = trace_structure(model, splitter, lambda: model(**inputs))
         self.models = [copy.deepcopy(model) for _ in range(placement.pipeline_size)]
-        self.views = [StageView(own, splitter, trace(own, inputs, splitter)) for own in self.models]
+        self.views = [
+            StageView(own, splitter, trace(own, inputs, splitter), recomputes_layers=by_layer) for own in self.models
+        ]
 
         def program_of(stage: int) -> StageProgram:
             view = self.views[placement.rank_of(stage)]

@@ -34,7 +34,10 @@ def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
         ({"pipeline_drain_interval": 5}, "pipeline_drain_interval=5 needs pipeline_schedule='async_1f1b'"),
         (ASYNC | {"pipeline_drain_interval": 0}, "pipeline_drain_interval must be a number of optimizer steps"),
         (ASYNC | {"pipeline_weights": "fresh"}, "pipeline_weights must be one of"),
-        (ASYNC | {"pipeline_checkpoint": "except_last"}, "has no last micro-batch: set it to 'always' or 'never'"),
+        (
+            ASYNC | {"pipeline_checkpoint": "except_last"},
+            "has no last micro-batch: set it to 'layers'",
+        ),
         (ASYNC | {"torch_compile": True}, "torch_compile with pipeline_schedule='async_1f1b' has not been verified"),
         (ASYNC | {"fp16": True}, "fp16=True with pipeline_schedule='async_1f1b'.*Use bf16=True"),
         (ASYNC | {"activation_cache": "on"}, "activation_cache='on' with pipeline_schedule='async_1f1b'"),

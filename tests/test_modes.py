@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.engine.casts import SharedCasts
 from tests.models import build_model, collate, make_dataset
 
 
@@ -63,7 +66,7 @@ def train(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], watch.steps
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always", "layers"])
 def test_layers_that_the_script_froze_keep_their_dropout(tmp_path: Path, recompute: str) -> None:
     plain, _ = train(Trainer, 2, tmp_path / "plain")
     options = {"pipeline_checkpoint": recompute, "freeze_policy": "none", "activation_cache": "off"}
@@ -91,6 +94,44 @@ def test_layers_whose_activations_are_stored_lose_theirs_and_the_run_says_so(
     said = [record.message for record in caplog.records if "without dropout" in record.message]
     assert len(said) == 1
     assert "the first 2 layers" in said[0]
+
+
+def test_under_bf16_the_micro_batches_of_a_step_share_one_cast_of_each_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    of = SharedCasts.of
+
+    def note(casts: SharedCasts, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        read[id(weight)].append(of(casts, weight, dtype))
+        return read[id(weight)][-1]
+
+    monkeypatch.setattr(SharedCasts, "of", note)
+    options = {"bf16": True, "pipeline_parallel_num_microbatches": 2, "freeze_policy": "none"}
+    train(PipeTransformerTrainer, 0, tmp_path, **options)
+    assert len(read) >= 4 * 6, "the linear layers of four layers of BERT"
+    for casts in read.values():
+        assert len(casts) == 2 * NUM_STEPS
+        assert len({id(cast) for cast in casts}) == NUM_STEPS
+        assert not torch.equal(casts[0], casts[-1]), "the weights have changed since"
+
+
+def test_gradients_of_half_precision_are_added_in_float32_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of such weights are too coarse to tell; the norms of the gradients are not."""
+    build, log, norms = build_model, PipeTransformerTrainer.log, defaultdict(list)
+    monkeypatch.setitem(globals(), "build_model", lambda name: build(name).bfloat16())
+
+    def note(trainer: PipeTransformerTrainer, logs: dict[str, float], *args: Any) -> None:
+        norms[trainer.args.pipeline_gradient_dtype].append(logs.get("grad_norm"))
+        log(trainer, logs, *args)
+
+    monkeypatch.setattr(PipeTransformerTrainer, "log", note)
+    for kind in ("auto", "float32", "weights"):
+        options = {"pipeline_parallel_num_microbatches": 4, "pipeline_gradient_dtype": kind, "freeze_policy": "none"}
+        train(PipeTransformerTrainer, 0, tmp_path / kind, **options)
+    assert norms["auto"] == norms["float32"] != norms["weights"]
 
 
 class AsksWhetherItTrains(PipeTransformerTrainer):

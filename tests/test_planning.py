@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step, rank_bytes
+from hf_pipetransformer.planning.costs import BlockCosts, MemoryRules, Overheads, block_loads, predict_step, rank_bytes
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
@@ -733,19 +733,80 @@ def test_versions_of_the_weights_take_memory(weights: str, accumulation: int, ex
 
 
 @pytest.mark.parametrize(
-    ("weights", "optim", "beside"),
+    ("weights", "optim", "beside", "states"),
     [
-        ("xpipe", "adamw_torch_fused", 0), ("xpipe", "sgd", 1), ("xpipe", "adafactor", 2),
-        ("pipeoptim", "adamw_torch", 0), ("pipeoptim", "sgd", 0), ("spectrain", "adafactor", 1),
-        ("stashing", "adafactor", 0),
+        ("xpipe", "adamw_torch_fused", 0, 2), ("xpipe", "sgd", 2, 1), ("xpipe", "adafactor", 2, 0),
+        ("pipeoptim", "adamw_torch", 0, 2), ("pipeoptim", "sgd", 1, 1), ("spectrain", "adafactor", 1, 0),
+        ("stashing", "adafactor", 0, 0),
     ],
 )  # fmt: skip
-def test_what_predictions_keep_of_their_own_takes_memory(weights: str, optim: str, beside: int) -> None:
-    layout = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4))
-    found, with_adam = (rank_bytes(layout, SMALL, 2, 1, weights, each) for each in (optim, "adamw_torch"))
-    assert found[0] - with_adam[0] == beside * 10 * 4
-    frozen = [rank_bytes(replace(layout, num_frozen_layers=1), SMALL, 2, 1, weights, each)[0] for each in (optim, "")]
-    assert frozen == [10 * 4] * 2
+def test_what_predictions_keep_of_their_own_takes_memory(weights: str, optim: str, beside: int, states: int) -> None:
+    layout, names = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4)), (optim, "adamw_torch")
+    found, with_adam = (rank_bytes(layout, SMALL, 2, 1, weights, MemoryRules(each)) for each in names)
+    assert found[0] - with_adam[0] == (beside + states - 2) * 10 * 4
+    frozen = replace(layout, num_frozen_layers=1)
+    assert [rank_bytes(frozen, SMALL, 2, 1, weights, MemoryRules(each))[0] for each in names] == [10 * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("optim", "of_float32", "of_bfloat16"),
+    [
+        # Bytes per element of weight, gradient and state. States in 8 bits have a float32 scale for 256 elements.
+        ("adamw_torch", 16, 8), ("adamw_torch_fused", 16, 8), ("sgd", 12, 6), ("adafactor", 8, 4),
+        ("adamw_bnb_8bit", 10 + 1 / 32, 6 + 1 / 32), ("paged_lion_8bit", 9 + 1 / 64, 5 + 1 / 64),
+        ("adamw_torch_4bit", 9 + 1 / 32, 5 + 1 / 32), ("paged_adamw_32bit", 16, 12), ("lion_32bit", 12, 8),
+    ],
+)  # fmt: skip
+def test_state_of_the_optimizer_counts_in_its_own_dtype(optim: str, of_float32: float, of_bfloat16: float) -> None:
+    alone = replace(SMALL_LAYOUT, num_stages=1, boundaries=(0, 4), num_replicas=1)
+    weights_alone = replace(SMALL, activation_bytes=(0,) * 4)
+    half = replace(weights_alone, trained_bytes=(20, 40, 60, 80))
+    memory = MemoryRules(optim)
+    assert rank_bytes(alone, weights_alone, 1, memory=memory) == [pytest.approx(100 * of_float32)]
+    assert rank_bytes(alone, half, 1, memory=memory) == [pytest.approx(100 * of_bfloat16)]
+    # Replicas sum gradients in buffers of their dtype.
+    two = replace(alone, num_replicas=2)
+    assert rank_bytes(two, half, 1, memory=memory) == [pytest.approx(100 * (of_bfloat16 + 2))]
+
+
+def test_autocast_adds_a_copy_of_the_weights_in_16_bits() -> None:
+    mixed = MemoryRules(casts=True)
+    pairs = zip(rank_bytes(SMALL_LAYOUT, SMALL, 4, memory=mixed), rank_bytes(SMALL_LAYOUT, SMALL, 4), strict=True)
+    assert [found - without for found, without in pairs] == [30 * 2, 70 * 2]
+    half = replace(SMALL, trained_bytes=(20, 40, 60, 80))
+    assert rank_bytes(SMALL_LAYOUT, half, 4, memory=mixed) == rank_bytes(SMALL_LAYOUT, half, 4)
+    frozen = replace(SMALL_LAYOUT, num_frozen_layers=1)
+    pairs = zip(rank_bytes(frozen, SMALL, 4, memory=mixed), rank_bytes(frozen, SMALL, 4), strict=True)
+    assert [found - without for found, without in pairs] == [0, 40 * 2], "nothing keeps casts of frozen layers"
+
+
+def test_float32_sums_of_gradients_take_memory_for_weights_of_half_precision() -> None:
+    mixed = replace(SMALL, trained_bytes=(40, 80, 60, 80))
+    pairs = zip(
+        *(rank_bytes(SMALL_LAYOUT, mixed, 4, memory=MemoryRules(sums=is_on)) for is_on in (True, False)), strict=True
+    )
+    assert [found - without for found, without in pairs] == [0, 70 * 4]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "expected"),
+    [
+        # One sample a micro-batch, half a byte at each boundary. Embeddings keep 1 and the head 4, of which 4 are in
+        # flight; besides, one micro-batch of what is recomputed.
+        ("gpipe", "never", [4 * 3, 4 * 7]),
+        ("gpipe", "layers", [4 * (1 + 0.5) + 2, 4 * (4 + 0.5) + 3]),
+        ("gpipe", "always", [3, 4 * 0.5 + 7]),
+        ("gpipe", "except_last", [2 * 3, 4 * 0.5 + 2 * 7]),
+        ("1f1b", "layers", [2 * (1 + 0.5) + 2, 7]),
+        ("1f1b", "always", [3, 7]),
+    ],
+)
+def test_recomputation_takes_memory_for_what_it_keeps(schedule: str, recompute: str, expected: list[float]) -> None:
+    costs = replace(SMALL, parameters=(0,) * 4, boundary_bytes=(0, 0.5, 0.5, 0.5))
+    layout = replace(SMALL_LAYOUT, schedule=schedule, num_microbatches=4, num_replicas=1)
+    assert rank_bytes(layout, costs, 4, memory=MemoryRules(recompute=recompute)) == expected
+    unknown = replace(costs, boundary_bytes=())
+    assert rank_bytes(layout, unknown, 4, memory=MemoryRules(recompute=recompute)) == rank_bytes(layout, costs, 4)
 
 
 def test_weights_of_half_precision_take_half_the_memory() -> None:

@@ -17,6 +17,7 @@ from transformers import ElectraConfig, ElectraForTokenClassification
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
+from hf_pipetransformer.engine.casts import SharedCasts
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.reduction import last_gradients
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
@@ -25,6 +26,8 @@ from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
+from tests.decoders import collate_tokens, make_decoder
+from tests.decoders import make_rows as decoder_rows
 from tests.models import NUM_TOKEN_LABELS, build_model, collate, has_zero_gradient, make_rows
 from tests.one_process import CPU, ModelPipeline, trace, whole_gradients
 
@@ -95,12 +98,12 @@ def test_a_linear_layer_of_the_embeddings_may_be_as_wide_as_the_others() -> None
 
 
 def one_stage(
-    name: str, blocks: range | None = None, autocast: bool = False, splits: bool = True
+    name: str, blocks: range | None = None, autocast: bool = False, splits: bool = True, by_layer: bool = False
 ) -> tuple[nn.Module, ModelProgram, MicroBatch]:
     model = build_model(name)
     inputs = batch_of(name)
     structure = trace(model, inputs)
-    view = StageView(model, find_splitter(model), structure)
+    view = StageView(model, find_splitter(model), structure, recomputes_layers=by_layer)
 
     def forward(given: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -183,6 +186,88 @@ def test_weight_gradients_add_up_over_micro_batches_in_any_order() -> None:
     program.backward_weight(first)
     program.backward_weight(second)
     assert_same_gradients("bert_sequence", gradients_of(model), expected)
+
+
+# ---- autocast ----
+
+
+def _freeze_all_but_layer_norms(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name.lower() or "ln_" in name)
+
+
+def _run_under_autocast(name: str, num: int, casts: bool, split: bool, is_frozen: bool):
+    """Run the forwards of `num` micro-batches, then their backwards; return copies of weights held, and results.
+
+    The copies are in bytes over those of one copy of each weight that autocast casts.
+    """
+    torch.manual_seed(0)
+    is_decoder = name in ("gpt2", "llama")
+    model = make_decoder(name) if is_decoder else build_model(name)
+    batch = collate_tokens(decoder_rows(6)) if is_decoder else batch_of(name)
+    structure = trace(model, batch)
+    if is_frozen:
+        _freeze_all_but_layer_norms(model)
+    later = WeightGradients(linear_layers(model) if split else [], SharedCasts(model if casts else None))
+    view = StageView(model, find_splitter(model), structure)
+    program = ModelProgram(view, range(structure.num_blocks), torch.float32, True, later)
+
+    def forward(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**given).loss
+
+    micro_batches = [MicroBatch(i, part, 1 / num, (), forward) for i, part in enumerate([batch] * num)]
+    copied = {tuple(p.bfloat16().flatten().tolist()): p.numel() for p in model.parameters() if p.dim() > 1}
+    held: dict[int, torch.Tensor] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if saved.dtype is torch.bfloat16:
+            held[storage.data_ptr()] = torch.empty(0, dtype=torch.bfloat16).set_(storage)
+        return saved.detach()
+
+    program.begin(())
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        losses = [program.forward(each, None) for each in micro_batches]
+    found = Counter(tuple(each.tolist()) for each in held.values())
+    for each in micro_batches:
+        program.backward(each, None)
+    num_bytes = sum(count * copied[values] for values, count in found.items() if values in copied)
+    of_one = sum(copied[values] for values in found if values in copied)
+    return num_bytes / of_one, (losses, gradients_of(model))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("llama", False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", True), ("gpt2", False), ("vit", False))),
+        ("bert_sequence", True),
+    ],
+)
+def test_micro_batches_in_flight_share_one_cast_of_the_weights(name: str, split: bool, is_frozen: bool) -> None:
+    own, plain = _run_under_autocast(name, 4, casts=False, split=False, is_frozen=is_frozen)
+    assert own > 3.5, "a cast for each micro-batch, else this shows nothing"
+    results = plain if not split else _run_under_autocast(name, 4, False, True, is_frozen)[1]
+    for num in (1, 2, 4):
+        copies, found = _run_under_autocast(name, num, casts=True, split=split, is_frozen=is_frozen)
+        assert 1 <= copies <= 1.2
+    assert all(torch.equal(*pair) for pair in zip(found[0], results[0], strict=True))
+    assert found[1].keys() == results[1].keys()
+    assert all(torch.equal(gradient, results[1][key]) for key, gradient in found[1].items())
+
+
+def test_casts_follow_the_weights_from_batch_to_batch() -> None:
+    layer, casts = nn.Linear(3, 3), SharedCasts()
+    first = casts.of(layer.weight, torch.bfloat16)
+    assert casts.of(layer.weight, torch.bfloat16) is first
+    with torch.no_grad():
+        layer.weight.add_(1)
+        casts.clear()
+        again = casts.of(layer.weight, torch.bfloat16)
+    assert torch.equal(again, layer.weight.bfloat16())
+    assert again.requires_grad, "made under no_grad, it serves forwards that are trained too"
 
 
 class _Twice(nn.Module):
@@ -303,14 +388,15 @@ def test_a_backward_of_the_models_own_is_refused() -> None:
         layer(torch.randn(4, 3)).sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True, None], ids=["by the model", "reentrant", "by the stage"])
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
-def test_stages_may_recompute_layer_by_layer(schedule: str, num_chunks: int, use_reentrant: bool) -> None:
+def test_stages_may_recompute_layer_by_layer(schedule: str, num_chunks: int, use_reentrant: bool | None) -> None:
     name = "bert_sequence"
     model = build_model(name).train()
     loss, gradients = whole_gradients(model, batch_of(name))
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-    pipeline, table = pipeline_of(name, model, schedule, 2, num_chunks)
+    if use_reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    pipeline, table = pipeline_of(name, model, schedule, 2, num_chunks, by_layer=use_reentrant is None)
     torch.testing.assert_close(pipeline.run(table), loss)
     assert_same_gradients(name, pipeline.gradients(), gradients)
 
@@ -343,17 +429,18 @@ def test_what_is_recomputed(actions: str, chunk: int, mode: str, expected: set[i
     assert recomputed_micro_batches(rows_of(actions), chunk, mode) == expected
 
 
+@pytest.mark.parametrize("mode", ["always", "layers"])
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
-def test_recomputation_draws_the_same_dropout(splits: bool) -> None:
+def test_recomputation_draws_the_same_dropout(splits: bool, mode: str) -> None:
     actions = rows_of("F0 F1 I0 W0 I1 W1" if splits else "F0 F1 B0 B1")
     found = []
-    for mode in ("never", "always"):
-        model, plain, first = one_stage("bert_sequence")
+    for recompute in ("never", mode):
+        model, plain, first = one_stage("bert_sequence", by_layer=recompute == "layers")
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.3
         second = MicroBatch(1, batch_of("bert_sequence", 3), 0.25, (), first.forward)
-        program = RecomputingProgram(plain, mode, 0, CPU)
+        program = plain if recompute == "layers" else RecomputingProgram(plain, recompute, 0, CPU)
         program.begin(actions)
         torch.manual_seed(5)
         losses = [program.forward(micro_batch, None) for micro_batch in (first, second)]
@@ -380,6 +467,54 @@ def test_recomputation_keeps_no_activation() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
         program.forward(micro_batch, None)
     assert not saved
+
+
+class _Alive:
+    """Bytes of the outputs of all modules that anything keeps alive, at most."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.most = 0
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        for module in model.modules():
+            module.register_forward_hook(self._note)
+
+    def _note(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self._outputs.append(weakref.ref(output))
+        alive = [each.untyped_storage() for ref in self._outputs if (each := ref()) is not None]
+        storages = {each.data_ptr(): each.nbytes() for each in alive}
+        self.most = max(self.most, sum(storages.values()))
+
+
+def _step_of_decoder(name: str, num_layers: int, by_layer: bool, splits: bool = False):
+    """Run two micro-batches of a decoder with its KV cache on, first both forwards; return the peak and results."""
+    torch.manual_seed(0)
+    model = make_decoder(name, num_hidden_layers=num_layers).train()
+    batch = collate_tokens(decoder_rows(4))
+    structure = trace(model, batch)
+    view = StageView(model, find_splitter(model), structure, recomputes_layers=by_layer)
+    later = WeightGradients(linear_layers(model) if splits else [])
+    program = ModelProgram(view, range(structure.num_blocks), torch.float32, True, later)
+    alive = _Alive(model)
+    micro_batches = [MicroBatch(i, batch, 0.5, (), lambda given: model(**given).loss) for i in range(2)]
+    losses = [program.forward(each, None) for each in micro_batches]
+    for each in micro_batches:
+        program.backward(each, None)
+    boundary = 4 * batch["input_ids"].numel() * model.config.hidden_size
+    return alive.most / boundary, (losses, gradients_of(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_recomputing_layers_keeps_what_enters_them_and_one_layers_activations(name: str) -> None:
+    few, _ = _step_of_decoder(name, 2, by_layer=True)
+    many, found = _step_of_decoder(name, 6, by_layer=True)
+    kept_of_few, _ = _step_of_decoder(name, 2, by_layer=False)
+    kept_of_many, expected = _step_of_decoder(name, 6, by_layer=False)
+    assert many - few <= 4 * 2 * 1.05, "four layers more, each with an input in two micro-batches"
+    assert kept_of_many - kept_of_few >= 4 * 2 * 3, "else this shows nothing"
+    assert torch.equal(torch.stack(found[0]), torch.stack(expected[0]))
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(gradient, expected[1][key]) for key, gradient in found[1].items())
 
 
 # ---- stages ----

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.engine import reduction
-from hf_pipetransformer.engine.reduction import GradientReducer
+from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
 from tests.doubles.device import DEVICE, DeviceStandIn
 
 
@@ -91,3 +91,49 @@ def test_the_host_asks_the_device_only_for_gradients_that_are_missing_here(
             for parameter in parameters:
                 parameter.grad = None
     assert not stand_in.mixtures
+
+
+def _backward(parameter: nn.Parameter, times: int) -> None:
+    for _ in range(times):
+        parameter.sum().backward()
+
+
+@pytest.mark.parametrize("has_replicas", [False, True])
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_gradients_of_half_precision_are_added_in_float32(
+    launched: list[int], has_replicas: bool, in_float32: bool
+) -> None:
+    """300 ones add up to 256 in bfloat16, where 257 rounds to 256."""
+    half, whole, unused = (nn.Parameter(torch.ones(n)) for n in (2, 3, 1))
+    half.data, unused.data = half.data.bfloat16(), unused.data.bfloat16()
+    parameters = [half, whole, unused]
+    sums = GradientSums(parameters) if in_float32 else None
+    reducer = GradientReducer(parameters, object() if has_replicas else None, 1.0, "replicas", sums)
+    for _ in range(2):
+        _backward(whole, 300)
+        _backward(half, 299)
+        assert (half.grad is None) == in_float32
+        reducer.arm(parameters)
+        _backward(half, 1)
+        reducer.finish()
+        assert bool(launched) == has_replicas
+        assert half.grad is not None and half.grad.dtype is torch.bfloat16
+        assert half.grad.tolist() == [300 if in_float32 else 256] * 2
+        assert whole.grad is not None and whole.grad.tolist() == [300] * 3
+        assert unused.grad is None
+        for parameter in parameters:
+            parameter.grad = None
+    reducer.remove()
+    _backward(half, 300)
+    assert half.grad.tolist() == [256] * 2
+
+
+@pytest.mark.parametrize("is_owner", [False, True])
+def test_gradients_of_shared_weights_are_added_in_float32_too(launched: list[int], is_owner: bool) -> None:
+    tied = nn.Parameter(torch.ones(2).bfloat16())
+    shared = [SharedParameter("tied", tied, object(), None, 0, is_owner)]
+    reducer = GradientReducer([], None, 1.0, "replicas", GradientSums([tied]))
+    _backward(tied, 300)
+    reducer.finish(shared)
+    assert launched == [3]
+    assert (None if tied.grad is None else tied.grad.tolist()) == ([300, 300] if is_owner else None)

@@ -279,7 +279,7 @@ def test_whole_sequences_of_a_model_that_recomputes_its_layers_are_trained(tmp_p
 
 
 def test_layers_that_an_option_has_recomputed_are_by_the_pipeline(tmp_path: Path) -> None:
-    assert arguments(tmp_path, activation_checkpointing=True).pipeline_checkpoint == "always"
+    assert arguments(tmp_path, activation_checkpointing=True).pipeline_checkpoint == "layers"
 
 
 def test_labels_smoothed_over_whole_sequences_are_refused(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_labels_smoothed_over_whole_sequences_are_refused(tmp_path: Path) -> Non
         trained(make_decoder("gpt2"), tmp_path, pipeline_token_slices=2, label_smoothing_factor=0.1)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always", "layers"])
 def test_slices_of_a_run_on_one_process_give_the_losses_of_whole_sequences(tmp_path: Path, recompute: str) -> None:
     torch.manual_seed(0)
     model = make_decoder("llama")

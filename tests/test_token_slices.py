@@ -117,13 +117,14 @@ def run_sliced(
     size: int,
     num_batch_slices: int,
     cuts: list[int],
-    recompute: bool = False,
+    recompute: str = "never",
     boundaries: list[int] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and gradients of a model on `size` ranks, with as many layers each if no `boundaries` are given."""
     inputs = batch()
     models = [copy.deepcopy(model) for _ in range(size)]
-    views = [StageView(own, find_splitter(own), trace(own, inputs)) for own in models]
+    by_layer = recompute == "layers"
+    views = [StageView(own, find_splitter(own), trace(own, inputs), recomputes_layers=by_layer) for own in models]
     if boundaries is None:
         boundaries = [
             0,
@@ -136,7 +137,7 @@ def run_sliced(
     def program_of(stage: int) -> TokenSliceProgram | RecomputingProgram:
         blocks = range(boundaries[stage], boundaries[stage + 1])
         program = TokenSliceProgram(ModelProgram(views[stage], blocks, torch.float32, stage > 0), LAYERS)
-        return RecomputingProgram(program, "always", 0, CPU) if recompute else program
+        return RecomputingProgram(program, "always", 0, CPU) if recompute == "always" else program
 
     num_labels = int((inputs["labels"][:, 1:] != -100).sum())
     micro_batches = [
@@ -191,16 +192,17 @@ def test_slices_give_the_gradients_of_whole_sequences(
     assert_is_whole(model, *run_sliced(model, size, num_batch_slices, cuts))
 
 
-def test_slices_may_be_recomputed() -> None:
+@pytest.mark.parametrize("recompute", ["always", "layers"])
+def test_slices_may_be_recomputed(recompute: str) -> None:
     model = decoder("llama")
-    assert_is_whole(model, *run_sliced(model, 2, 2, [0, 3, 10, 11, 24], recompute=True))
+    assert_is_whole(model, *run_sliced(model, 2, 2, [0, 3, 10, 11, 24], recompute))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 @pytest.mark.parametrize("boundaries", [[0, 2, 4, 10], [0, 2, 3, 10]], ids=["inside layers", "one stage an MLP"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", ["never", "always", pytest.param("layers", marks=pytest.mark.slow)])
 def test_boundaries_inside_layers_give_the_gradients_of_whole_sequences(
-    name: str, boundaries: list[int], recompute: bool
+    name: str, boundaries: list[int], recompute: str
 ) -> None:
     """Keys and values are kept by the stage that has a layer's attention, whoever has its MLP."""
     model = decoder(name)

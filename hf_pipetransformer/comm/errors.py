@@ -52,7 +52,7 @@ class PeerLostError(PipelineError):
 
 OUT_OF_MEMORY_REMEDY = (
     "This layout does not fit: set a larger pipeline_parallel_size, pipeline_compression='memory' (no stage becomes "
-    "larger than at the start), a smaller per_device_train_batch_size or pipeline_checkpoint='always'. "
+    "larger than at the start), a smaller per_device_train_batch_size or pipeline_checkpoint='layers'. "
     "Another run in this output_dir plans only longer pipelines."
 )
 

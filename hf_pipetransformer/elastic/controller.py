@@ -269,8 +269,8 @@ class LayoutController:
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
         if asks and layout.shape not in self.decisions.known_microbatches:
-            samples, bytes_ = inputs.samples_per_device, inputs.rules.device_bytes
-            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, samples, bytes_))
+            limits = inputs.samples_per_device, inputs.rules.device_bytes, inputs.rules.memory
+            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, *limits))
             self._trial = MicrobatchTrial(tried)
             return replace(layout, num_microbatches=self._trial.current())
         return layout

@@ -174,6 +174,8 @@ class Run:
         self.advance()
         with self.meter.part("pipeline"):
             self._let_go(list(self._leaving))
+        for program in self.programs:
+            program.begin(())  # Frees what the passes of a run share.
         return self.take_results()
 
     def take_results(self) -> list[Any]:

@@ -128,7 +128,7 @@ class ModelProgram(StageProgram):
     """Program that runs a stage's blocks (embeddings, halves of layers, head) of a Hugging Face model.
 
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
-    `weight_gradients` is needed only for schedules that split the backward.
+    `weight_gradients` is needed only for schedules that split the backward. Forwards share the casts of its `casts`.
     """
 
     def __init__(
@@ -168,13 +168,15 @@ class ModelProgram(StageProgram):
         return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
 
     def _run(self, micro_batch: MicroBatch) -> Any:
-        # Called after `StageView.run` has installed its overrides, so that `split_linears` leaves those layers alone.
-        with self.weight_gradients.split_linears():
+        # Called after `StageView.run` has installed its overrides, so that these leave those layers alone.
+        with self.weight_gradients.split_linears(), self.weight_gradients.casts.shared():
             return micro_batch.forward(dict(micro_batch.inputs))
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)
-        with self.view.backward_of(self.blocks, received), self.weight_gradients.put_off(micro_batch.index):
+        later = self.weight_gradients
+        # Layers may be recomputed inside, also with the model's own checkpointing.
+        with self.view.backward_of(self.blocks, received), later.put_off(micro_batch.index), later.casts.shared():
             if not self.has_head:
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)

@@ -31,21 +31,22 @@ class SharedParameter:
     owner: int
     is_owner: bool
 
-    def reduced(self) -> torch.Tensor:
-        """Sum its gradient over stages and replicas. Collective: call on every rank of `group`.
+    def reduced(self, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Sum its gradient over stages and replicas in `dtype`. Collective: call on every rank of `group`.
 
         Returns a vector `(numel + 1,)`. The last entry counts the ranks whose gradient is not None.
         """
-        parameter = self.parameter
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        flag = gradient.new_full((1,), 0.0 if parameter.grad is None else 1.0)
-        flat = torch.cat([gradient.reshape(-1), flag])
+        own = torch.zeros_like(self.parameter) if gradient is None else gradient
+        flag = own.new_full((1,), 0.0 if gradient is None else 1.0, dtype=dtype)
+        flat = torch.cat([own.reshape(-1).to(dtype), flag])
         guarded(lambda: dist.all_reduce(flat, group=self.group), f"summing the gradient of {self.name} over stages")
         return flat
 
     def take(self, flat: torch.Tensor, is_used: bool) -> None:
         """Set `.grad` from the result of `reduced` on the owner; to None elsewhere, or if no rank had a gradient."""
-        self.parameter.grad = flat[:-1].view_as(self.parameter) if self.is_owner and is_used else None
+        parameter = self.parameter
+        own = flat[:-1].view_as(parameter).to(parameter.dtype) if self.is_owner and is_used else None
+        parameter.grad = own
 
 
 @torch.no_grad()
@@ -61,25 +62,70 @@ def share_values(shared: Sequence[SharedParameter]) -> None:
         )
 
 
+class GradientSums:
+    """Float32 sums of the gradients of half-precision weights over the backwards of an optimizer step.
+
+    A sum of many bfloat16 gradients loses what is below 1/256 of it. Until `GradientReducer.finish`, `.grad` of these
+    weights is None.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._half = {p for p in parameters if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """Memory to use for the sums of some parameters."""
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in self._half]
+
+    def dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype in which a parameter's gradients are added."""
+        return torch.float32 if parameter in self._half else parameter.dtype
+
+    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient of a parameter, and forget it if it is a sum."""
+        return self._sums.pop(parameter, parameter.grad)
+
+    def hand_out(self) -> None:
+        """Set `.grad` of the parameters whose sums were not taken, rounded to their dtype."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._sums.clear()
+
+    def remove(self) -> None:
+        self._sums.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add(self, parameter: Any) -> None:
+        if parameter in self._sums:
+            self._sums[parameter].add_(parameter.grad)
+        elif parameter in self.buffers:
+            self._sums[parameter] = self.buffers[parameter].copy_(parameter.grad)
+        else:
+            self._sums[parameter] = parameter.grad.float()
+        parameter.grad = None
+
+
 BUCKET_BYTES = 25 * 2**20
 
 
 class _Bucket:
     """Flat buffer of the gradients of some parameters, followed by one flag per parameter: 1 if it had a gradient."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: GradientSums) -> None:
         self.parameters = parameters
         self.num_ready = 0
+        self._sums = sums
         self.work: Any = None
         self._num_awaited: int | None = None
         self._sizes = [parameter.numel() for parameter in parameters]
         total = sum(self._sizes)
-        self._flat = parameters[0].new_zeros(total + len(parameters))
+        self._flat = parameters[0].new_zeros(total + len(parameters), dtype=sums.dtype_of(parameters[0]))
         pieces = self._flat[:total].split(self._sizes)
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.flags = self._flat[total:]
         self.is_complete = False
         """True if this rank had all gradients, so that it needs no flags of the others."""
+        sums.buffers |= zip(parameters, self.views, strict=True)
 
     @property
     def is_full(self) -> bool:
@@ -89,19 +135,21 @@ class _Bucket:
         return self.num_ready == self._num_awaited
 
     def launch(self, group: Any, what: str) -> None:
-        flags = torch.tensor([0.0 if parameter.grad is None else 1.0 for parameter in self.parameters])
+        gradients = [self._sums.take(parameter) for parameter in self.parameters]
+        flags = torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients])
         self.is_complete = bool(flags.all())
         if self.is_complete:
             self.flags.fill_(1.0)
         else:
             # A new buffer: the asynchronous copy of the step before may still read an old one.
             self.flags.copy_(host_buffer(self.flags).copy_(flags), non_blocking=True)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
+        for parameter, gradient, view in zip(self.parameters, gradients, self.views, strict=True):
+            if gradient is None:
                 view.zero_()
-            elif parameter.grad is not view:
-                view.copy_(parameter.grad)
+            elif gradient is not view:
+                view.copy_(gradient)
                 parameter.grad = None  # Free it now: the bucket has the only copy needed.
+        del gradients
         self.work = guarded(lambda: dist.all_reduce(self._flat, group=group, async_op=True), what)
 
     def wait(self, timeout: float, what: str) -> None:
@@ -109,12 +157,12 @@ class _Bucket:
         self.work, self.num_ready, self._num_awaited = None, 0, None
 
     def hand_out(self, used: Sequence[float] | None) -> None:
-        """Set `.grad` to views of the buffer. A parameter that had no gradient on any replica keeps None.
+        """Set `.grad` to views of the buffer, or rounded copies. One without gradient on any replica keeps None.
 
         `used` counts the replicas with a gradient, by parameter; None: each had one here.
         """
         for parameter, view, count in zip(self.parameters, self.views, used or repeat(1.0), strict=used is not None):
-            parameter.grad = view if count else None
+            parameter.grad = view.to(parameter.dtype) if count else None
 
 
 class GradientReducer:
@@ -125,10 +173,18 @@ class GradientReducer:
     no samples at all.
 
     `parameters` must be in the same order on every replica, without those shared with other stages. `group` is None if
-    there is only one replica.
+    there is only one replica. `sums` adds gradients in another dtype than the weights'.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: Any, timeout: float, replicas: str) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        group: Any,
+        timeout: float,
+        replicas: str,
+        sums: GradientSums | None = None,
+    ) -> None:
+        self.sums = sums or GradientSums([])
         self.group = group
         self.timeout = timeout
         self.what = f"summing gradients over {replicas}"
@@ -139,7 +195,7 @@ class GradientReducer:
         if group is None:
             return
         for bucket_parameters in _in_buckets([p for p in parameters if p.requires_grad]):
-            bucket = _Bucket(bucket_parameters)
+            bucket = _Bucket(bucket_parameters, self.sums)
             self.buckets.append(bucket)
             for parameter in bucket_parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
@@ -160,8 +216,10 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.wait(self.timeout, self.what)
         self._next = 0
-        missing = [entry.is_owner and entry.parameter.grad is None for entry in shared]
-        sums = [entry.reduced() for entry in shared]
+        taken = [(self.sums.take(entry.parameter), self.sums.dtype_of(entry.parameter)) for entry in shared]
+        missing = [entry.is_owner and own is None for entry, (own, _) in zip(shared, taken, strict=True)]
+        sums = [entry.reduced(*each) for entry, each in zip(shared, taken, strict=True)]
+        self.sums.hand_out()
         unknown = [bucket.flags for bucket in self.buckets if not bucket.is_complete]
         unknown += [flat[-1:] for flat, is_missing in zip(sums, missing, strict=True) if is_missing]
         used = iter(_read(unknown) if unknown else [])
@@ -171,6 +229,7 @@ class GradientReducer:
             entry.take(flat, is_used=not is_missing or bool(next(used)[0]))
 
     def remove(self) -> None:
+        self.sums.remove()
         for hook in self._hooks:
             hook.remove()
 

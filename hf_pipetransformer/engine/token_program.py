@@ -84,7 +84,7 @@ class KeptContext:
     def from_token(self, start: int) -> Cache:
         """Return the KV cache to pass to the model for the slice that begins at token `start`."""
         new = self._new[start] = []
-        return Cache(layers=[_Layer(keys, values, start, new) for keys, values in self.layers])
+        return _Context(layers=[_Layer(keys, values, start, new) for keys, values in self.layers])
 
     def backward_of_context(self, start: int) -> None:
         """Run the backward of a slice without a loss, from the gradients of its keys and values in later slices.
@@ -104,6 +104,12 @@ class KeptContext:
     def forget(self, start: int) -> None:
         """Drop a slice after its backward."""
         self._new.pop(start, None)
+
+
+class _Context(Cache):
+    """KV cache in which a layer that is recomputed writes the same keys and values in place."""
+
+    takes_layers_again = True
 
 
 class _Layer(CacheLayerMixin):

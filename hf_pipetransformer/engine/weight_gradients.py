@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.engine.casts import SharedCasts
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
@@ -48,17 +49,22 @@ class _PutOff:
 
 
 class WeightGradients:
-    """Deferred weight gradients of a stage's linear layers, by micro-batch."""
+    """Deferred weight gradients of a stage's linear layers, by micro-batch.
 
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+    Under autocast the layers read their weights from `casts`.
+    """
+
+    def __init__(self, layers: Iterable[nn.Linear], casts: SharedCasts | None = None) -> None:
         self.layers = list(layers)
+        self.casts = casts or SharedCasts()
         self._put_off: dict[int, deque[_PutOff]] = {}
         self._current: deque[_PutOff] | None = None
         self.anchor = torch.empty(0, requires_grad=True)
 
     def clear(self) -> None:
-        """Drop all deferred gradients."""
+        """Drop all deferred gradients, and the casts of the weights."""
         self._put_off.clear()
+        self.casts.clear()
 
     @contextmanager
     def split_linears(self) -> Iterator[None]:
@@ -149,7 +155,7 @@ class _SplitLinear(torch.autograd.Function):
         dtype: torch.dtype,
         owner: WeightGradients,
     ) -> torch.Tensor:
-        used = layer.weight.to(dtype)
+        used = owner.casts.of(layer.weight, dtype).detach()
         ctx.save_for_backward(hidden, used)
         ctx.trained, ctx.owner = trained, owner
         return functional.linear(hidden, used, None if layer.bias is None else layer.bias.to(dtype))

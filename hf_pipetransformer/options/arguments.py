@@ -31,7 +31,8 @@ from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
 logger = logging.getLogger(__name__)
 
-RECOMPUTE_MODES = ("always", "except_last", "never")
+GRADIENT_DTYPES = ("auto", "float32", "weights")
+RECOMPUTE_MODES = ("always", "except_last", "layers", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 CLIPS = ("stage", "last")
@@ -170,9 +171,18 @@ class PipeTransformerArguments(TrainingArguments):
     )
     pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
         "never",
-        "Activation recomputation: run the forward of a micro-batch again in its backward `always`, for all but the "
-        "last micro-batch (`except_last`), or `never`. `activation_checkpointing=True` means `always`.",
+        "Activation recomputation: run the forward of a micro-batch again in its backward layer by layer (`layers`: "
+        "least memory, what each layer got and the activations of one layer), stage by stage (`always`: what each "
+        "stage got and the activations of one micro-batch), so for all but the last micro-batch (`except_last`), or "
+        "`never`. `activation_checkpointing=True` means `layers`.",
         choices=RECOMPUTE_MODES,
+    )
+    pipeline_gradient_dtype: Annotated[str, choice(GRADIENT_DTYPES)] = option(
+        "auto",
+        "Precision in which the gradients of `bfloat16` weights are added over micro-batches, gradient accumulation "
+        "and replicas: `float32` (4 more bytes per trained weight; the optimizer gets the rounded sum), that of the "
+        "`weights`, or `auto`, which is `float32` if the first layout fits in memory with it.",
+        choices=GRADIENT_DTYPES,
     )
     pipeline_timeout: Annotated[float, read_timeout] = option(
         300.0,
@@ -327,7 +337,7 @@ class PipeTransformerArguments(TrainingArguments):
                 )
             if self.world_size > 1 or self.schedule.abilities.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
-                self.pipeline_checkpoint = "always"
+                self.pipeline_checkpoint = "layers"
                 self.activation_checkpointing = False
                 self.recomputes_for_trainer = True
 

@@ -116,7 +116,8 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
         ),
         (
             args.pipeline_checkpoint == "except_last" and able.overlaps_steps,
-            f"pipeline_checkpoint='except_last' {here}, which has no last micro-batch: set it to 'always' or 'never'.",
+            f"pipeline_checkpoint='except_last' {here}, which has no last micro-batch: set it to 'layers', 'always' "
+            "or 'never'.",
         ),
         (
             args.fp16 and able.overlaps_steps,

@@ -54,7 +54,7 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
         (
             args.auto_find_batch_size,
             "auto_find_batch_size=True: it restarts the run with a smaller batch on one rank, while the others wait. "
-            "Set per_device_train_batch_size yourself; pipeline_checkpoint='always' saves memory.",
+            "Set per_device_train_batch_size yourself; pipeline_checkpoint='layers' saves memory.",
         ),
         (
             any(name in optimizer for name in ("lomo", "galore", "apollo")),
@@ -173,9 +173,9 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "accelerator_config.even_batches has no effect: no sample is ever repeated or dropped.",
         ),
         (
-            args.pipeline_size == 1 and args.pipeline_checkpoint != "never",
+            args.pipeline_size == 1 and args.pipeline_checkpoint in ("always", "except_last"),
             f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a whole stage, which saves no memory with "
-            "only one stage: use activation_checkpointing=True, which recomputes layer by layer.",
+            "only one stage: use pipeline_checkpoint='layers', which recomputes layer by layer.",
         ),
         (
             _may_have_stages(args) and uses_nccl and run not in VERIFIED_ON_NCCL,

@@ -10,18 +10,15 @@ from hf_pipetransformer.planning.simulator import Durations, simulate, steady_se
 from hf_pipetransformer.planning.slice_costs import TokenCosts
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import first_above, slice_bounds
+from hf_pipetransformer.schedules.placement import first_above, mlp_of, slice_bounds
 from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
 
-
-GRADIENT_BYTES = 4
-"""Bytes of one parameter's gradient in an all-reduce: gradients are fp32."""
 
 WEIGHT_BYTES = 4
 """Bytes of a weight's element unless given otherwise: fp32."""
 
-STATE_COPIES = 4
-"""Memory of a trained weight in multiples of the weight: itself, its gradient and the two moments of Adam."""
+BLOCKWISE = 4 / 256
+"""Bytes per element of the scales of an optimizer state in 8 or 4 bits: one float32 for 256 elements."""
 
 WEIGHT_SHARE = 0.5
 """Share of a block's backward for the gradients of its weights: one of the two equal products of a linear layer."""
@@ -53,6 +50,7 @@ class BlockCosts:
         kept_shared: like `shared`, for parameters that the user froze.
         trained_bytes: bytes of the weights that are trained unless their layer freezes; empty if all are fp32.
         kept_bytes: bytes of the weights that the user froze; empty if all are fp32.
+        boundary_bytes: bytes per sample of the activation that enters the block; empty if unknown.
         slices: costs of token slices; None where sequences stay whole.
 
     Raises:
@@ -69,10 +67,12 @@ class BlockCosts:
     kept_shared: Shared = ()
     trained_bytes: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
+    boundary_bytes: tuple[float, ...] = ()
     slices: TokenCosts | None = None
 
     def __post_init__(self) -> None:
-        empty = [name for name in ("kept", "trained_bytes", "kept_bytes") if not getattr(self, name)]
+        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes")
+        empty = [name for name in may_be_empty if not getattr(self, name)]
         others = ("shared", "kept_shared", "slices", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
         if len(set(lengths.values())) != 1:
@@ -104,6 +104,44 @@ class BlockCosts:
             backward=tuple(backward * seconds for seconds in self.backward),
             edge_backward=tuple(backward * seconds for seconds in self.edge_backward),
         )
+
+
+_NUM_STATES = {"ademamix": 3, "grokadamw": 3, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1, "sgd": 1}
+"""States per weight by a part of the optimizer's name; two, as of Adam, for all others. SGD has one at most, and
+Adafactor's rows and columns are not counted."""
+
+
+@dataclass(frozen=True)
+class MemoryRules:
+    """Settings of a run, besides its layout, that its memory depends on.
+
+    Args:
+        optim: Trainer's name of the optimizer.
+        recompute: a value of `pipeline_checkpoint`.
+        casts: True if autocast keeps a copy of the float32 weights in 16 bits.
+        sums: True if the gradients of half-precision weights are added in float32.
+    """
+
+    optim: str = "adamw_torch"
+    recompute: str = "never"
+    casts: bool = False
+    sums: bool = False
+
+    def state_bytes(self, elements: float, weight_bytes: float) -> float:
+        """Return the bytes of the optimizer's state for `elements` trained weights that take `weight_bytes`.
+
+        bitsandbytes keeps the states of embeddings and small tensors in float32, which is not counted.
+        """
+        name = self.optim
+        if "8bit" in name:
+            size = (1 + BLOCKWISE) * elements
+        elif "4bit" in name:
+            size = (0.5 + BLOCKWISE) * elements
+        elif "32bit" in name or name in ("ademamix", "rmsprop_bnb"):
+            size = 4 * elements
+        else:
+            size = weight_bytes  # torch makes states like the weights.
+        return size * next((count for part, count in _NUM_STATES.items() if part in name), 2)
 
 
 @dataclass(frozen=True)
@@ -204,9 +242,8 @@ def predict_step(
     parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
     durations = Durations(*parts, factors=shares * microbatches)
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
-    trained = trained_elements(layout, costs)
-    reductions = [overheads.reduction_per_byte * count * GRADIENT_BYTES * ring for count in trained]
-    updates = [overheads.optimizer_per_parameter * count for count in trained]
+    reductions = [overheads.reduction_per_byte * size * ring for size in gradient_bytes(layout, costs)]
+    updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
     if layout.abilities.overlaps_steps:
         step_size = accumulation * microbatches
         durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
@@ -236,32 +273,40 @@ def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:
     return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
 
 
+def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
+    """Return the bytes of the gradients of each rank of a pipeline, in the dtypes of the weights."""
+    return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained_sizes)))
+
+
 def rank_bytes(
     layout: Layout,
     costs: BlockCosts,
     samples_per_pipeline: int,
     accumulation: int = 1,
     weights: str = "pipeoptim",
-    optim: str = "adamw_torch",
+    memory: MemoryRules | None = None,
 ) -> list[float]:
     """Return the bytes that each rank of a pipeline needs for training.
 
     With replicas, reduced gradients also lie in flat buffers besides those that the backward creates. A rank that uses
     a parameter but is not its first user has a copy and a gradient, without optimizer state. If steps overlap, stages
-    keep several versions of the weights they train; only then do `accumulation`, `weights` (a value of
-    `pipeline_weights`) and `optim` matter. A pipeline's batch has `samples_per_pipeline` samples.
+    keep several versions of the weights they train; only then do `accumulation` and `weights` (a value of
+    `pipeline_weights`) matter. A pipeline's batch has `samples_per_pipeline` samples.
     """
+    memory = memory or MemoryRules()
     microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
-    samples = samples_per_pipeline / microbatches
-    kept = [samples * size for size in _by_stage(layout, _active(layout, costs.activation_bytes))]
-    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    loads = list(find_schedule(layout.schedule).peaks(kept, *shape))
-    trained = trained_elements(layout, costs)
-    reduced = trained.copy()
-    active = _by_rank(layout, _by_stage(layout, _active(layout, costs.trained_sizes)))
+    in_each = replace(costs, activation_bytes=_times(samples_per_pipeline / microbatches, costs.activation_bytes))
+    in_each = replace(in_each, boundary_bytes=_times(samples_per_pipeline / microbatches, costs.boundary_bytes))
+    loads = _activation_peaks(layout, in_each, microbatches, memory.recompute)
+    trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
+    reduced = active.copy()
     sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
+    casts = _by_rank(layout, _by_stage(layout, _active(layout, _cast_bytes(costs))))
+    sums = _by_rank(layout, _by_stage(layout, _active(layout, sum_bytes(costs))))
     for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
-        loads[rank] += STATE_COPIES * active[rank] + size - active[rank]
+        # The weights, the gradients of those that are trained, and the optimizer's state.
+        loads[rank] += size + active[rank] + memory.state_bytes(trained[rank], active[rank])
+        loads[rank] += memory.casts * casts[rank] + memory.sums * sums[rank]
     shared = [
         *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
         *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
@@ -269,22 +314,65 @@ def rank_bytes(
     for (blocks, elements), is_trained, size_of, count_of in shared:
         first, *others = layout.ranks_of(blocks)
         is_trained = is_trained and blocks[0] >= layout.first_active_block
+        # Only the number of elements is known here: assume the average element size of the first block.
+        copy = elements * size_of[blocks[0]] / count_of[blocks[0]] if others else 0.0
         for rank in others:
-            # Only the number of elements is known here: assume the average element size of the first block.
-            copy = elements * size_of[blocks[0]] / count_of[blocks[0]]
-            loads[rank] += copy + (GRADIENT_BYTES * elements if is_trained else 0)
+            loads[rank] += copy + (copy if is_trained else 0)
         if others and is_trained:
             # A shared parameter has an all-reduce outside the flat buffers.
-            reduced[first] -= elements
+            reduced[first] -= copy
     if layout.abilities.overlaps_steps:
         kind, num_stages = find_weights(weights), layout.num_stages
         for stage, own in enumerate(active):
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
-            beside = copies_beside(kind.direction, optim) if kind.predicts(stage, num_stages) else 0
+            beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
             loads[stage] += own * (versions - 1 + beside)
     if layout.num_replicas > 1:
-        loads = [load + GRADIENT_BYTES * count for load, count in zip(loads, reduced, strict=True)]
+        loads = [sum(both) for both in zip(loads, reduced, strict=True)]
     return loads
+
+
+def _activation_peaks(layout: Layout, costs: BlockCosts, microbatches: int, recompute: str) -> list[float]:
+    """Return the most bytes of activations that each rank holds; `costs` has those of one micro-batch."""
+    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    peaks, sizes = find_schedule(layout.schedule).peaks, _active(layout, costs.activation_bytes)
+    whole = _by_stage(layout, sizes)
+    plain = list(peaks(whole, *shape))
+    if recompute == "never" or not costs.boundary_bytes:
+        return plain
+    # Every micro-batch in flight keeps inputs. Besides, one is recomputed at a time, and one may be left whole.
+    inputs, at_once = [], []
+    for stage, size in enumerate(whole):
+        own = [block for block in layout.blocks_of(stage) if block >= layout.first_active_block]
+        layers = [block for block in own if 0 < block < len(sizes) - 1]
+        if recompute == "layers":
+            # A stage's part of a layer is recomputed as one. Embeddings and head are not.
+            parts = [[b for b in layers if mlp_of(layer) - b in (0, 1)] for layer in range(layout.num_layers)]
+            kept = sum(sizes[block] for block in own if block not in layers)
+            inputs.append(kept + sum(costs.boundary_bytes[part[0]] for part in parts if part))
+            at_once.append(max(sum(sizes[block] for block in part) for part in parts))
+        else:
+            inputs.append(costs.boundary_bytes[own[0]] if own else 0.0)
+            at_once.append(size * (2 if recompute == "except_last" else 1))
+    largest = [max(at_once[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]
+    recomputed = map(sum, zip(peaks(inputs, *shape), largest, strict=True))
+    return [min(pair) for pair in zip(plain, recomputed, strict=True)]
+
+
+def _cast_bytes(costs: BlockCosts) -> list[float]:
+    """Return the bytes of 16-bit copies of the float32 weights of each block."""
+    kinds = ((costs.trained, costs.trained_sizes), (costs.kept_elements, costs.kept_sizes))
+    whole = [[size if size == 4 * count else 0 for count, size in zip(*kind, strict=True)] for kind in kinds]
+    return [sum(both) / 2 for both in zip(*whole, strict=True)]
+
+
+def sum_bytes(costs: BlockCosts) -> list[float]:
+    """Return the bytes of float32 sums of the gradients of each block's half-precision weights."""
+    return [4.0 * count * (size < 4 * count) for count, size in zip(costs.trained, costs.trained_sizes, strict=True)]
+
+
+def _times(factor: float, values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(factor * value for value in values)
 
 
 def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, ...]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_pipetransformer.planning.costs import (
-    GRADIENT_BYTES,
     BlockCosts,
+    MemoryRules,
     Overheads,
     block_backwards,
     block_forwards,
+    gradient_bytes,
     rank_bytes,
     trained_elements,
 )
@@ -50,8 +51,9 @@ def calibrate(
         overheads = replace(overheads, optimizer_per_parameter=reports[largest]["optimizer"] / trained[largest])
         if layout.num_replicas > 1:
             ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
+            size = gradient_bytes(layout, costs)[largest % layout.pipeline_size]
             waited = statistics.median(reports[rank]["reduction"] for rank in ranks if trained[rank])
-            overheads = replace(overheads, reduction_per_byte=waited / (trained[largest] * GRADIENT_BYTES * ring))
+            overheads = replace(overheads, reduction_per_byte=waited / (size * ring))
     return scaled, replace(overheads, per_step=statistics.median(_other(layout, reports[rank]) for rank in ranks))
 
 
@@ -80,13 +82,15 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
     return sorted(tried, reverse=True)
 
 
-def fitting_candidates(layout: Layout, costs: BlockCosts, samples_per_device: int, device_bytes: float) -> list[int]:
+def fitting_candidates(
+    layout: Layout, costs: BlockCosts, samples_per_device: int, device_bytes: float, memory: MemoryRules | None = None
+) -> list[int]:
     """Return the M to try that fit the smallest device's memory; at least the largest, which needs the least."""
     samples = samples_per_device * layout.pipeline_size
     tried = candidates(layout.pipeline_size, samples)
 
     def fits(count: int) -> bool:
-        needed = max(rank_bytes(replace(layout, num_microbatches=count), costs, samples))
+        needed = max(rank_bytes(replace(layout, num_microbatches=count), costs, samples, memory=memory))
         return needed <= device_bytes * (1 - MEMORY_RESERVE)
 
     return [count for count in tried if fits(count)] or tried[:1]

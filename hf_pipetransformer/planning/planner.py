@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from hf_pipetransformer.planning.costs import (
     WORK_OVERHEADS,
     BlockCosts,
+    MemoryRules,
     Overheads,
     Prediction,
     block_loads,
@@ -73,7 +74,7 @@ class PlanRules:
     num_chunks: int = 1
     token_slices: Plans | None = None
     weights: str = "pipeoptim"
-    optim: str = "adamw_torch"
+    memory: MemoryRules = MemoryRules()
     work: tuple[float, ...] = ()
     is_timeless: bool = False
 
@@ -267,7 +268,7 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
 
     def judge(layout: Layout, by: tuple[BlockCosts, Overheads]) -> Candidate:
         samples = inputs.samples_per_device * layout.pipeline_size
-        needed = max(rank_bytes(layout, inputs.blocks, samples, accumulation, rules.weights, rules.optim))
+        needed = max(rank_bytes(layout, inputs.blocks, samples, accumulation, rules.weights, rules.memory))
         return Candidate(layout, predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     samples_per_step = inputs.samples_per_device * current.pipeline_size * accumulation

@@ -78,8 +78,8 @@ class StageRunner:
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self.write: Write | None = None
         """Stores the activations that enter the entry block while predicting."""
-        self.sends_loss_only = False
-        """True if `predict` keeps and returns only the loss, without logits."""
+        self.reduce: Callable[[Any, dict[str, Any]], Any] | None = None
+        """Replaces the output of a micro-batch, given with its inputs, by what is read of it; for `predict`."""
 
     def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -174,9 +174,8 @@ class StageRunner:
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        if self.sends_loss_only:
-            # Logits, the largest tensors of a language model, are freed micro-batch by micro-batch.
-            forward = partial(_only_loss, forward)
+        # Logits, the largest tensors of a language model, leave the device micro-batch by micro-batch.
+        forward = partial(_on_host, forward, self.reduce)
         micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
         outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
@@ -346,9 +345,14 @@ class OnDevice(Sequence[MicroBatch]):
             self._coming[i] = self._copies.start(lambda: self._prepare(given))
 
 
-def _only_loss(forward: Forward, inputs: dict[str, Any]) -> Any:
-    output = forward(inputs)
+def only_loss(output: Any, _inputs: dict[str, Any]) -> Any:
+    """Return a model's output without anything but the loss."""
     return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
+
+
+def _on_host(forward: Forward, reduce: Callable[[Any, dict[str, Any]], Any] | None, inputs: dict[str, Any]) -> Any:
+    output = forward(dict(inputs))
+    return _to_device(output if reduce is None else reduce(output, inputs), torch.device("cpu"))
 
 
 def _as_message(output: Any) -> dict[str, Any]:
@@ -376,7 +380,7 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return type(value)(**{key: _to_device(item, device) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_to_device(item, device) for item in value)
     return value

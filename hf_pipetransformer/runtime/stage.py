@@ -25,7 +25,8 @@ from hf_pipetransformer.splitters.view import Compile, StageView
 class StageSettings:
     """Parts and settings that a rank's stages are built from under every layout.
 
-    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`.
+    `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`, or `layers`. With `is_mixed` forwards
+    run under autocast; `sums_in_float32` adds the gradients of half-precision weights in float32.
     """
 
     probe: Probe
@@ -35,6 +36,8 @@ class StageSettings:
     recompute: str
     meter: StepMeter
     compiled: Compile | None = None
+    is_mixed: bool = False
+    sums_in_float32: bool = False
 
 
 @dataclass

@@ -11,9 +11,10 @@ from torch import nn
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.engine.casts import SharedCasts
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
-from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
+from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
@@ -34,7 +35,8 @@ def start_stage(
     before the rest moves to its device. Otherwise all stay on the host as they were loaded.
     """
     send_model_from_first_rank(model, settings.topology)
-    view = StageView(model, splitter, settings.probe.structure, settings.compiled)
+    structure, by_layer = settings.probe.structure, settings.recompute == "layers"
+    view = StageView(model, splitter, structure, settings.compiled, recomputes_layers=by_layer)
     stage = make_stage(view, ParameterStore(model), layout, settings)
     if is_training:
         stage.store.release(keep=stage.own_names())
@@ -59,7 +61,8 @@ def prepare_training(stage: Stage) -> None:
     stage.shared = _shared_parameters(stage)
     shared_ids = {id(entry.parameter) for entry in stage.shared}
     own = [p for p in store.held().values() if id(p) not in shared_ids]
-    stage.reducer = GradientReducer(own, groups.replica_group, stage.settings.timeout, groups.replicas)
+    sums = GradientSums(store.held().values()) if stage.settings.sums_in_float32 else None
+    stage.reducer = GradientReducer(own, groups.replica_group, stage.settings.timeout, groups.replicas, sums)
 
 
 def _shared_parameters(stage: Stage) -> list[SharedParameter]:
@@ -104,12 +107,15 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
 def make_engine(view: StageView, layout: Layout, groups: PipelineGroups, settings: StageSettings) -> Engine:
     """Build the engine of this rank's stages under a layout."""
     stages = layout.places.stages_of(groups.position)
-    programs = [_program(view, layout, stage, settings) for stage in stages]
+    # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
+    shares = settings.is_mixed and settings.compiled is None and not layout.abilities.overlaps_steps
+    casts = SharedCasts(view.model if shares else None)
+    programs = [_program(view, layout, stage, settings, casts) for stage in stages]
     links = [_links(layout, groups, stage, settings) for stage in stages]
     return Engine(programs, links, settings.meter)
 
 
-def _program(view: StageView, layout: Layout, stage: int, settings: StageSettings) -> StageProgram:
+def _program(view: StageView, layout: Layout, stage: int, settings: StageSettings, casts: SharedCasts) -> StageProgram:
     blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, settings.probe.boundary_dtypes
     dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
     splits = layout.abilities.splits_backward
@@ -117,10 +123,10 @@ def _program(view: StageView, layout: Layout, stage: int, settings: StageSetting
 
     def program(own: range) -> StageProgram:
         is_above_active = stage > layout.first_active_stage
-        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears))
+        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears, casts))
         if layout.token_slices:
             plain = TokenSliceProgram(plain, layout.num_layers)
-        if settings.recompute == "never":
+        if settings.recompute in ("never", "layers"):
             return plain
         return RecomputingProgram(plain, settings.recompute, layout.places.chunk_of(stage), settings.device)
 

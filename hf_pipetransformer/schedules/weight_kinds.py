@@ -47,14 +47,13 @@ _WITH_ADAMS_MOMENTS = ("adamw_torch", "adamw_torch_fused")
 
 
 def copies_beside(direction: DirectionName, optim: str) -> int:
-    """Return the memory of predictions in copies of the weights, beyond weight, gradient and two moments.
+    """Return the memory of predictions in copies of the weights, beyond weight, gradient and optimizer state.
 
     `optim` is Trainer's name of the optimizer.
     """
     if optim in _WITH_ADAMS_MOMENTS:
         return 0
-    own = 2 if direction == "adam" else 1  # Two extra moments, or the weights before the last update.
-    return own - 1 if optim == "sgd" else own  # SGD has one moment at most.
+    return 2 if direction == "adam" else 1  # Two extra moments, or the weights before the last update.
 
 
 def steady_lag(stage: int, num_stages: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
@@ -37,15 +39,23 @@ class StageView:
 
     Args:
         compiled: compiles a layer's forward, or half of it; None leaves them as they are.
+        recomputes_layers: a backward runs the forward of each layer again, and between them only the layers' inputs
+            are kept.
     """
 
     def __init__(
-        self, model: nn.Module, splitter: Splitter, structure: Structure, compiled: Compile | None = None
+        self,
+        model: nn.Module,
+        splitter: Splitter,
+        structure: Structure,
+        compiled: Compile | None = None,
+        recomputes_layers: bool = False,
     ) -> None:
         self.model = model
         self.splitter = splitter
         self.structure = structure
         self._compiled = compiled
+        self._recomputes_layers = recomputes_layers
         self._faster: dict[tuple[int, str], Callable[..., Any]] = {}
         self.received: torch.Tensor | None = None
         self.is_running = False
@@ -169,6 +179,7 @@ class StageView:
         last = blocks[-1]
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)
+        is_own = attention in blocks or mlp in blocks
         takes_received = self.structure.enters_layers and index == 0 and 0 not in blocks
         wraps = self.structure.returns_tuple
         own_forward = self._fast(index, "layer", layer.forward)
@@ -191,13 +202,16 @@ class StageView:
                 hidden = self._entering(self.received)
             if exits_before:
                 raise StageExit(hidden)
-            output = run(hidden, *args, **kwargs)
+            if is_own and self._recomputes_layers and torch.is_grad_enabled():
+                output = _recomputed(run, hidden, args, kwargs)
+            else:
+                output = run(hidden, *args, **kwargs)
             if exits_after:
                 raise StageExit(output[0] if wraps else output)
             return output
 
         serves = attention in blocks and mlp in blocks and not exits_after and not takes_received
-        if serves and self._compiled is None:
+        if serves and self._compiled is None and not self._recomputes_layers:
             return None
         return forward
 
@@ -208,3 +222,19 @@ class StageView:
         if (index, part) not in self._faster:
             self._faster[index, part] = self._compiled(function)
         return self._faster[index, part]
+
+
+def _recomputed(run: Callable[..., Any], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a layer, keeping only its input for the backward, which runs it again with the same RNG state."""
+    args = tuple(map(_if_repeatable, args))
+    kwargs = {key: _if_repeatable(value) for key, value in kwargs.items()}
+    return checkpoint(lambda given: run(given, *args, **kwargs), hidden, use_reentrant=False)
+
+
+def _if_repeatable(argument: Any) -> Any:
+    """Replace a KV cache by None unless it says that a layer may write to it twice.
+
+    A model makes one for each forward if it is not told that it trains. The second write would append to the first.
+    """
+    is_cache = isinstance(argument, Cache)
+    return None if is_cache and not getattr(argument, "takes_layers_again", False) else argument

@@ -421,7 +421,7 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
         return f"{name} reads {target.main_input!r} of shape {tuple(value.shape)}, not (batch, seq). {_TOKEN_REMEDY}"
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
-        return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='always'."
+        return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='layers'."
     length = value.shape[1]
     half = -(-length // 2)
     bounds = sorted({0, half, min(length, half + max(1, length // 4)), length})

@@ -259,6 +259,7 @@ def block_costs(model: nn.Module, structure: Structure, profile: BlockProfile) -
         backward=tuple(profile.backward),
         edge_backward=tuple(profile.edge_backward),
         activation_bytes=tuple(profile.activation_bytes),
+        boundary_bytes=(0.0, *[profile.boundary_bytes] * (structure.num_blocks - 1)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +17,16 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import (
     UPDATE_WORK,
     BlockCosts,
+    MemoryRules,
     Overheads,
     block_loads,
     costs_by_work,
     predict_step,
     rank_bytes,
+    sum_bytes,
 )
 from hf_pipetransformer.planning.planner import (
+    MEMORY_RESERVE,
     PipelineShape,
     PlanInputs,
     PlanRules,
@@ -130,6 +133,21 @@ class RunPlanner:
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
+    def _memory(self) -> MemoryRules:
+        args = self.args
+        return MemoryRules(OptimizerNames(args.optim).value, args.pipeline_checkpoint, bool(args.bf16 or args.fp16))
+
+    def sums_in_float32(self, layout: Layout) -> bool:
+        """Return True if a run that begins with `layout` adds the gradients of half-precision weights in float32."""
+        args, blocks, asked = self.args, self.costs.blocks, self.args.pipeline_gradient_dtype
+        if asked != "auto":
+            return asked == "float32"
+        samples, memory = args.train_samples_per_device * layout.pipeline_size, replace(self._memory, sums=True)
+        more = args.gradient_accumulation_steps, args.pipeline_weights, memory
+        needed = max(rank_bytes(layout, blocks, samples, *more))
+        return any(sum_bytes(blocks)) and needed <= self.device_bytes * (1 - MEMORY_RESERVE)
+
+    @property
     def _is_free(self) -> bool:
         """True if measured times may choose between layouts, because layouts differ by rounding only."""
         return not (self.has_dropout or self.args.full_determinism)
@@ -167,7 +185,7 @@ class RunPlanner:
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
-            optim=OptimizerNames(args.optim).value,
+            memory=replace(self._memory, sums=self.sums_in_float32(layout)),
             work=self._work,
             is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
         )
@@ -195,7 +213,7 @@ class RunPlanner:
             def largest_bytes(k: int) -> float:
                 layout = self.plan(k, samples_per_device, num_frozen)
                 args, samples = self.args, k * samples_per_device
-                more = args.gradient_accumulation_steps, args.pipeline_weights, OptimizerNames(args.optim).value
+                more = args.gradient_accumulation_steps, args.pipeline_weights, self._memory
                 return max(rank_bytes(layout, self.costs.blocks, samples, *more))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self.num_chunks(k)]

@@ -210,7 +210,8 @@ class EvaluationOverrides(_Trainer):
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
         evaluation, given = self.pipeline_run.evaluations.present, dict(inputs)
         is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
-        with evaluation.running(inputs, prediction_loss_only and is_trainers):
+        ignore_keys = args[0] if args else kwargs.get("ignore_keys")
+        with evaluation.running(inputs, prediction_loss_only and is_trainers, ignore_keys):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
         return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.runtime.execution import only_loss
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
@@ -36,20 +38,30 @@ class Evaluation:
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
         self.gather = ReplicaGather(pipeline.stage.groups, loader)
+        is_split = pipeline.layout.pipeline_size > 1
+        self.preprocess = trainer_compat.own_preprocessing(self.trainer) if is_split else None
+        """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
+
+    def preprocessing(self) -> AbstractContextManager[None]:
+        """Wrap Trainer's loop, which must not preprocess again what the last stage has."""
+        return nullcontext() if self.preprocess is None else trainer_compat.without_preprocessing(self.trainer)
 
     @contextmanager
-    def running(self, inputs: dict[str, Any], loss_only: bool) -> Iterator[None]:
-        """Wrap a batch; the last stage sends the others only the loss if nobody can read the logits."""
+    def running(self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Iterator[None]:
+        """Wrap a batch; the last stage keeps and sends the others only what somebody can read."""
         trainer, runner = self.trainer, self.pipeline.runner
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
-        runner.sends_loss_only = loss_only and has_loss and trainer_compat.has_plain_loss(trainer)
+        if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
+            runner.reduce = only_loss
+        elif self.preprocess is not None:
+            runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
         self.told_num_items = False
         self.metrics.begin_batch()
         try:
             with self.metrics.record_part(inputs):
                 yield
         finally:
-            runner.sends_loss_only = False
+            runner.reduce = None
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -88,7 +100,7 @@ class UsersEvaluation:
         self.loader = loader
         self.told_num_items = False
 
-    def running(self, _inputs: dict[str, Any], _loss_only: bool) -> AbstractContextManager[None]:
+    def running(self, _inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
@@ -225,7 +237,8 @@ class Evaluations:
                 loader = given if request is None else starter.loader(request)
                 self._present = evaluation = Evaluation(starter.context, starter.pipeline, loader)
                 storing = nullcontext() if cache is None else cache.storing_for(loader)
-                with trainer_compat.gathering_with(trainer, evaluation.gather), storing:
+                gathering = trainer_compat.gathering_with(trainer, evaluation.gather)
+                with gathering, evaluation.preprocessing(), storing:
                     yield evaluation
         finally:
             self._present = outer

@@ -276,6 +276,8 @@ class Starter:
             args.pipeline_checkpoint,
             StepMeter(args.device),
             compiled,
+            is_mixed=trainer.accelerator.native_amp,
+            sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
         )
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)

@@ -334,7 +334,8 @@ _FACTORS: dict[str, list[Feature]] = {
     ],
     "activation_cache": [Feature(mode, pipeline_options={"activation_cache": mode}) for mode in ("off", "on")],
     "pipeline_checkpoint": [
-        Feature(mode, pipeline_options={"pipeline_checkpoint": mode}) for mode in ("never", "always", "except_last")
+        Feature(mode, pipeline_options={"pipeline_checkpoint": mode})
+        for mode in ("never", "always", "except_last", "layers")
     ],
 }
 
@@ -411,7 +412,7 @@ REFUSED: list[Refusal] = [
         "say the same thing twice",
         "both ask for recomputation, and may ask for different ones",
     )
-    for mode in ("always", "except_last")
+    for mode in ("always", "except_last", "layers")
 ]
 
 

@@ -139,6 +139,7 @@ CASES = {
     "bf16": AsyncCase(trainers={"bf16": True}),
     "bf16-vanilla": AsyncCase("vanilla", "momentum", trainers={"bf16": True}, layouts=((2, 1), (4, 1))),
     "recomputed": AsyncCase("stashing", options={"pipeline_checkpoint": "always"}),
+    "recomputed-layers": AsyncCase("stashing", options={"pipeline_checkpoint": "layers"}),
     "still": AsyncCase(trainers={"learning_rate": 0.0, "logging_steps": 1}, layouts=((2, 1), (4, 1), (2, 2))),
     "by-stage": AsyncCase(trainers={"max_grad_norm": 0.3}, layouts=((2, 1), (4, 1))),
     "by-last": AsyncCase(trainers={"max_grad_norm": 0.3}, options={"pipeline_clip": "last"}, layouts=((2, 1), (4, 1))),

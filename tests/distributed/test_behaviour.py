@@ -92,33 +92,70 @@ def test_of_equal_weights_nothing_is_sent_before_the_first_step(tmp_path: Path):
 
 
 @scenario
-def evaluates(folder: Path, loss_only: bool) -> dict[str, Any]:
-    """Evaluate on two stages; return the loss and what the last stage held of each micro-batch's output at the end."""
+def evaluates(folder: Path, reads: str | None) -> dict[str, Any]:
+    """Evaluate on two stages with metrics that read `logits`, or `classes` by preprocessing, or nothing.
+
+    Returns the metrics and what the last stage held of each micro-batch's output at the end.
+    """
+    calls: list[tuple[list[int], list[int]]] = []
+
+    def to_classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append((list(logits.shape), list(labels.shape)))
+        return logits.argmax(-1)
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        found = prediction.predictions if reads == "classes" else prediction.predictions.argmax(-1)
+        return {"accuracy": float((found == prediction.label_ids).mean()), "first": float(found[0])}
+
     args = PipeTransformerArguments(
         output_dir=str(folder), pipeline_parallel_size="2", per_device_eval_batch_size=8, use_cpu=True,
         report_to="none", disable_tqdm=True, seed=3,
     )  # fmt: skip
     trainer = PipeTransformerTrainer(
         build_model("vit", 3), args, eval_dataset=make_dataset("vit", 16), data_collator=collate,
-        compute_metrics=None if loss_only else lambda _: {},
+        compute_metrics=accuracy if reads else None,
+        preprocess_logits_for_metrics=to_classes if reads == "classes" else None,
     )  # fmt: skip
-    held: list[list[list[str]]] = []
+    held: list[list[dict[str, list[int]]]] = []
     own = execution.join_outputs
 
     def joining(outputs: Any, weights: Any) -> Any:
         if isinstance(outputs[0], dict):
-            held.append([sorted(output) for output in outputs])
+            held.append([{key: list(value.shape) for key, value in output.items()} for output in outputs])
         return own(outputs, weights)
 
     execution.join_outputs = joining
-    return {"loss": trainer.evaluate()["eval_loss"], "held": held}
+    found = trainer.evaluate()
+    metrics = {key: found[key] for key in ("eval_loss", "eval_accuracy", "eval_first") if key in found}
+    predicted = trainer.predict(trainer.eval_dataset).predictions if reads else None
+    is_restored = trainer.preprocess_logits_for_metrics is (to_classes if reads == "classes" else None)
+    return {
+        "metrics": metrics, "held": held, "calls": calls, "is_restored": is_restored,
+        "predicted": None if predicted is None else predicted.tolist(),
+    }  # fmt: skip
 
 
 def test_of_a_loss_only_evaluation_no_logits_are_kept(tmp_path: Path):
     """The memory of the last stage must not grow with the number of micro-batches: a vocabulary's logits are large."""
-    lean = run(evaluates, tmp_path / "lean", 2, {"loss_only": True}, timeout=SECONDS)[1]
-    full = run(evaluates, tmp_path / "full", 2, {"loss_only": False}, timeout=SECONDS)[1]
-    assert lean["loss"] == pytest.approx(full["loss"], rel=1e-6)
-    assert full["held"] and all(keys == ["logits", "loss"] for outputs in full["held"] for keys in outputs)
-    assert lean["held"] and all(keys == ["loss"] for outputs in lean["held"] for keys in outputs)
+    lean = run(evaluates, tmp_path / "lean", 2, {"reads": None}, timeout=SECONDS)[1]
+    full = run(evaluates, tmp_path / "full", 2, {"reads": "logits"}, timeout=SECONDS)[1]
+    assert lean["metrics"]["eval_loss"] == pytest.approx(full["metrics"]["eval_loss"], rel=1e-6)
+    assert full["held"] and all(set(held) == {"logits", "loss"} for outputs in full["held"] for held in outputs)
+    assert lean["held"] and all(set(held) == {"loss"} for outputs in lean["held"] for held in outputs)
     assert max(map(len, lean["held"])) > 1
+
+
+def test_logits_are_preprocessed_for_metrics_one_micro_batch_at_a_time(tmp_path: Path):
+    """What joins and travels is what the user's function returned; every rank gets it, and the same metrics."""
+    full = run(evaluates, tmp_path / "full", 2, {"reads": "logits"}, timeout=SECONDS)
+    lean = run(evaluates, tmp_path / "lean", 2, {"reads": "classes"}, timeout=SECONDS)
+    for ours, other in zip(lean, full, strict=True):
+        assert ours["metrics"] == pytest.approx(other["metrics"], rel=1e-6)
+        assert ours["predicted"] == [row.index(max(row)) for row in other["predicted"]]
+        assert ours["is_restored"]
+    assert lean[0]["calls"] == [], "only the last stage has logits"
+    outputs = [held for outputs in lean[1]["held"] for held in outputs]
+    assert len(lean[1]["calls"]) == len(outputs) > len(lean[1]["held"])
+    for held, (logits, labels) in zip(outputs, lean[1]["calls"], strict=True):
+        assert held == {"loss": [], "preprocessed": labels}
+        assert logits[:-1] == labels
