@@ -14,9 +14,9 @@ from torch import nn
 
 from hf_pipetransformer.data.batches import split_batch
 from hf_pipetransformer.engine.engine import Engine, Local, StageLinks
+from hf_pipetransformer.engine.linear_layers import WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.schedules import Table
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.base import Splitter

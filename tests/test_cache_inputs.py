@@ -19,8 +19,8 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_pipetransformer.cache.digests import real_lengths, sample_digests
 from hf_pipetransformer.cache.inputs import NUM_DRAWS, NUM_SAMPLES, PaddingRule, examine_inputs
+from hf_pipetransformer.data.batches import real_lengths, sample_digests
 
 from .models import collate, make_dataset
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.engine.casts import SharedCasts
+from hf_pipetransformer.engine.linear_layers import SharedCasts
 from tests.models import build_model, collate, make_dataset
 
 

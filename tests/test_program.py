@@ -17,10 +17,9 @@ from transformers import ElectraConfig, ElectraForTokenClassification
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
-from hf_pipetransformer.engine.casts import SharedCasts
+from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.reduction import last_gradients
-from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram, recomputed_micro_batches
 from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_pipetransformer.cache.digests import real_lengths
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
 from hf_pipetransformer.cache.records import Records, field_column
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
-from hf_pipetransformer.data.batches import CacheTags, pad_batch, take_rows
+from hf_pipetransformer.data.batches import CacheTags, pad_batch, real_lengths, take_rows
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hf_pipetransformer.cache.digests import MASK, field_digests, real_lengths
+from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
 from hf_pipetransformer.data.rng import generators_kept, plain_row
 
 

@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_pipetransformer.cache.digests import real_lengths, sample_digests
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.inputs import InputReport
 from hf_pipetransformer.cache.records import Records
 from hf_pipetransformer.data.augmentation import ItemCode
-from hf_pipetransformer.data.batches import fill_value, pad_batch, take_rows
+from hf_pipetransformer.data.batches import fill_value, pad_batch, real_lengths, sample_digests, take_rows
 
 
 Indices = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ import torch
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
-from hf_pipetransformer.engine.weight_gradients import WeightGradients
+from hf_pipetransformer.engine.linear_layers import WeightGradients
 from hf_pipetransformer.schedules import ActionList
 from hf_pipetransformer.splitters.view import StageView
 

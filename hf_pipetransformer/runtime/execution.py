@@ -27,10 +27,10 @@ from hf_pipetransformer.data.batches import (
     split_batch,
 )
 from hf_pipetransformer.engine.engine import Run
+from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
-from hf_pipetransformer.engine.weight_gradients import linear_layers
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
 from hf_pipetransformer.runtime.stage import Stage

@@ -11,12 +11,11 @@ from torch import nn
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import digest_of
-from hf_pipetransformer.engine.casts import SharedCasts
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
+from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
-from hf_pipetransformer.engine.weight_gradients import WeightGradients, linear_layers
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
 from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names

@@ -48,7 +48,6 @@ from hf_pipetransformer.training.callbacks import (
     give_handler_back,
     give_whole_model,
 )
-from hf_pipetransformer.training.ending import Ending
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import (
     check_undivided,
@@ -59,7 +58,7 @@ from hf_pipetransformer.training.loaders import (
 from hf_pipetransformer.training.setup import TrainingSetup
 from hf_pipetransformer.training.starting import RunOptions, Starter
 from hf_pipetransformer.training.training import Training
-from hf_pipetransformer.training.weights import WeightLoading
+from hf_pipetransformer.training.weights import Ending, WeightLoading
 
 
 class Trainings:
