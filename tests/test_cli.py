@@ -150,14 +150,16 @@ def test_a_plan_says_before_any_weight_is_loaded_whether_a_model_fits(
             main(plan)
         assert ended.value.code == 1
     found = json.loads(capsys.readouterr().out)
-    layouts = [(each["pipeline_size"], max(each["bytes_of_ranks"]), each["fits"]) for each in found["options"]]
+    layouts = [(each["pipeline_size"], each["fullest"], each["fits"]) for each in found["options"]]
     assert [size for size, _, _ in layouts] == [1, 2, 4, 8]
     assert found["num_parameters"] == 70_553_706_496
     assert [needed for _, needed, _ in layouts] == sorted((needed for _, needed, _ in layouts), reverse=True)
     assert [is_fit for *_, is_fit in layouts] == [needed <= 0.9e9 * device_memory for _, needed, _ in layouts]
     assert found["chosen"]["fits"] is fits
-    # Weights, gradients and two moments in bfloat16, and a float32 gradient in the buffers of eight replicas.
-    assert layouts[0][1] > 70_553_706_496 * (4 * 2 + 4)
+    # Weights, gradients and two moments in bfloat16, and the gradients once more in the buffers of eight replicas.
+    (alone,) = found["options"][0]["memory"]
+    sizes = [alone[part] / 70_553_706_496 for part in ("weights", "gradients", "optimizer", "copies")]
+    assert sizes == pytest.approx([2, 4, 4, 0]) and alone["activations"] > 0
 
 
 def test_a_plan_that_fits_nowhere_names_the_bytes_and_what_helps(

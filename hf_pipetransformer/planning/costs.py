@@ -278,6 +278,24 @@ def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
     return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained_sizes)))
 
 
+@dataclass
+class RankMemory:
+    """Bytes that a rank needs for training, by what they hold.
+
+    `copies` are casts and other versions of weights; `gradients` include float32 sums and the buffers of reductions.
+    """
+
+    activations: float
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    copies: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.weights + self.gradients + self.optimizer + self.copies
+
+
 def rank_bytes(
     layout: Layout,
     costs: BlockCosts,
@@ -286,7 +304,19 @@ def rank_bytes(
     weights: str = "pipeoptim",
     memory: MemoryRules | None = None,
 ) -> list[float]:
-    """Return the bytes that each rank of a pipeline needs for training.
+    """Return the bytes that each rank of a pipeline needs for training; see `rank_memory`."""
+    return [rank.total for rank in rank_memory(layout, costs, samples_per_pipeline, accumulation, weights, memory)]
+
+
+def rank_memory(
+    layout: Layout,
+    costs: BlockCosts,
+    samples_per_pipeline: int,
+    accumulation: int = 1,
+    weights: str = "pipeoptim",
+    memory: MemoryRules | None = None,
+) -> list[RankMemory]:
+    """Return what each rank of a pipeline needs for training.
 
     With replicas, reduced gradients also lie in flat buffers besides those that the backward creates. A rank that uses
     a parameter but is not its first user has a copy and a gradient, without optimizer state. If steps overlap, stages
@@ -297,16 +327,17 @@ def rank_bytes(
     microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
     in_each = replace(costs, activation_bytes=_times(samples_per_pipeline / microbatches, costs.activation_bytes))
     in_each = replace(in_each, boundary_bytes=_times(samples_per_pipeline / microbatches, costs.boundary_bytes))
-    loads = _activation_peaks(layout, in_each, microbatches, memory.recompute)
+    found = [RankMemory(peak) for peak in _activation_peaks(layout, in_each, microbatches, memory.recompute)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
     reduced = active.copy()
     sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
     casts = _by_rank(layout, _by_stage(layout, _active(layout, _cast_bytes(costs))))
     sums = _by_rank(layout, _by_stage(layout, _active(layout, sum_bytes(costs))))
     for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
-        # The weights, the gradients of those that are trained, and the optimizer's state.
-        loads[rank] += size + active[rank] + memory.state_bytes(trained[rank], active[rank])
-        loads[rank] += memory.casts * casts[rank] + memory.sums * sums[rank]
+        found[rank].weights = size
+        found[rank].gradients = active[rank] + memory.sums * sums[rank]
+        found[rank].optimizer = memory.state_bytes(trained[rank], active[rank])
+        found[rank].copies = memory.casts * casts[rank]
     shared = [
         *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
         *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
@@ -317,7 +348,8 @@ def rank_bytes(
         # Only the number of elements is known here: assume the average element size of the first block.
         copy = elements * size_of[blocks[0]] / count_of[blocks[0]] if others else 0.0
         for rank in others:
-            loads[rank] += copy + (copy if is_trained else 0)
+            found[rank].weights += copy
+            found[rank].gradients += copy if is_trained else 0.0
         if others and is_trained:
             # A shared parameter has an all-reduce outside the flat buffers.
             reduced[first] -= copy
@@ -326,10 +358,11 @@ def rank_bytes(
         for stage, own in enumerate(active):
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
             beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
-            loads[stage] += own * (versions - 1 + beside)
+            found[stage].copies += own * (versions - 1 + beside)
     if layout.num_replicas > 1:
-        loads = [sum(both) for both in zip(loads, reduced, strict=True)]
-    return loads
+        for rank, size in enumerate(reduced):
+            found[rank].gradients += size
+    return found
 
 
 def _activation_peaks(layout: Layout, costs: BlockCosts, microbatches: int, recompute: str) -> list[float]:

@@ -7,7 +7,7 @@ and the activations that its backward would keep. Times follow from assumed rate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -17,10 +17,9 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel
-from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step, rank_bytes, trained_elements
+from hf_pipetransformer.planning.costs import Overheads, RankMemory, predict_step, rank_memory, trained_elements
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.schedules import find_schedule
@@ -63,14 +62,19 @@ class Machine:
 
 @dataclass(frozen=True)
 class Option:
-    """One possible layout: its fullest rank in bytes, the share of time that devices wait, and a step's seconds."""
+    """One possible layout: the memory of its ranks, the share of time that devices wait, and a step's seconds."""
 
     layout: Layout
-    bytes_of_ranks: tuple[float, ...]
+    memory: tuple[RankMemory, ...]
     bubble: float
     step_seconds: float
     samples_per_second: float
     fits: bool
+
+    @property
+    def fullest(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(rank.total for rank in self.memory)
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,10 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         boundary = float(sent[-2].numel() * sent[-2].element_size())
         saved = twin.of_all_blocks(saved_activations(target, structure))
     forward = [each / machine.flops for each in flops]
-    backward = [2 * each for each in forward]
-    profile = BlockProfile(forward, backward, forward, saved, boundary)
+    # A backward takes two forwards, for the weights alone one, and recomputation another one.
+    again = args.pipeline_checkpoint != "never"
+    backward, edge = ([(count + again) * each for each in forward] for count in (2, 1))
+    profile = BlockProfile(forward, backward, edge, saved, boundary)
     blocks = block_costs(model, structure, profile)
     overheads = Overheads(hop=boundary / machine.bandwidth, reduction_per_byte=1 / machine.bandwidth)
     dtypes = tuple(twin.of_all_blocks(per_block))
@@ -177,14 +183,14 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
     )  # fmt: skip
     samples, local = args.train_samples_per_device, machine.devices_per_node
     sizes = [k for k in range(1, local + 1) if local % k == 0 and planner.num_chunks(k)]
-    options = tuple(_option(planner.plan(k, samples, 0), blocks, overheads, args, machine) for k in sizes)
+    options = tuple(_option(planner, planner.plan(k, samples, 0), machine) for k in sizes)
     fitting = [each for each in options if each.fits]
     chosen = fitting[0] if fitting else options[-1]
     if args.pipeline_size is not None:
         chosen = next((each for each in options if each.layout.pipeline_size == args.pipeline_size), chosen)
     weights = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
     return Estimate(
-        type(model).__name__,
+        type(bare_model(model)).__name__,
         sum(parameter.numel() for parameter in model.parameters()),
         sum(weights),
         structure.num_layers,
@@ -195,20 +201,18 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
     )
 
 
-def _option(
-    layout: Layout, blocks: BlockCosts, overheads: Overheads, args: PipeTransformerArguments, machine: Machine
-) -> Option:
+def _option(planner: RunPlanner, layout: Layout, machine: Machine) -> Option:
+    args, blocks, overheads = planner.args, planner.costs.blocks, planner.costs.overheads
     accumulation, samples = args.gradient_accumulation_steps, args.train_samples_per_device * layout.pipeline_size
-    rule = accumulation, args.pipeline_weights, OptimizerNames(args.optim).value
-    of_ranks = tuple(rank_bytes(layout, blocks, samples, *rule))
-    prediction = predict_step(layout, blocks, overheads, samples, accumulation)
-    schedule, bubble = find_schedule(layout.schedule), 0.0
+    rules = replace(planner.memory_rules, sums=planner.sums_in_float32(layout))
+    memory = tuple(rank_memory(layout, blocks, samples, accumulation, args.pipeline_weights, rules))
+    seconds = predict_step(layout, blocks, overheads, samples, accumulation).seconds
+    bubble = 0.0
     if layout.pipeline_size > 1 and not layout.abilities.overlaps_steps:
-        bubble = simulate_equal(schedule, layout.places, layout.num_microbatches).bubble
-    per_step = samples * layout.num_replicas * accumulation
-    budget = machine.device_bytes * (1 - MEMORY_RESERVE)
-    seconds = prediction.seconds
-    return Option(layout, of_ranks, bubble, seconds, per_step / seconds if seconds else 0.0, max(of_ranks) <= budget)
+        bubble = simulate_equal(find_schedule(layout.schedule), layout.places, layout.num_microbatches).bubble
+    per_second = samples * layout.num_replicas * accumulation / seconds if seconds else 0.0
+    fits = max(rank.total for rank in memory) <= machine.device_bytes * (1 - MEMORY_RESERVE)
+    return Option(layout, memory, bubble, seconds, per_second, fits)
 
 
 def in_words(found: Estimate) -> str:
@@ -227,12 +231,15 @@ def in_words(found: Estimate) -> str:
         layout = each.layout
         lines.append(
             f"{layout.pipeline_size:>8} {layout.num_replicas:>10} {layout.num_microbatches:>15} "
-            f"{max(each.bytes_of_ranks) / GB:>9.1f} GB {'yes' if each.fits else 'no':>5} {each.bubble:>8.0%} "
+            f"{each.fullest / GB:>9.1f} GB {'yes' if each.fits else 'no':>5} {each.bubble:>8.0%} "
             f"{each.step_seconds:>7.3g} s {each.samples_per_second:>9.3g}"
         )
-    lines += ["", f"{chosen.layout}", f"{'rank':>8} {'trained':>10} {'bytes':>15}"]
-    for rank, (trained, size) in enumerate(zip(found.trained_by_rank, chosen.bytes_of_ranks, strict=True)):
-        lines.append(f"{rank:>8} {trained / GB:>8.2f} B {size / GB:>12.1f} GB")
+    parts = [field.name for field in fields(RankMemory)]
+    head = " ".join(f"{part:>11}" for part in [*parts, "total"])
+    lines += ["", f"{chosen.layout}; GB of each rank:", f"{'rank':>8} {'trained':>10} {head}"]
+    for rank, (trained, memory) in enumerate(zip(found.trained_by_rank, chosen.memory, strict=True)):
+        sizes = [*(getattr(memory, part) for part in parts), memory.total]
+        lines.append(f"{rank:>8} {trained / GB:>8.2f} B " + " ".join(f"{size / GB:>11.1f}" for size in sizes))
     lines += [
         "",
         f"Times assume {machine.flops / 1e12:g} TFLOP/s a device and {machine.bandwidth / GB:g} GB/s between two: "
@@ -240,9 +247,9 @@ def in_words(found: Estimate) -> str:
     ]
     if not chosen.fits:
         lines.append(
-            f"Does not fit: the fullest rank needs {max(chosen.bytes_of_ranks) / GB:.1f} GB of {budget / GB:g} GB. "
+            f"Does not fit: the fullest rank needs {chosen.fullest / GB:.1f} GB of {budget / GB:g} GB. "
             "Take more or larger devices, adapters (PEFT), an 8-bit optimizer, smaller batches or sequences, or "
-            "pipeline_checkpoint='always'."
+            "pipeline_checkpoint='layers'."
         )
     return "\n".join(lines)
 
@@ -251,7 +258,12 @@ def as_json(found: Estimate) -> dict[str, Any]:
     """Return the estimate as JSON values."""
 
     def option(each: Option) -> dict[str, Any]:
-        return {"pipeline_size": each.layout.pipeline_size, **asdict(each), "layout": each.layout.as_event()}
+        return {
+            "pipeline_size": each.layout.pipeline_size,
+            "fullest": each.fullest,
+            **asdict(each),
+            "layout": each.layout.as_event(),
+        }
 
     return {
         **{name: value for name, value in asdict(found).items() if name not in ("options", "chosen")},

@@ -133,7 +133,8 @@ class RunPlanner:
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
-    def _memory(self) -> MemoryRules:
+    def memory_rules(self) -> MemoryRules:
+        """Rules of the optimizer, recomputation and precision that memory depends on."""
         args = self.args
         return MemoryRules(OptimizerNames(args.optim).value, args.pipeline_checkpoint, bool(args.bf16 or args.fp16))
 
@@ -142,7 +143,7 @@ class RunPlanner:
         args, blocks, asked = self.args, self.costs.blocks, self.args.pipeline_gradient_dtype
         if asked != "auto":
             return asked == "float32"
-        samples, memory = args.train_samples_per_device * layout.pipeline_size, replace(self._memory, sums=True)
+        samples, memory = args.train_samples_per_device * layout.pipeline_size, replace(self.memory_rules, sums=True)
         more = args.gradient_accumulation_steps, args.pipeline_weights, memory
         needed = max(rank_bytes(layout, blocks, samples, *more))
         return any(sum_bytes(blocks)) and needed <= self.device_bytes * (1 - MEMORY_RESERVE)
@@ -185,7 +186,7 @@ class RunPlanner:
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
-            memory=replace(self._memory, sums=self.sums_in_float32(layout)),
+            memory=replace(self.memory_rules, sums=self.sums_in_float32(layout)),
             work=self._work,
             is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
         )
@@ -213,7 +214,7 @@ class RunPlanner:
             def largest_bytes(k: int) -> float:
                 layout = self.plan(k, samples_per_device, num_frozen)
                 args, samples = self.args, k * samples_per_device
-                more = args.gradient_accumulation_steps, args.pipeline_weights, self._memory
+                more = args.gradient_accumulation_steps, args.pipeline_weights, self.memory_rules
                 return max(rank_bytes(layout, self.costs.blocks, samples, *more))
 
             possible = [k for k in range(1, local + 1) if local % k == 0 and self.num_chunks(k)]
