@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,15 @@ class Measured(PipeTransformerTrainer):
 
 def run(model_folder: Path, output: Path, num_stages: int, resumes: bool) -> Memory:
     """One training, from the loading of the model to the end of `train()`."""
+    # Every side adds gradients in the weights' own precision; earlier revisions know no other.
+    known = {field.name for field in fields(PipeTransformerArguments)}
+    same = {"pipeline_gradient_dtype": "weights"} if "pipeline_gradient_dtype" in known else {}
     args = PipeTransformerArguments(
         output_dir=str(output), max_steps=NUM_STEPS, per_device_train_batch_size=NUM_MICROBATCHES,
         per_device_eval_batch_size=NUM_MICROBATCHES, pipeline_parallel_size=num_stages, bf16=True,
         pipeline_parallel_num_microbatches=NUM_MICROBATCHES, activation_cache="off", logging_steps=1, save_steps=1,
         eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, report_to="none", disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False,
+        use_cpu=True, dataloader_pin_memory=False, **same,
     )  # fmt: skip
     rows = [{"input_ids": words, "labels": words} for words in torch.arange(32 * NUM_TOKENS).view(32, -1)]
     gc.collect()
