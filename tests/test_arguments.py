@@ -11,7 +11,6 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -329,13 +328,3 @@ def test_ranks_have_the_stages_that_the_schedule_says_or_the_user(tmp_path, sche
 def test_stages_that_a_schedule_cannot_lay_are_refused(tmp_path, schedule, chunks, text):
     with pytest.raises(ValueError, match=text):
         PipeTransformerArguments(output_dir=tmp_path, pipeline_schedule=schedule, pipeline_chunks=chunks)
-
-
-def test_a_processor_with_a_number_is_the_host_so_that_weights_are_not_copied_to_it(tmp_path: pathlib.Path):
-    """Accelerate numbers the processors of several processes."""
-    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True)
-    vars(args)["_setup_devices"] = torch.device("cpu", 0)
-    weight = torch.ones(3)
-    assert weight.to(args.device) is weight
-    vars(args)["_setup_devices"] = torch.device("cuda", 1)
-    assert args.device == torch.device("cuda", 1)

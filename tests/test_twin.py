@@ -20,7 +20,7 @@ from hf_pipetransformer.splitters.structure import Probe, Structure
 from hf_pipetransformer.startup.check import depends_on_padding, probe_model
 from hf_pipetransformer.startup.costs import profile_blocks, trained_as_given
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, ProbeTarget, in_full_precision, undisturbed
-from hf_pipetransformer.startup.twin import WHOLE, Twin, as_twin
+from hf_pipetransformer.startup.twin import WHOLE, Twin, as_twin, moved
 from tests.models import MODELS, build_model, collate, enlarge_weights, make_rows
 
 
@@ -185,3 +185,11 @@ def test_a_large_vocabulary_is_copied_only_where_the_batch_reads_it() -> None:
             assert torch.equal(parameter[[5, 5000]], own[name][[5, 5000]].float())
             assert not parameter[[4000, 6000]].any()
     assert all(torch.equal(parameter, own[name]) for name, parameter in model.named_parameters())
+
+
+def test_the_host_under_another_number_gets_no_copies() -> None:
+    """Accelerate numbers the processors of several processes, and `to` copies from `cpu` to `cpu:0`."""
+    weights = [torch.ones(3), torch.ones(2)]
+    own = [weight.data_ptr() for weight in weights]
+    with moved(weights, torch.device("cpu", 0)):
+        assert [weight.data_ptr() for weight in weights] == own

@@ -348,12 +348,6 @@ class PipeTransformerArguments(TrainingArguments):
             self.recomputes_for_trainer = False
 
     @property
-    def device(self) -> torch.device:
-        """Device of this process. All CPUs are one: to torch `cpu:0` is another device than `cpu`, and `to` copies."""
-        own: torch.device = super().device
-        return torch.device("cpu") if own.type == "cpu" else own
-
-    @property
     def place_model_on_device(self) -> bool | None:
         """False if the pipeline moves stages to their devices, None for Trainer's default.
 

@@ -194,7 +194,8 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 @contextmanager
 def moved(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[None]:
     """Hold these parameters and buffers on `device` inside; afterward they have their own memory again."""
-    own = [(tensor, tensor.data) for tensor in tensors]
+    # All CPUs are one host, but `to` copies from `cpu` to `cpu:0`, as accelerate names it with several processes.
+    own = [(tensor, tensor.data) for tensor in tensors if (tensor.device.type, device.type) != ("cpu", "cpu")]
     try:
         for tensor, data in own:
             tensor.data = data.to(device)
