@@ -1,18 +1,20 @@
-"""`hf-pipetransformer`: plan a run, draw a schedule, export a checkpoint for Trainer, manage activation stores."""
+"""`hf-pipetransformer`: plan a run or draw a schedule, report on runs, export checkpoints, manage caches."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import hf_pipetransformer
-from hf_pipetransformer.planning.simulator import draw, equal_durations, simulate, steady_seconds
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule, schedules_that
-from hf_pipetransformer.schedules.asynchronous import window_table
-from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.weight_kinds import find_weights
+from hf_pipetransformer.schedules import SCHEDULE_NAMES
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.startup.planner import RunPlanner
+    from hf_pipetransformer.startup.run_plan import Course, Machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,124 +22,238 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {hf_pipetransformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    drawing = commands.add_parser("simulate", help="draw the timeline of a schedule with equal stages")
-    drawing.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b")
-    drawing.add_argument("--stages", type=int, required=True, help="ranks of the pipeline K, with equal stages")
-    drawing.add_argument("--chunks", type=int, help="stages on each rank V; the schedule's own number by default")
-    drawing.add_argument("--microbatches", type=int, required=True, help="micro-batches M")
-    drawing.add_argument("--backward", type=float, default=2.0, help="time of a backward; a forward takes 1")
-    drawing.add_argument("--hop", type=float, default=0.0, help="time of a message between neighboring ranks")
-    drawing.add_argument("--frozen_stages", type=int, default=0, help="stages at the bottom that run forward only")
-    drawing.add_argument("--weights", help="async_1f1b: weights that passes use, as in pipeline_weights")
-    drawing.add_argument("--step_microbatches", type=int, help="async_1f1b: micro-batches of a step, 1 by default")
-    drawing.add_argument("--update", type=float, help="async_1f1b: time of a stage's update, 0.5 by default")
-    drawing.set_defaults(run=_simulate)
-    exporting = commands.add_parser("export-checkpoint", help="write a checkpoint that plain Trainer resumes")
-    exporting.add_argument("checkpoint", help="a checkpoint-N of a pipeline")
-    exporting.add_argument("output", help="folder to write, such as outputs/checkpoint-N")
-    exporting.set_defaults(run=_export_checkpoint)
-    planning = commands.add_parser("plan", help="estimate memory and time of a run from the model's config alone")
-    planning.add_argument("model", help="folder or name with the config.json of a model; weights are not loaded")
-    planning.add_argument("--processes", type=int, required=True, help="devices of the run, one process each")
-    planning.add_argument("--device_memory", type=float, required=True, help="memory of a device, in GB (1e9 bytes)")
-    planning.add_argument("--processes_per_node", type=int, help="devices of a node; all by default")
-    planning.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence, 512 by default")
-    planning.add_argument("--dtype", help="dtype of the weights; the config's by default")
-    planning.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
-    planning.add_argument("--device_tflops", type=float, default=100.0, help="TFLOP/s that a device reaches")
-    planning.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices")
-    planning.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    planning.epilog = "Options of a run follow, such as --per_device_train_batch_size 4 --optim adafactor."
-    planning.set_defaults(run=_plan)
-    caching = commands.add_parser("cache", help="list, verify or delete the activation stores of earlier runs")
-    caching.add_argument("action", choices=("list", "verify", "prune"))
-    caching.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
-    caching.add_argument("--kept", action="store_true", help="prune: also the stores that are meant to be kept")
-    caching.set_defaults(run=_cache)
+    for add in (_add_plan, _add_report, _add_export_checkpoint, _add_cache):
+        add(commands)
     options, others = parser.parse_known_args(argv)
     if options.command == "plan":
         options.of_run = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    options.run(options)
-
-
-def _simulate(options: argparse.Namespace) -> None:
-    schedule, size = find_schedule(options.schedule), options.stages
-    num_chunks = schedule.abilities.on(size).default_chunks if options.chunks is None else options.chunks
-    placement = Placement(size, num_chunks, schedule.placement)
     try:
-        table = schedule.table(size, options.microbatches, num_chunks, options.frozen_stages)
-        timeline = simulate(table, equal_durations(placement, options.backward, options.hop), placement)
-        if schedule.abilities.overlaps_steps:
-            _simulate_window(options)
-            return
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    for name in ("weights", "step_microbatches", "update"):
-        if getattr(options, name) is not None:
-            needed = schedules_that(lambda abilities: abilities.overlaps_steps)
-            raise SystemExit(f"--{name} is for {' or '.join(needed)}, found {schedule.name}.")
-    print(draw(timeline))
-    print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble")
+        options.run(options)
+    except (OSError, ValueError) as error:
+        raise SystemExit(_in_a_sentence(error)) from None
 
 
-def _simulate_window(options: argparse.Namespace) -> None:
-    """Draw an asynchronous schedule from one drain to the next, and print what each rank stores."""
-    kind = find_weights(options.weights or "pipeoptim")
-    placement, frozen = Placement(options.stages), options.frozen_stages
-    step_size = 1 if options.step_microbatches is None else options.step_microbatches
-    if step_size < 1:
-        raise ValueError(f"--step_microbatches must be 1 or more, found {step_size}.")
-    kind.check(options.stages, step_size)
-    whole, rest = divmod(options.microbatches, step_size)
-    update = 0.5 if options.update is None else options.update
-    updates = tuple(0.0 if stage < frozen else update for stage in range(options.stages))
-    durations = replace(equal_durations(placement, options.backward, options.hop), update=updates)
-    table = window_table(placement, frozen, (step_size,) * whole + ((rest,) if rest else ()))
-    timeline = simulate(table, durations, placement)
-    print(draw(timeline))
-    print(f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble: the window fills and drains once")
-    print(f"{steady_seconds(placement, frozen, step_size, durations):g} units of time a step in a long window")
-    held = find_schedule(options.schedule).in_flight(options.stages, 1, first_active_stage=frozen)
-    for stage, in_flight in enumerate(held):
-        copies = kind.copies(stage, options.stages, step_size) if stage >= frozen else 1
-        print(f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})")
-    if kind.direction == "adam":
-        print(f"{kind.name} keeps two moments a weight beside an optimizer that has none of Adam's")
+def _in_a_sentence(error: OSError | ValueError) -> str:
+    """Return what an error of a command says, with the file and the reason of one that the system gave."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}."
+    return str(error)
+
+
+# ---- plan ----
+
+_EQUAL_STAGES = ("schedule", "chunks", "backward", "hop", "frozen_stages", "weights", "step_microbatches", "update")
+"""Options that draw a schedule of equal stages, besides the two that are required for it."""
+_NEEDED = ("stages", "microbatches")
+
+
+def _add_plan(commands: Any) -> None:
+    text = "memory, waiting and time of a run from the model's config alone; without a model, a schedule's timeline"
+    # Options of a run follow, and none may be taken for the abbreviation of one of these.
+    planning = commands.add_parser("plan", help=text, description=text.capitalize() + ".", allow_abbrev=False)
+    planning.add_argument("model", nargs="?", help="folder or name with the config.json of a model; no weights")
+    planning.add_argument("--json", action="store_true", help="print JSON instead of text")
+    planning.add_argument("--png", metavar="FILE", help="draw the timeline of a batch; needs the extra 'report'")
+    planning.add_argument("--svg", metavar="FILE", help="the same as SVG")
+    planning.set_defaults(run=_plan)
+    of_model = planning.add_argument_group("of a model")
+    of_model.add_argument("--processes", type=int, help="devices of the run, one process each (required)")
+    of_model.add_argument("--device_memory", type=float, help="memory of a device, in GB of 1e9 bytes (required)")
+    of_model.add_argument("--processes_per_node", type=int, help="devices of a node; all by default")
+    of_model.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence, 512 by default")
+    of_model.add_argument("--samples", type=int, help="training samples: for epochs, freezing and the cache")
+    of_model.add_argument("--dtype", help="dtype of the weights; the config's by default")
+    of_model.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
+    of_model.add_argument("--device_tflops", type=float, default=100.0, help="TFLOP/s that a device reaches, 100")
+    of_model.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices, 25")
+    of_model.add_argument("--memory_bandwidth", type=float, default=1000.0, help="GB/s of a device's memory, 1000")
+    of_model.add_argument("--disk_bandwidth", type=float, default=1.0, help="GB/s of the cache's disk, 1")
+    of_model.add_argument("--reading_ms", type=float, default=0.0, help="ms to read and collate a sample, 0")
+    of_model.add_argument("--communicator_gb", type=float, default=0.3, help="GB that each communicator takes, 0.3")
+    drawing = planning.add_argument_group("without a model: equal stages, a forward through all of a rank takes 1")
+    drawing.add_argument("--stages", type=int, help="ranks of the pipeline K (required)")
+    drawing.add_argument("--microbatches", type=int, help="micro-batches M (required)")
+    drawing.add_argument("--schedule", type=str.lower, choices=SCHEDULE_NAMES, help="1f1b by default")
+    drawing.add_argument("--chunks", type=int, help="stages on each rank V; the schedule's own number by default")
+    drawing.add_argument("--backward", type=float, help="time of a backward, 2 by default")
+    drawing.add_argument("--hop", type=float, help="time of a message between neighboring ranks, 0 by default")
+    drawing.add_argument("--frozen_stages", type=int, help="stages at the bottom that run forward only")
+    drawing.add_argument("--weights", help="async_1f1b: weights that passes use, as in pipeline_weights")
+    drawing.add_argument("--step_microbatches", type=int, help="async_1f1b: micro-batches of a step, 1 by default")
+    drawing.add_argument("--update", type=float, help="async_1f1b: time of a stage's update, 0.5 by default")
+    planning.epilog = (
+        "Options of a run follow, such as --per_device_train_batch_size 4 --optim adafactor --freeze_policy fixed "
+        "--freeze_at 0:6. --plan_only in a script prints the same plan with what is measured at the start."
+    )
 
 
 def _plan(options: argparse.Namespace) -> None:
-    """Print an estimate; exit with an error if the run fits on no number of stages."""
+    """Print a plan, or a schedule's timeline; exit with an error if the run fits on no number of stages."""
+    try:
+        if options.model is None:
+            _draw_equal_stages(options)
+            return
+        fits = _plan_model(options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    if not fits:
+        raise SystemExit(1)
+
+
+def _draw_equal_stages(options: argparse.Namespace) -> None:
+    from hf_pipetransformer.startup.timeline import EqualStages, save_pictures, spans_as_json
+
+    if options.of_run:
+        raise ValueError(f"Without a model, plan draws equal stages and knows no {' '.join(options.of_run)}.")
+    missing = [f"--{name}" for name in _NEEDED if getattr(options, name) is None]
+    if missing:
+        raise ValueError(
+            "plan takes a model, with --processes and --device_memory, or draws a schedule of equal stages, with "
+            f"--stages and --microbatches. Missing: {missing[0] if len(missing) == 1 else 'both'}."
+        )
+    given = {name: value for name in _EQUAL_STAGES if (value := getattr(options, name)) is not None}
+    stages = EqualStages(stages=options.stages, microbatches=options.microbatches, **{"schedule": "1f1b", **given})
+    timeline, text = stages.simulate()
+    print(json.dumps(spans_as_json(timeline)) if options.json else text)
+    title = f"{stages.schedule}, K={stages.stages}, M={stages.microbatches}"
+    if paths := _pictures(options):
+        save_pictures(timeline, title, "units of time", paths)
+
+
+def _pictures(options: argparse.Namespace) -> list[str]:
+    for ending in ("png", "svg"):
+        path = getattr(options, ending)
+        if path is not None and not path.endswith(f".{ending}"):
+            raise ValueError(f"--{ending} {path}: expected a file that ends in .{ending}.")
+    return [path for path in (options.png, options.svg) if path is not None]
+
+
+def _plan_model(options: argparse.Namespace) -> bool:
+    """Print the plan of a model; return False if it fits nowhere."""
     import torch  # Imports of seconds.
     from transformers import HfArgumentParser
 
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.startup.estimate import Machine, as_json, batch_on_meta, build_on_meta, estimate, in_words
+    from hf_pipetransformer.startup.estimate import batch_on_meta, build_on_meta, estimate
+    from hf_pipetransformer.startup.plan_words import as_json, in_words
+    from hf_pipetransformer.startup.run_plan import plan_run
+    from hf_pipetransformer.startup.timeline import save_pictures
 
-    try:
-        given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
-        (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
-        local = options.processes_per_node or options.processes
-        if options.processes < 1 or local < 1 or options.processes % local:
-            raise ValueError(f"--processes {options.processes} is no multiple of --processes_per_node {local}.")
-        dtype = getattr(torch, options.dtype or "", None)
-        if options.dtype and not isinstance(dtype, torch.dtype):
-            raise ValueError(f"--dtype {options.dtype}: expected a dtype of torch, such as bfloat16.")
-        machine = Machine(
-            options.processes,
-            1e9 * options.device_memory,
-            local,
-            1e12 * options.device_tflops,
-            1e9 * options.bandwidth,
+    alone = [f"--{name}" for name in (*_NEEDED, *_EQUAL_STAGES) if getattr(options, name) is not None]
+    if alone:
+        raise ValueError(
+            f"{' '.join(alone)}: these draw equal stages without a model. With a model, give the options of the run, "
+            "such as --pipeline_schedule, --pipeline_parallel_size and --pipeline_parallel_num_microbatches."
         )
-        model = build_on_meta(options.model, dtype, options.lora_rank)
-        found = estimate(model, batch_on_meta(model, options.sequence_length), args, machine)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    print(json.dumps(as_json(found)) if options.json else in_words(found))
-    if not found.chosen.fits:
-        raise SystemExit(1)
+    missing = [f"--{name}" for name in ("processes", "device_memory") if getattr(options, name) is None]
+    if missing:
+        raise ValueError(f"The plan of a model needs {' and '.join(missing)}.")
+    given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
+    (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
+    if args.activation_checkpointing:
+        args.pipeline_checkpoint = "layers"  # As in a run of several processes; these options know of one.
+    machine, paths = _machine(options), _pictures(options)
+    dtype = getattr(torch, options.dtype or "", None)
+    if options.dtype and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--dtype {options.dtype}: expected a dtype of torch, such as bfloat16.")
+    model = build_on_meta(options.model, dtype, options.lora_rank)
+    planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine)
+    plan = plan_run(model, planner, machine, _course(options, args, planner, machine))
+    print(json.dumps(as_json(plan)) if options.json else in_words(plan))
+    if paths:
+        save_pictures(
+            plan.timeline, f"{plan.model}, {plan.chosen.layout}, {plan.chosen.layout.schedule}", "seconds", paths
+        )
+    return plan.chosen.fits
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    from hf_pipetransformer.startup.run_plan import Machine
+
+    local = options.processes_per_node or options.processes
+    if options.processes < 1 or local < 1 or options.processes % local:
+        raise ValueError(f"--processes {options.processes} is no multiple of --processes_per_node {local}.")
+    for name in ("device_memory", "device_tflops", "bandwidth", "memory_bandwidth", "disk_bandwidth"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name} {getattr(options, name):g}: expected a positive number.")
+    return Machine(
+        options.processes,
+        1e9 * options.device_memory,
+        local,
+        1e12 * options.device_tflops,
+        1e9 * options.bandwidth,
+        1e9 * options.memory_bandwidth,
+        1e9 * options.communicator_gb,
+        options.reading_ms / 1e3,
+    )
+
+
+def _course(
+    options: argparse.Namespace, args: PipeTransformerArguments, planner: RunPlanner, machine: Machine
+) -> Course:
+    """Return the length of the run by its options, what it freezes, and what a store would hold."""
+    from hf_pipetransformer.cache.folder import safe_max_bytes
+    from hf_pipetransformer.cache.opening import cache_base, stored_dtype
+    from hf_pipetransformer.cache.records import RecordFormat
+    from hf_pipetransformer.freeze.policies import freezing_of, make_policy
+    from hf_pipetransformer.startup.run_plan import Course, Storage, length_of_run
+
+    activation, limit = planner.probe.activation, args.activation_cache_max_gb
+    if options.samples is not None and options.samples < 1:
+        raise ValueError(f"--samples {options.samples}: expected a positive number.")
+    length = length_of_run(args, machine.num_devices, options.samples)
+    rates: tuple[str, ...] = (
+        f"{options.device_tflops:g} TFLOP/s of a device and {options.memory_bandwidth:g} GB/s of its memory",
+        f"{options.bandwidth:g} GB/s between two, reductions beside the backward of the last micro-batch",
+        f"{options.communicator_gb:g} GB for each communicator",
+        f"{options.reading_ms:g} ms to read a sample",
+    )
+    if not length[0]:
+        note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."
+        return Course(*length, note=note, assumed=rates)
+    policy = make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+    policy.check(planner.probe.structure.num_layers, length[0])
+    freezing, note = freezing_of(policy, args, planner.probe.structure.num_layers, planner.num_frozen_by_user, length)
+    if freezing is None:
+        return Course(*length, options.samples, note=note, assumed=rates)
+    record = RecordFormat(activation.hidden_shape[-1], stored_dtype(args, planner.probe.boundary_dtypes[-1]), {}, {})
+    size = float(record.record_bytes(activation.hidden_shape[0]))
+    seconds = size / (1e9 * options.disk_bandwidth)
+    allowed = safe_max_bytes(cache_base(args)) if limit is None else 1e9 * limit
+    storage = Storage(
+        size, allowed, seconds, seconds, 0.0 if args.dataloader_num_workers else machine.reading, is_shared=True
+    )
+    rates += (f"{options.disk_bandwidth:g} GB/s of the cache's disk, and samples that are the same in every epoch",)
+    rates += () if limit is not None else ("half of the free space of this machine's disk for the cache",)
+    return Course(*length, options.samples, freezing, storage, assumed=rates)
+
+
+# ---- the other commands ----
+
+
+def _add_report(commands: Any) -> None:
+    reporting = commands.add_parser("report", help="draw what runs recorded: one HTML page, and a PNG of each chart")
+    reporting.add_argument("output_dir", nargs="+", help="output folders of runs, which are drawn side by side")
+    reporting.add_argument("--html", help="page to write; report.html in the first folder by default")
+    reporting.add_argument("--png", help="folder for a PNG of each chart; none are written by default")
+    reporting.set_defaults(run=_report)
+
+
+def _add_export_checkpoint(commands: Any) -> None:
+    exporting = commands.add_parser("export-checkpoint", help="write a checkpoint that plain Trainer resumes")
+    exporting.add_argument("checkpoint", help="a checkpoint-N of a pipeline")
+    exporting.add_argument("output", help="folder to write, such as outputs/checkpoint-N")
+    exporting.set_defaults(run=_export_checkpoint)
+
+
+def _add_cache(commands: Any) -> None:
+    caching = commands.add_parser("cache", help="list, verify or delete the activation stores of earlier runs")
+    caching.add_argument("action", choices=("list", "verify", "prune"))
+    caching.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
+    caching.add_argument("--kept", action="store_true", help="prune: also the stores that are meant to be kept")
+    caching.set_defaults(run=_cache)
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:
@@ -146,6 +262,16 @@ def _export_checkpoint(options: argparse.Namespace) -> None:
     for text in export_checkpoint(options.checkpoint, options.output):
         print(text)
     print(f"{options.output} can be resumed by transformers.Trainer.")
+
+
+def _report(options: argparse.Namespace) -> None:
+    from hf_pipetransformer.report.page import write_report
+
+    try:
+        written = write_report(options.output_dir, options.html or f"{options.output_dir[0]}/report.html", options.png)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    print("\n".join(written))
 
 
 def _cache(options: argparse.Namespace) -> None:

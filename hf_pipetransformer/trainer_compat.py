@@ -5,10 +5,14 @@ of other libraries is here:
 
 - `Accelerator.gather` (`local_gather`): code that only some ranks run would wait for the others. Way out: an argument
   of TRL's and Trainer's metrics to count locally.
+- `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
+  plain, and Trainer refuses it. Way out: transformers removing them.
 - `Trainer.gather_function` (`gathering_with`): a gather that knows how many samples each replica has. Way out: a
   gather method to override.
 - `Trainer.preprocess_logits_for_metrics` (`without_preprocessing`): the last stage calls it, micro-batch by
   micro-batch. Way out: none needed: it is restored after each evaluation.
+- `Trainer.compute_metrics` (`computing_metrics_with`): rank 0 calls it, and every rank gets its results. Way out: none
+  needed: it is restored after each evaluation.
 - `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
   out: transformers#47688.
 - `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
@@ -43,6 +47,7 @@ of other libraries is here:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -53,10 +58,12 @@ import datasets
 import safetensors.torch
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
+from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_pipetransformer.comm.staging import KnownMask, is_apart
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.report import announce
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.base import config_value
 
@@ -69,6 +76,22 @@ def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tu
     if isinstance(dataset, datasets.Dataset):
         return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+
+
+def drop_marks_of_gguf(model: Any) -> None:
+    """Remove what says "quantized" from a model that was read from a GGUF file into plain weights.
+
+    Transformers leaves its marks on a model whose weights it has dequantized while loading, and Trainer refuses such a
+    model. A model that still holds blocks of the file, as bytes, stays as it is.
+    """
+    bare = bare_model(model)
+    if getattr(bare, "quantization_method", None) != QuantizationMethod.GGUF:
+        return
+    if any(parameter.dtype == torch.uint8 for parameter in bare.parameters()):
+        return
+    bare.hf_quantizer.remove_quantization_config(bare)
+    if int(os.environ.get("RANK", "0")) == 0:
+        announce("The model's weights were dequantized when its GGUF file was read: they train and save as they are.")
 
 
 def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
@@ -325,11 +348,20 @@ def gathering_with(trainer: Trainer, gather: Callable[[Any], Any]) -> Iterator[N
         trainer.gather_function = original
 
 
-def own_preprocessing(trainer: Trainer) -> Callable[[Any, Any], Any] | None:
-    """Return the user's `preprocess_logits_for_metrics` if only Trainer's own code comes between it and the model."""
+def alone_reads_outputs(trainer: Trainer) -> bool:
+    """Return True if in an evaluation only Trainer's own code comes between the model's output and the metrics."""
     methods = "prediction_step", "evaluation_loop"
-    is_plain = has_plain_loss(trainer) and not any(is_overridden(trainer, name) for name in methods)
-    return trainer.preprocess_logits_for_metrics if is_plain else None
+    return has_plain_loss(trainer) and not any(is_overridden(trainer, name) for name in methods)
+
+
+@contextmanager
+def computing_metrics_with(trainer: Trainer, compute: Callable[..., Any]) -> Iterator[None]:
+    """Make Trainer's evaluation loop compute metrics with another function."""
+    original, trainer.compute_metrics = trainer.compute_metrics, compute
+    try:
+        yield
+    finally:
+        trainer.compute_metrics = original
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.trainer_compat import drop_marks_of_gguf
 
 
 BLOCK, PASSAGES, EVALUATED = 256, 400, 12
@@ -60,7 +61,9 @@ def model_and_tokenizer() -> tuple[Any, Any]:
     folder = Path(found.origin).parent
     file = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+    drop_marks_of_gguf(model)  # Plain Trainer would refuse the model.
+    return model, tokenizer
 
 
 def with_lora(model: Any) -> Any:
@@ -123,17 +126,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the files of SQuAD")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of a run")
-    parser.add_argument("--run", help="one run, in this launch")
+    parser.add_argument("--only", help="one run, in this launch")
     options = parser.parse_args()
-    if options.run:
-        train(options.run, options.data, options.steps, options.output)
+    if options.only:
+        train(options.only, options.data, options.steps, options.output)
         return
     results: dict[str, Any] = {"machine": machine(2)}
     for name in RUNS:
         part = options.output.with_name(f"{options.output.stem}.part.json")
         count = "2" if name.startswith("two") else "1"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count]
-        given = ["--data", str(options.data), "--output", str(part), "--steps", str(options.steps), "--run", name]
+        given = ["--data", str(options.data), "--output", str(part), "--steps", str(options.steps), "--only", name]
         command = [*launch, __file__, *given] if count == "2" else [sys.executable, __file__, *given]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         results[name] = json.loads(part.read_text())

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.report.page import write_report
 
 
 EXPECTED_ACCURACY = 0.95
@@ -89,6 +90,7 @@ def arguments(output_dir: str, epochs: float) -> PipeTransformerArguments:
         freeze_interval="0.1",
         freeze_min_active_layers=1,
         disable_tqdm=True,
+        pipeline_trace_step=100,
     )
 
 
@@ -160,13 +162,15 @@ def main() -> None:
     trainer.save_metrics("train", result.metrics)
     trainer.save_metrics("eval", metrics)
     if is_first:
+        (report,) = write_report([args.output_dir], page=f"{args.output_dir}/report.html", pictures=None)
         layout = trainer.layout
         print(
             f"\nheld-out accuracy   {metrics['eval_accuracy']:.1%} "
             f"(the saved model, loaded in plain transformers: {reloaded_accuracy(args.output_dir, held_out):.1%})\n"
             f"layout at the end   {layout}\n"
             f"training            {result.metrics['train_runtime']:.1f} s, {trainer.state.global_step} steps\n"
-            f"outputs             {Path(args.output_dir).resolve()}",
+            f"outputs             {Path(args.output_dir).resolve()}\n"
+            f"report              {Path(report).resolve()}",
             flush=True,
         )
     trainer.end()

@@ -88,7 +88,7 @@ def run_group(
     missing = [name for name in names if name not in {line["check"] for line in found}]
     found += [{"check": name, "passed": False, "error": reason} for name in missing]
     if not all(line["passed"] for line in found):
-        print(log.read_text()[-4000:])
+        print(log.read_text()[-20_000:])
     return found
 
 

@@ -161,10 +161,12 @@ def check_transition(model_name: str, on: On) -> Figures:
     before = Layout(NUM_LAYERS, 0, 2, 1, (0, blocks // 2, blocks), 2, "1f1b")
     after = Layout(NUM_LAYERS, NUM_FROZEN, 1, 2, (0, blocks), 1, "1f1b")
     plan = folder / f"plan-{model_name}.jsonl"
-    if os.environ["RANK"] == "0":
-        events = [{"event": "run", "step": 0, "layout": before.as_event()}]
-        events += [{"event": "transition", "step": FREEZE_STEP, "to": after.as_event()}]
-        plan.write_text("".join(json.dumps(event) + "\n" for event in events))
+    events = [{"event": "run", "step": 0, "layout": before.as_event()}]
+    events += [{"event": "transition", "step": FREEZE_STEP, "to": after.as_event()}]
+    # Every rank puts the same whole file there: a rank that reads it does not wait for another to write it.
+    own = plan.with_suffix(f".{os.environ['RANK']}")
+    own.write_text("".join(json.dumps(event) + "\n" for event in events))
+    own.replace(plan)
     options = {"pipeline_parallel_size": 2, "layout_plan": str(plan), "ddp_backend": on.backend}
     run = folder / f"transition-{model_name}"
     trainer = ours(model_name, run, on.device, "fp32", **options)
@@ -177,8 +179,8 @@ def check_transition(model_name: str, on: On) -> Figures:
     torch.distributed.barrier()
     if model_name == "bert":
         loaded = AutoModelForSequenceClassification.from_pretrained(str(folder / "saved"))
-        own = dict(trainer.model.named_parameters())
-        differing = [name for name, value in loaded.named_parameters() if not torch.equal(value, own[name].cpu())]
+        trained = dict(trainer.model.named_parameters())
+        differing = [name for name, value in loaded.named_parameters() if not torch.equal(value, trained[name].cpu())]
         assert not differing, f"{len(differing)} parameters were saved with other values: {differing[:3]}"
     figures = {"eval_loss": evaluated, "bytes moved": moved[0]["bytes_moved"], "seconds": moved[0]["seconds"]}
     return {**figures, **check_close(losses_of(trainer), expected, on.device, "fp32")}

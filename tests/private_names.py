@@ -27,6 +27,7 @@ CALLED = {
     "torch.nn.modules.batchnorm:_BatchNorm": None,  # Instances are asked for.
     "torch.nn.modules.dropout:_DropoutNd": None,
     "torch:ops.aten._scaled_dot_product_flash_attention": None,
+    "torch.utils:_python_dispatch.TorchDispatchMode": None,  # Subclassed.
     "torch.utils:_pytree.register_pytree_node": None,
     "torch.utils:_pytree.tree_leaves": None,
     "torch.utils:_pytree.tree_map_only": None,

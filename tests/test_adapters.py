@@ -13,10 +13,12 @@ from peft import PeftModel, PeftType
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+from transformers.utils.quantization_config import GgufConfig
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.chain import _context
-from hf_pipetransformer.planning.costs import BlockCosts, rank_bytes, trained_elements
+from hf_pipetransformer.planning.costs import BlockCosts, trained_elements
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.schedules.layout import Layout
@@ -29,7 +31,9 @@ from hf_pipetransformer.startup.twin import WHOLE
 from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.starting import Need, RunOptions
 from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
+from tests.decoders import make_decoder
 from tests.models import build_model, collate, make_dataset, probed_with
+from tests.test_planning import rank_bytes
 from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
 
 
@@ -373,3 +377,32 @@ def test_what_code_of_a_user_saves_is_not_known() -> None:
     model = adapted("gpt2", "lora")
     model.save_pretrained = lambda folder: None
     assert adapters.saved_names(model) is None
+
+
+def read_from_gguf(model: Any) -> Any:
+    """Leave on a model what transformers leaves on one whose weights it dequantized while it read a GGUF file."""
+    config = GgufConfig()
+    model.hf_quantizer = GgufHfQuantizer(config)
+    model.is_quantized, model.quantization_method = True, config.quant_method
+    model.config.quantization_config = config
+    return model
+
+
+def test_a_model_that_was_dequantized_from_a_gguf_file_trains_like_any_other(tmp_path: Path) -> None:
+    losses = []
+    for name, prepare in (("plain", lambda model: model), ("gguf", read_from_gguf)):
+        torch.manual_seed(0)
+        trainer = trainer_of(
+            prepare(make_decoder("llama")), tmp_path / name, "llama", pipeline_parallel_num_microbatches=2
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_model_that_keeps_the_blocks_of_its_gguf_file_is_refused(tmp_path: Path) -> None:
+    model = read_from_gguf(make_decoder("llama"))
+    head = model.lm_head
+    head.weight = torch.nn.Parameter(torch.zeros(head.weight.shape, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="Quantized models cannot be trained"):
+        trainer_of(model, tmp_path, "llama", pipeline_parallel_num_microbatches=2)

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
-from hf_pipetransformer.options.refusals import comparable
+from hf_pipetransformer.options.refusals import check_arguments, comparable
 
 
 OWN_FIELDS = sorted({f.name for f in fields(PipeTransformerArguments)} - {f.name for f in fields(TrainingArguments)})
@@ -132,6 +132,8 @@ def test_defaults_stay_as_they_are(name: str):
         ("freeze_policy: off", "none"),
         ("pipeline_checkpoint: off", "never"),
         ("pipeline_gather_at_end: off", "never"),
+        ("pipeline_master_dtype: Float32", "float32"),
+        ("pipeline_master_dtype: null", None),
         ("elastic: off", False),
         ("elastic: 'yes'", True),
         ("elastic: 0", False),
@@ -162,6 +164,7 @@ def test_yaml_means_what_the_user_wrote(line: str, meant: Any):
     [
         ("elastic: maybe", "elastic must be True or False, found 'maybe'."),
         ("elastic: null", "elastic must be True or False, found None."),
+        ("pipeline_master_dtype: float16", "pipeline_master_dtype must be one of ('float32',), found 'float16'."),
         ("activation_cache: null", "activation_cache must be one of ('auto', 'on', 'off'), found None."),
         ("activation_cache_dtype: off", "found False."),
         (
@@ -328,3 +331,53 @@ def test_ranks_have_the_stages_that_the_schedule_says_or_the_user(tmp_path, sche
 def test_stages_that_a_schedule_cannot_lay_are_refused(tmp_path, schedule, chunks, text):
     with pytest.raises(ValueError, match=text):
         PipeTransformerArguments(output_dir=tmp_path, pipeline_schedule=schedule, pipeline_chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "close"),
+    [
+        ("freeze_policy", "gradnorm", "gradient_norm"),
+        ("pipeline_schedule", "1F1", "1f1b"),
+        ("pipeline_token_slices", "atuo", "auto"),
+    ],
+)
+def test_a_value_that_is_almost_right_is_answered_with_the_right_one(
+    name: str, value: str, close: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be .*Did you mean '{close}'"):
+        PipeTransformerArguments(str(tmp_path), use_cpu=True, **{name: value})
+    # The command line too leaves the answer to the option, and not to argparse's page of usage.
+    with pytest.raises(ValueError, match=f"Did you mean '{close}'"):
+        HfArgumentParser(PipeTransformerArguments).parse_args_into_dataclasses(
+            ["--output_dir", str(tmp_path), "--use_cpu", f"--{name}", value]
+        )
+
+
+def test_a_schedule_is_found_in_any_case(tmp_path: pathlib.Path) -> None:
+    assert PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="1F1B").pipeline_schedule == "1f1b"
+    with pytest.raises(ValueError, match=r"freeze_policy must be one of[^?]*$"):
+        PipeTransformerArguments(str(tmp_path), use_cpu=True, freeze_policy="zzz")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"packing": True}, 'packing_strategy="wrapped"'),
+        ({"packing": True, "packing_strategy": "bfd_split"}, 'packing_strategy="wrapped"'),
+        ({"padding_free": True}, "padding_free=False"),
+    ],
+)
+def test_trl_options_that_concatenate_samples_are_refused_when_the_trainer_is_made(
+    options: dict[str, Any], remedy: str, tmp_path: pathlib.Path
+) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
+    for name, value in ({"packing_strategy": "bfd"} | options).items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=remedy):
+        check_arguments(args)
+
+
+def test_rows_that_trl_packs_across_samples_are_taken(tmp_path: pathlib.Path) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
+    args.packing, args.packing_strategy, args.padding_free = True, "wrapped", False
+    check_arguments(args)

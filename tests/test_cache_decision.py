@@ -6,6 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
+from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
 
 
@@ -169,3 +171,36 @@ def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
     assert "compute" in decision.costs
     for choice, cost in decision.costs.items():
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
+
+
+def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") -> list[tuple[str, str]]:
+    """What a planner logs when it decides twice on caching: level and text."""
+    planner = CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), size, 10, lambda *_, **__: None)
+    with caplog.at_level("INFO", "hf_pipetransformer"):
+        for step in (10, 20):
+            planner.decide([1.0, 2.0], 1, 0, step, 100)
+    return [(record.levelname, record.getMessage()) for record in caplog.records if "every sample" in record.msg]
+
+
+def test_bytes_and_share_of_a_store_are_told_once(caplog: pytest.LogCaptureFixture):
+    (fits,) = told(caplog, StoreSize(needed=4.2e6, index=1e3, allowed=9e9))
+    assert fits == (
+        "INFO",
+        "A record of every sample needs 4.2 MB on this node; the activation cache may take 9.0 GB.",
+    )
+
+
+def test_a_store_that_is_too_small_for_most_samples_is_warned_of(caplog: pytest.LogCaptureFixture):
+    ((level, text),) = told(caplog, StoreSize(needed=390e9, index=0.0, allowed=38e9))
+    assert level == "WARNING"
+    assert "needs 390 GB on this node, and the activation cache may take 38 GB: 10% of them are stored." in text
+    assert "activation_cache_max_gb" in text
+
+
+def test_a_store_for_more_than_half_of_the_samples_is_no_warning(caplog: pytest.LogCaptureFixture):
+    ((level, text),) = told(caplog, StoreSize(needed=1e9, index=0.0, allowed=0.75e9))
+    assert level == "INFO" and "75% of them are stored" in text
+
+
+def test_nothing_is_told_of_a_store_that_is_not_used(caplog: pytest.LogCaptureFixture):
+    assert told(caplog, StoreSize(needed=1e9, index=0.0, allowed=1e9), mode="off") == []

@@ -36,14 +36,30 @@ class Looked(TrainerCallback):
 
 
 class Got(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        self.seen = others.get("model").num_parameters()
+
+
+class Hidden(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        self.seen = kwargs.get("model").num_parameters()
+        name = "model"
+        self.seen = kwargs[name].num_parameters()
 
 
 class Configured(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.seen = kwargs["model"].config.hidden_size
-        assert not hasattr(kwargs["model"], "peft_config")
+
+
+class ConfiguredByGet(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen = kwargs.get("model").config.hidden_size
+
+
+class Asked(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        name = "model"
+        self.seen = hasattr(kwargs[name], "peft_config")
 
 
 class Inherited(Named):
@@ -78,11 +94,9 @@ class Double:
         self.handler.call_event(event, None, TrainerState(), TrainerControl())
 
 
-@pytest.mark.parametrize(
-    ("kind", "takes"), [(Named, True), (Inherited, True), (Looked, False), (Got, False), (Blind, False)]
-)
-def test_a_callback_that_has_the_model_as_an_argument_takes_it(kind: type[TrainerCallback], takes: bool) -> None:
-    assert takes_model(kind(), "on_step_end") == takes
+@pytest.mark.parametrize("kind", [Named, Inherited, Looked, Got, Hidden, Configured, ConfiguredByGet, Asked, Blind])
+def test_a_callback_takes_the_model_as_an_argument_or_where_its_code_reads_it(kind: type[TrainerCallback]) -> None:
+    assert takes_model(kind(), "on_step_end") == (kind in (Named, Inherited, Looked, Got))
     assert not takes_model(kind(), "on_step_begin")
 
 
@@ -104,7 +118,21 @@ def test_the_model_is_whole_for_those_that_take_it_and_for_no_others() -> None:
     assert double.num_times_whole == 1
 
 
+def test_a_callback_that_asks_for_an_attribute_gets_the_models_answer() -> None:
+    callback = Asked()
+    Double(callback).call()
+    assert callback.seen is False
+
+
 @pytest.mark.parametrize("kind", [Looked, Got])
+def test_a_model_that_code_reads_from_the_keywords_is_whole_for_it(kind: type[TrainerCallback]) -> None:
+    callback = kind()
+    double = Double(callback)
+    double.call()
+    assert double.num_times_whole == 1 and callback.seen == 7
+
+
+@pytest.mark.parametrize("kind", [Hidden])
 def test_a_model_that_was_not_asked_for_cannot_be_read(kind: type[TrainerCallback]) -> None:
     double = Double(kind())
     with pytest.raises(ValueError, match=rf"{kind.__name__}\.on_step_end reads 'num_parameters'.*argument `model`"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from hf_pipetransformer.cli import main
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def test_simulate_draws_one_line_a_rank_and_says_the_length(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--schedule", "gpipe", "--stages", "3", "--microbatches", "4"])
+def test_a_plan_without_a_model_draws_one_line_a_rank_and_says_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--schedule", "gpipe", "--stages", "3", "--microbatches", "4"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[0].strip() for line in lines[:3]] == ["rank 0", "rank 1", "rank 2"]
     # (M + K - 1) x (forward 1 + backward 2), of which K - 1 of M + K - 1 are bubble.
@@ -25,14 +26,14 @@ def test_simulate_draws_one_line_a_rank_and_says_the_length(capsys: pytest.Captu
 
 
 def test_a_rank_may_hold_several_stages_of_a_share_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--schedule", "zb_v", "--stages", "2", "--microbatches", "3"])
+    main(["plan", "--schedule", "zb_v", "--stages", "2", "--microbatches", "3"])
     first, _, length = capsys.readouterr().out.splitlines()
     assert "W0" in first and "F0.1" in first
     assert length == "9.5 units of time, 5% of it bubble"
 
 
 def test_a_frozen_stage_runs_no_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--stages", "2", "--microbatches", "2", "--frozen_stages", "1"])
+    main(["plan", "--stages", "2", "--microbatches", "2", "--frozen_stages", "1"])
     first, second, _ = capsys.readouterr().out.splitlines()
     assert "B" not in first
     assert "B0" in second and "B1" in second
@@ -40,12 +41,12 @@ def test_a_frozen_stage_runs_no_backward(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_pipeline_of_frozen_stages_only_is_refused() -> None:
     with pytest.raises(SystemExit, match="active"):
-        main(["simulate", "--stages", "2", "--microbatches", "2", "--frozen_stages", "2"])
+        main(["plan", "--stages", "2", "--microbatches", "2", "--frozen_stages", "2"])
 
 
 def test_a_window_is_drawn_with_its_updates_and_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--schedule", "async_1f1b", "--stages", "3", "--microbatches", "4", "--update", "1"]
-    main(["simulate", *options, "--weights", "stashing"])
+    main(["plan", *options, "--weights", "stashing"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rank 0 |F0-F1-F2-") and "U0-" in lines[1].replace("~", "-")
     # The last rank waits for K - 1 forwards and goes on without a wait; K - 1 backwards and an update follow.
@@ -63,7 +64,7 @@ def test_a_window_is_drawn_with_its_updates_and_what_each_rank_holds(capsys: pyt
 )
 def test_the_copies_of_every_kind_of_weights(weights: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--schedule", "async_1f1b", "--stages", "4", "--microbatches", "9", "--step_microbatches", "3"]
-    main(["simulate", *options, "--weights", weights])
+    main(["plan", *options, "--weights", weights])
     found = [line.split("weights ")[1] for line in capsys.readouterr().out.splitlines() if "copies" in line]
     assert "".join(each.split()[0] for each in found) == expected
 
@@ -79,7 +80,7 @@ def test_the_copies_of_every_kind_of_weights(weights: str, expected: str, capsys
 )
 def test_what_an_asynchronous_schedule_cannot_be_is_refused(options: list[str], complaint: str) -> None:
     with pytest.raises(SystemExit, match=complaint):
-        main(["simulate", "--stages", "4", "--microbatches", "4", *options])
+        main(["plan", "--stages", "4", "--microbatches", "4", *options])
 
 
 def test_help_and_version_take_no_torch() -> None:
@@ -93,7 +94,7 @@ def test_help_and_version_take_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("option", "text"),
-    [("--version", f"hf-pipetransformer {hf_pipetransformer.__version__}\n"), ("--help", "simulate")],
+    [("--version", f"hf-pipetransformer {hf_pipetransformer.__version__}\n"), ("--help", "plan")],
 )
 def test_the_package_is_a_command_that_takes_no_torch_to_say_what_it_is(option: str, text: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "hf_pipetransformer", option]
@@ -121,7 +122,7 @@ def test_stages_that_a_schedule_cannot_lay_are_refused_in_one_sentence(
     schedule: str, stages: str, chunks: str, text: str
 ) -> None:
     with pytest.raises(SystemExit) as found:
-        main(["simulate", "--schedule", schedule, "--stages", stages, "--chunks", chunks, "--microbatches", "4"])
+        main(["plan", "--schedule", schedule, "--stages", stages, "--chunks", chunks, "--microbatches", "4"])
     assert str(found.value) == text
 
 
@@ -160,6 +161,18 @@ def test_a_plan_says_before_any_weight_is_loaded_whether_a_model_fits(
     (alone,) = found["options"][0]["memory"]
     sizes = [alone[part] / 70_553_706_496 for part in ("weights", "gradients", "optimizer", "copies")]
     assert sizes == pytest.approx([2, 4, 4, 0]) and alone["activations"] > 0
+
+
+def test_a_plan_counts_master_weights_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", config_of(tmp_path, **LLAMA_70B | {"num_hidden_layers": 4}), "--processes", "2", "--json"]
+    plan += ["--device_memory", "640", "--sequence_length", "64", "--bf16", "true"]
+    main([*plan, "--dtype", "float32"])
+    expected = capsys.readouterr().out
+    main([*plan, "--pipeline_master_dtype", "float32"])
+    assert capsys.readouterr().out == expected
+    main([*plan, "--pipeline_master_dtype", "float32", "--lora_rank", "16"])
+    (with_adapters,) = json.loads(capsys.readouterr().out)["options"][0]["memory"]
+    assert with_adapters["weights"] < 2.2 * json.loads(expected)["num_parameters"], "the base model stays"
 
 
 def test_a_plan_that_fits_nowhere_names_the_bytes_and_what_helps(
@@ -221,3 +234,43 @@ def test_a_plan_of_what_cannot_be_is_refused_in_a_sentence(options: list[str], m
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="config.json"):
         main(["plan", str(tmp_path / "none"), "--processes", "2", "--device_memory", "80"])
+
+
+def test_the_folder_of_a_run_names_the_checkpoint_that_was_meant(tmp_path: Path) -> None:
+    for step in (20, 40):
+        (tmp_path / "outA" / f"checkpoint-{step}").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"Did you mean '.*outA/checkpoint-40'\?"):
+        main(["export-checkpoint", str(tmp_path / "outA"), str(tmp_path / "exported")])
+    assert not (tmp_path / "exported").exists()
+
+
+def test_no_command_answers_bad_input_with_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    missing, empty, file = (str(tmp_path / name) for name in ("missing", "empty", "file"))
+    commands = [
+        *(["export-checkpoint", folder, str(tmp_path / "exported")] for folder in (missing, empty, file)),
+        *(["plan", folder, "--processes", "2", "--device_memory", "80"] for folder in (missing, empty, file)),
+        *(["cache", "list", "--activation_cache_dir", folder] for folder in (file,)),
+        ["plan", "--stages", "2", "--microbatches", "0"],
+        ["plan", "--stages", "2", "--microbatches", "2", "--schedule", "async_1f1b", "--step_microbatches", "0"],
+    ]
+    for command in commands:
+        with suppress(SystemExit):  # Of any other kind, an error fails the test.
+            main(command)
+    with pytest.raises(SystemExit, match=r"missing.*is not a folder"):
+        main(commands[0])
+
+
+def test_a_schedule_may_be_written_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--stages", "2", "--microbatches", "2", "--schedule", "1F1B"])
+    assert "bubble" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> list[str]:
+        raise PermissionError(13, "Permission denied", "/of/another/user")
+
+    monkeypatch.setattr("hf_pipetransformer.state.plain_checkpoint.export_checkpoint", refuse)
+    with pytest.raises(SystemExit, match="/of/another/user: Permission denied"):
+        main(["export-checkpoint", str(tmp_path), str(tmp_path / "exported")])

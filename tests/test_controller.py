@@ -23,6 +23,7 @@ from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, Freeze
 from hf_pipetransformer.freeze.signals import relative_changes
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.planner import PlanInputs
+from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_known_microbatches
 from hf_pipetransformer.schedules.layout import Layout
 from tests.test_planning import costs_of, layout_of, rules_for
@@ -81,7 +82,8 @@ def settings(seconds: float) -> Any:
 
 
 def context_of(topology: Topology, write: Write = lambda *_, **__: None) -> Any:
-    trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]))
+    state = SimpleNamespace(max_steps=1000, global_step=400)
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]), state=state)
     return SimpleNamespace(topology=topology, trainer=trainer, journal=SimpleNamespace(write=write))
 
 
@@ -331,3 +333,33 @@ def test_a_replayed_run_stands_where_the_plan_does_at_any_step(tmp_path: Path) -
         assert change is not None and change.moves
         assert change.layout == (frozen if cache else replace(frozen, cache_level=0))
         assert watcher.change_before(6, Stage(0, change.layout, {})) is None
+
+
+@pytest.mark.parametrize(("seconds", "drifts"), [(10.0, False), (2000.0, True)])
+def test_after_some_steps_the_measured_time_and_what_is_left_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, drifts: bool
+) -> None:
+    """A step is predicted to take less than a thousand seconds; a drift is told with its likely cause."""
+    layout = layout_of(L, 4, WORLD_SIZE)
+    inputs = PlanInputs(costs_of(L), Overheads(), rules_for(L), samples_per_device=16, measures_microbatches=False)
+    predicted = inputs.predict(layout).seconds
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    decided = Decisions(
+        OneMore(()), DecisionClock(1, 0, 40), args, inputs, 0, WORLD_SIZE, {}, lambda *_, **__: None, None
+    )
+    stage: Any = SimpleNamespace(
+        layout=layout,
+        settings=settings(seconds),
+        view=SimpleNamespace(structure=SimpleNamespace(blocks_of_parameter={})),
+    )
+    no_probe: Any = None
+    watcher = LayoutController(context_of(Heard(0, [])), decided, stage, no_probe, None)
+    stage.settings.meter.last_seconds = seconds
+    with caplog.at_level("INFO", "hf_pipetransformer"):
+        for step in range(3):
+            watcher.change_before(step, stage)
+    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Measured")]
+    assert (
+        f"predicted {predicted * 1e3:.0f} ms: {duration(600 * seconds)} of steps are left if nothing changes." in said
+    )
+    assert ("Likely cause: " in said) == drifts == (seconds > 1.5 * predicted)

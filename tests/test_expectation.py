@@ -9,9 +9,10 @@ import pytest
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training import setup as beginning
-from hf_pipetransformer.training.expectation import Measured, duration, in_words
+from hf_pipetransformer.training.expectation import Measured, in_words
 from tests.models import build_model, collate, make_dataset
 from tests.test_forecast import costs_of
 

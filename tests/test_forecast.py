@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, spans_of
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads, Prediction
+from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, likely_cause, spans_of
 from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -89,3 +89,29 @@ def test_moves_of_weights_take_time_and_new_numbers_do_not() -> None:
 def test_an_outlook_as_steps_in_a_row() -> None:
     assert spans_of([(0, 2), (4, 2), (6, 3), (9, 4)], 1, 9) == [Span(6, 2), Span(3, 3)]
     assert spans_of([], 1, 9) == [Span(9, 1)]
+
+
+PREDICTED = Prediction(1.0, pipeline=0.8, reduction=0.1, optimizer=0.05, other=0.05, rank_seconds=(0.6, 0.5))
+MEASURED = {
+    "total": 1.0, "pipeline": 0.8, "forward": 0.2, "backward": 0.4, "reduction": 0.1, "optimizer": 0.05,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"forward": 0.9, "pipeline": 1.5, "total": 1.7}, "compute longer"),
+        ({"pipeline": 1.8, "total": 2.0}, "transfers"),
+        ({"reduction": 1.1, "total": 2.0}, "replicas"),
+        ({"optimizer": 1.05, "total": 2.0}, "optimizer"),
+        ({"total": 2.0}, "dataloader_num_workers"),
+    ],
+)
+def test_the_part_of_a_step_with_the_largest_excess_is_the_likely_cause(changes: dict[str, float], cause: str) -> None:
+    assert cause in likely_cause(PREDICTED, [MEASURED, {**MEASURED, **changes}])
+
+
+def test_a_rank_that_waits_for_a_slow_one_is_not_the_cause() -> None:
+    slow = {**MEASURED, "forward": 0.9, "pipeline": 1.5, "total": 1.7}
+    waiting = {**MEASURED, "pipeline": 1.5, "total": 1.7}
+    assert "compute longer" in likely_cause(PREDICTED, [waiting, slow])

@@ -486,6 +486,12 @@ def test_the_outlook_in_words_says_when_nothing_can_freeze() -> None:
     assert "all others must stay active" in describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 10)
 
 
+def test_the_outlook_of_a_resumed_run_counts_the_layers_that_are_frozen_already() -> None:
+    text = describe_outlook(Schedule(1 / 3), [(20, 3), (30, 3)], 6, 3, 40, 10)
+    assert text.startswith("3 of 6 layers are frozen already, and no more freeze in this run: all others must stay")
+    assert "No layer freezes" not in text
+
+
 def test_the_outlook_in_words_says_when_no_epoch_reads_the_cache() -> None:
     found, clock = coming(Schedule(1 / 3))
     text = describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 10)

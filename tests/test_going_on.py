@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.startup import start
 from hf_pipetransformer.state import resumption
 from hf_pipetransformer.state.checkpoint import read_state
 from hf_pipetransformer.state.weights import check_weights
+from hf_pipetransformer.training import training as training_module
 from tests.models import build_model, collate, make_dataset
 from tests.settled_policy import Settled
 
@@ -249,6 +252,44 @@ def test_an_index_that_names_no_files_of_weights_is_damage(tmp_path: Path, text:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="model.safetensors.index.json"):
         check_weights(str(tmp_path))
+
+
+def test_a_resumed_run_adds_gradients_in_the_precision_of_the_saved_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def added_in_float32(num_bytes: float, resumes: bool = True, **options: Any) -> bool:
+        """Train on a device of so many bytes, which have to hold the sums too if they are in float32."""
+        monkeypatch.setattr(start, "smallest_device_bytes", lambda *_: num_bytes)
+        freezing = {"freeze_policy": "fixed", "freeze_at": "3:2", "activation_cache": "off"}
+        trainer = trainer_of(build_model("bert_sequence").bfloat16(), tmp_path, **freezing, **options)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumes else None)
+        return trainer.pipeline_run.pipeline.settings.sums_in_float32
+
+    assert added_in_float32(1e12, resumes=False)
+    assert read_state(str(tmp_path / "checkpoint-4")).sums_in_float32
+    with caplog.at_level("WARNING", "hf_pipetransformer"):
+        assert added_in_float32(1.0), "another device has room for less"
+        assert "pipeline_gradient_dtype" not in caplog.text
+        assert added_in_float32(1.0, pipeline_parallel_num_microbatches=2) is False
+    assert "pipeline_gradient_dtype='auto': gradients are added in the precision of the weights from here on" in (
+        caplog.text
+    )
+    assert not added_in_float32(1e12, pipeline_gradient_dtype="weights")
+
+
+def test_an_optimizer_step_that_failed_leaves_nothing_for_the_next_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may catch what its optimizer raises; the other ranks send the values of shared weights once a step."""
+    shares: list[Any] = []
+    monkeypatch.setattr(training_module, "share_values", shares.append)
+    meter = SimpleNamespace(part=lambda _: nullcontext(), tracing=lambda *_: nullcontext())
+    present: Any = object.__new__(training_module.Training)
+    present._update = ExitStack()
+    present.pipeline = SimpleNamespace(settings=SimpleNamespace(meter=meter), stage=SimpleNamespace(shared=[]))
+    present.steps = SimpleNamespace(updating=nullcontext)
+    present._before_update()  # The step raises.
+    present._before_update()
+    present._after_update()
+    assert len(shares) == 1
 
 
 def test_a_resumed_run_saves_the_state_of_one_that_was_never_interrupted(tmp_path: Path) -> None:

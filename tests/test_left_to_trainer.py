@@ -67,6 +67,13 @@ def test_a_model_of_no_layers_is_refused_in_a_sentence(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_model_of_no_layers_is_not_trained_where_its_plan_was_asked_for(tmp_path: Path) -> None:
+    trainer = training_without_layers(PipeTransformerTrainer, tmp_path, plan_only=True)
+    with pytest.raises(UnsupportedModelError, match="has no layers"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize("raises", ["always", "on parts of a batch"])
 def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
     raises: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

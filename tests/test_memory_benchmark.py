@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import benchmark_batch_memory
 import benchmark_memory
 import pytest
 import torch
@@ -47,6 +48,13 @@ def test_mapped_weights_count_for_a_stage_once_they_are_written_to(tmp_path: Pat
     assert own <= state.bytes() <= 1.01 * own
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     assert state.bytes() >= own + model.lm_head.weight.numel() * 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_evaluation_adds_the_logits_of_a_micro_batch() -> None:
+    """Float32 logits of 2 x 128 tokens and 32,000 words are 31 MiB."""
+    assert 31 <= benchmark_batch_memory.measure(benchmark_batch_memory.LOSSES, 4, REPOSITORY) < 4 * 31
 
 
 @pytest.mark.slow

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.linear_layers import SharedCasts
+from tests.adapted import lora
 from tests.models import build_model, collate, make_dataset
 
 
@@ -132,6 +136,68 @@ def test_gradients_of_half_precision_are_added_in_float32_by_default(
         options = {"pipeline_parallel_num_microbatches": 4, "pipeline_gradient_dtype": kind, "freeze_policy": "none"}
         train(PipeTransformerTrainer, 0, tmp_path / kind, **options)
     assert norms["auto"] == norms["float32"] != norms["weights"]
+
+
+def train_loaded_in(
+    dtype: torch.dtype, folder: Path, resume: bool = False, **options: Any
+) -> tuple[PipeTransformerTrainer, list[float]]:
+    """Train a model that was saved in bfloat16; return the trainer and its losses."""
+    args = PipeTransformerArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=NUM_STEPS, logging_steps=1, use_cpu=True,
+        save_steps=2, report_to="none", disable_tqdm=True, learning_rate=1e-3, **options,
+    )  # fmt: skip
+    model, data = build_model("bert_sequence").bfloat16().to(dtype), make_dataset("bert_sequence", 10)
+    trainer = PipeTransformerTrainer(model, args, train_dataset=data, data_collator=collate)
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_num_microbatches": 2}, {"freeze_at": "2:2"}], ids=str)
+def test_weights_loaded_in_bfloat16_train_in_float32_as_if_loaded_so(tmp_path: Path, options: dict[str, Any]) -> None:
+    freezing = {"freeze_policy": "fixed" if "freeze_at" in options else "none", "activation_cache": "off"}
+    expected, losses = train_loaded_in(torch.float32, tmp_path / "expected", **options, **freezing)
+    master = {"pipeline_master_dtype": "float32"}
+    ours, found = train_loaded_in(torch.bfloat16, tmp_path / "ours", **options, **freezing, **master)
+    assert (ours.layout is None) == (not options), "without options, Trainer trains"
+    shutil.rmtree(tmp_path / "ours" / f"checkpoint-{NUM_STEPS}")
+    resumed, again = train_loaded_in(torch.bfloat16, tmp_path / "ours", True, **options, **freezing, **master)
+    assert found == again == losses
+    for trainer in (ours, resumed):
+        for one, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+            assert one.dtype is torch.float32 and torch.equal(one, other)
+    if options:
+        known = [each.pipeline_run.pipeline.start_up for each in (ours, expected)]
+        assert known[0].probe.boundary_dtypes == known[1].probe.boundary_dtypes
+        assert known[0].plans.costs.blocks.trained_bytes == known[1].plans.costs.blocks.trained_bytes
+
+
+def test_a_model_that_trainer_makes_after_train_begins_is_not_cast(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, freeze_policy="none", pipeline_master_dtype="float32")
+    data = make_dataset("bert_sequence", 10)
+    trainer = PipeTransformerTrainer(
+        args=args, model_init=lambda: build_model("bert_sequence").bfloat16(), train_dataset=data
+    )
+    with pytest.raises(ValueError, match="in float32 in model_init"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("num_microbatches", ["auto", 2], ids=["trainer", "pipeline"])
+def test_what_trains_beside_adapters_is_cast_under_autocast_alone(tmp_path: Path, num_microbatches: Any) -> None:
+    """The classifier of the base model, which PEFT leaves in bfloat16."""
+    options = {"pipeline_parallel_num_microbatches": num_microbatches, "pipeline_master_dtype": "float32"}
+    for is_mixed in (False, True):
+        args = PipeTransformerArguments(
+            str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", report_to="none", bf16=is_mixed,
+            freeze_policy="none", activation_cache="off", **options,
+        )  # fmt: skip
+        model = get_peft_model(build_model("bert_sequence").bfloat16(), lora("bert"))
+        data = make_dataset("bert_sequence", 10)
+        trainer = PipeTransformerTrainer(model, args, train_dataset=data, data_collator=collate)
+        with nullcontext() if is_mixed else pytest.raises(ValueError, match="classifier.*Set bf16=True"):
+            trainer.train()
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 class AsksWhetherItTrains(PipeTransformerTrainer):

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, MemoryRules, Overheads, block_loads, predict_step, rank_bytes
+from hf_pipetransformer.planning.costs import (
+    BlockCosts,
+    MemoryRules,
+    Overheads,
+    block_loads,
+    predict_step,
+    rank_memory,
+)
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
@@ -55,6 +62,11 @@ SMALL_LAYOUT = Layout(
     num_microbatches=2,
     schedule="1f1b",
 )
+
+
+def rank_bytes(layout: Layout, *args: Any, **options: Any) -> list[float]:
+    """All that each rank of a pipeline needs for training."""
+    return [rank.total for rank in rank_memory(layout, *args, **options)]
 
 
 def largest_stage(costs: list[float], boundaries: tuple[int, ...]) -> float:
@@ -141,6 +153,14 @@ def test_a_step_worked_by_hand() -> None:
     assert found.optimizer == pytest.approx(7)
     assert found.other == 5
     assert found.seconds == pytest.approx(210 + 140 + 7 + 5)
+
+
+def test_a_reduction_may_run_beside_the_backward_of_the_last_micro_batch() -> None:
+    # On the second stage, which has more parameters, that backward takes 17; see above.
+    beside = Overheads(per_microbatch=1, reduction_per_byte=0.5, hidden_reduction=1)
+    assert predict_step(SMALL_LAYOUT, SMALL, beside, samples_per_pipeline=4).reduction == (30 + 40) * 4 * 0.5 - 17
+    fast = replace(beside, reduction_per_byte=0.01)
+    assert predict_step(SMALL_LAYOUT, SMALL, fast, samples_per_pipeline=4).reduction == 0
 
 
 def test_a_step_with_a_frozen_stage_worked_by_hand() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
+from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.policy import MEASUREMENTS, DecisionClock, FreezePolicy, FreezeSignal
 from hf_pipetransformer.planning.costs import Overheads, predict_step
@@ -89,7 +90,7 @@ def planner(written: list[Any], mode: str = "auto") -> CachePlanner:
     def write(kind: str, **fields: Any) -> None:
         written.append((kind, fields))
 
-    return CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), 1.0, 10, write)
+    return CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), StoreSize(2.0, 1.0, 2.0), 10, write)
 
 
 def decisions_of(folder: Path, policy: FreezePolicy, layout: Layout, cache: CachePlanner | None) -> Decisions:

@@ -31,9 +31,12 @@ WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0,
 
 
 NOT_COMPARED = {
-    *("pipeline_checkpoint", "pipeline_timeout", "pipeline_gather_at_end", "layout_plan"),
+    *("pipeline_checkpoint", "pipeline_timeout", "pipeline_gather_at_end", "pipeline_compute_metrics", "layout_plan"),
+    "pipeline_trace_step",
+    "plan_only",
+    "pipeline_master_dtype",  # It shows in the dtypes of the parameters.
     *("activation_cache", "activation_cache_dir"),
-    *("activation_cache_max_gb", "activation_cache_dtype", "activation_cache_keep"),
+    *("activation_cache_max_gb", "activation_cache_keep"),
 }
 """Options that may differ in a resumed run without a message."""
 
@@ -53,6 +56,7 @@ def state_of(layout: Layout, **changes: Any) -> RunState:
         **texts, **counts, "step": 1, "epoch": 1.0, "place": None, "is_counted": True, "has_plan": False,
         "arguments": {}, "decaying": [], "parameters": {}, "scheduler": {}, "scaler": None, "slots": None,
         "decisions": decided | {"known_microbatches": []}, "layout": layout, "first_layout": layout,
+        "sums_in_float32": False,
         "world_size": layout.pipeline_size * layout.num_replicas,
         "data": dict.fromkeys(("num_samples", "fingerprint", "samples")),
     }  # fmt: skip
@@ -161,7 +165,7 @@ def state(saved: Path) -> Any:
         ("place epoch", 5, "found 5 as 'epoch', expected a whole number from 0 to 4"),
         ("place global_batch", 0, "found 0 as 'global_batch'"),
         ("version", GONE, "has no version in state.json: expected version"),
-        ("version", "5", "has version 5 in state.json: expected version 5"),
+        ("version", "6", "has version 6 in state.json: expected version 6"),
         ("files", {}, "found no 'trainer_state.json' in 'files'"),
         ("files", None, "found None as 'files', expected an object"),
         ("files pipetransformer/optimizer-stage-0.safetensors", GONE, "found no 'pipetransformer/optimizer"),

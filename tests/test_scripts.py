@@ -33,9 +33,11 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.schedules import find_schedule
 from tests.decoders import make_decoder
 from tests.distributed.launcher import accelerate_launch, launch
 from tests.sft import make_texts, make_tokenizer
+from tests.test_trace import actions_of, check_lanes
 from tests.tiny_bert import save_tiny_bert
 
 
@@ -620,6 +622,14 @@ def test_the_demo_reaches_its_accuracy_with_two_stages(tmp_path: Path) -> None:
     result = launch(SCRIPTS / "demo.py", ["--output_dir", str(tmp_path)], num_processes=2, timeout=280)
     assert "2 stages x 1 replica" in result.output
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] >= 0.95
+    report = tmp_path / "report.html"
+    assert str(report.resolve()) in result.output
+    assert "Not recorded" not in report.read_text(encoding="utf-8")
+    events = json.loads((tmp_path / "trace_step_100.json").read_text())["traceEvents"]
+    table = find_schedule("1f1b").table(2, 2, 1, 0)
+    for rank, actions in enumerate(table):
+        check_lanes([event for event in events if event["pid"] == rank])
+        assert actions_of([event for event in events if event["pid"] == rank]) == [str(action) for action in actions]
 
 
 def test_the_quick_start_is_the_one_of_the_readme() -> None:

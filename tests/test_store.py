@@ -25,7 +25,7 @@ from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, as_dataset, safe_max_bytes, take_store
 from hf_pipetransformer.cache.records import RecordFormat, Records
-from hf_pipetransformer.cache.store import ActivationStore, fitting_share
+from hf_pipetransformer.cache.store import ActivationStore, store_size
 
 
 HIDDEN = 8
@@ -269,7 +269,7 @@ def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
         for writer, own in enumerate(np.array_split(samples, num_writing)):
             stored += fill(stores[writer], own)
     assert first.bytes_stored <= bound
-    fits = fitting_share(bound, num_samples, record_format, 4)
+    fits = store_size(bound, num_samples, record_format, 4).share
     assert (fits == 1) == (share > 1)
     assert 0.9 * fits <= stored / num_samples <= fits
 

@@ -56,3 +56,13 @@ def test_without_a_word_of_the_launcher_a_pipeline_over_two_nodes_is_refused(
     with pytest.raises(ValueError, match=text):
         found.check_pipeline_size(refused)
     found.check_pipeline_size(found.local_world_size)
+
+
+def test_one_process_for_several_stages_is_told_how_to_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OfTwoNodes, "hosts", "a")
+    monkeypatch.setattr(topology, "host_name", lambda: "a")
+    with pytest.raises(
+        ValueError, match=r"one was started.*--num_processes 3 script\.py.*--nproc_per_node 3 "
+    ) as found:
+        OfTwoNodes(timeout=1, local_world_size=None).check_pipeline_size(3)
+    assert "--use_cpu" not in str(found.value) and "Choose one of" not in str(found.value)

@@ -214,12 +214,16 @@ class CacheInputs:
         return None
 
     def _stored_dtype(self) -> torch.dtype:
-        name = self.args.activation_cache_dtype
-        if name != "auto":
-            asked: torch.dtype = getattr(torch, name)
-            return asked
-        autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        return autocast or self.start_up.probe.boundary_dtypes[-1]
+        return stored_dtype(self.args, self.start_up.probe.boundary_dtypes[-1])
+
+
+def stored_dtype(args: PipeTransformerArguments, own: torch.dtype) -> torch.dtype:
+    """Return the dtype of cached activations, which are of dtype `own` without autocast."""
+    name = args.activation_cache_dtype
+    if name != "auto":
+        asked: torch.dtype = getattr(torch, name)
+        return asked
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else own
 
 
 def cache_base(args: PipeTransformerArguments) -> Path:

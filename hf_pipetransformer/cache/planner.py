@@ -15,7 +15,7 @@ from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.cache.store import ActivationStore, StoreSize
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
@@ -26,11 +26,13 @@ from hf_pipetransformer.planning.storing import (
     fresh_share,
     passes_ahead,
 )
-from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.report import announce, in_bytes, logger
 
 
 MEASURED_RECORDS = 32
 """Number of records written and read to measure the storage speed."""
+WORTHWHILE_SHARE = 0.5
+"""A store for a smaller share of the samples than this is warned of."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class CachePlanner:
         mode: `auto`, `on` or `off`.
         input_seconds: seconds to read and collate a sample.
         measure: measures the storage; called once, on first use.
-        fits_share: share of the samples that fits into the store, 0 to 1.
+        size: bytes that a store of all samples takes on this node, and the limit.
         write: writes an event to the journal.
         num_slots: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
     """
@@ -59,7 +61,7 @@ class CachePlanner:
     mode: str
     input_seconds: float
     measure: Callable[[], StorageSpeed]
-    fits_share: float
+    size: StoreSize
     steps_per_epoch: int
     write: Callable[..., None]
     num_slots: int = 0
@@ -67,6 +69,7 @@ class CachePlanner:
     _samples: Array = field(default_factory=lambda: np.arange(0), init=False)
     _speed: StorageSpeed | None = field(default=None, init=False)
     _costs: CacheCosts | None = field(default=None, init=False)
+    _is_size_known: bool = field(default=False, init=False)
 
     def follow(self, cache: ActivationCache, samples: Array) -> None:
         """Base later decisions on this cache and on `samples`, those that this node stores."""
@@ -111,7 +114,9 @@ class CachePlanner:
             write_s=costs.write,
             epochs_left=epochs_left,
             stored_share=stored.share,
-            fits_share=self.fits_share,
+            fits_share=self.size.share,
+            needed_bytes=self.size.needed,
+            allowed_bytes=self.size.allowed,
             num_slots=self.num_slots,
             active_s=active_seconds,
             fresh_share=decision.fresh_share,
@@ -123,7 +128,27 @@ class CachePlanner:
                 slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
             does += f", {slots}; later ones augment {decision.fresh_share:.1%} of the samples again"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
+        if decision.use:
+            self._announce_size()
         return decision
+
+    def _announce_size(self) -> None:
+        """Log once what a store of all samples takes and may take; warn if most samples find no room in it."""
+        if self._is_size_known:
+            return
+        self._is_size_known, size = True, self.size
+        needed, share = f"A record of every sample needs {in_bytes(size.needed)} on this node", size.share
+        if share >= 1:
+            announce(f"{needed}; the activation cache may take {in_bytes(size.allowed)}.")
+            return
+        text = f"{needed}, and the activation cache may take {in_bytes(size.allowed)}: {share:.0%} of them are stored."
+        if share >= WORTHWHILE_SHARE:
+            announce(text)
+        else:
+            logger.warning(
+                f"{text} The others are computed in every epoch. Raise activation_cache_max_gb, name a larger disk "
+                "with activation_cache_dir, or halve the records with activation_cache_dtype='bfloat16'."
+            )
 
     def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
         """Return the measured times before anything is stored; for the argument see `decide`."""
@@ -175,7 +200,7 @@ class CachePlanner:
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
         costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
-        return costs, Stored(stored_level, share, self.fits_share)
+        return costs, Stored(stored_level, share, self.size.share)
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
         """Return True if an evaluation set is worth caching, by the costs of the last decision on the training set.

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,15 +43,30 @@ _LOCK_SECONDS = 60.0
 """Long timeout: file systems that cannot reserve space are filled with zeros, by one process at a time."""
 
 
-def fitting_share(
-    max_bytes: float, num_samples: int, record_format: RecordFormat, length: int, num_records: int | None = None
-) -> float:
-    """Return the share of the samples, 0 to 1, that fits into `max_bytes` with records of `length` tokens.
+@dataclass(frozen=True)
+class StoreSize:
+    """Bytes that a store of all samples would take on this node, those of its index, and the limit."""
 
-    `num_records` limits the records to those that this node stores; the index covers all `num_samples` anyway.
+    needed: float
+    index: float
+    allowed: float
+
+    @property
+    def share(self) -> float:
+        """Share of the samples, 0 to 1, that the store can hold; the index covers all of them anyway."""
+        return min(1.0, max(0.0, self.allowed - self.index) / (self.needed - self.index))
+
+
+def store_size(
+    max_bytes: float, num_samples: int, record_format: RecordFormat, length: int, num_records: int | None = None
+) -> StoreSize:
+    """Return the size of a store with records of `length` tokens, of which `max_bytes` are allowed.
+
+    `num_records` is the number of records that this node stores, all `num_samples` by default.
     """
+    index = record_format.index_bytes(num_samples)
     records = (num_samples if num_records is None else num_records) * record_format.record_bytes(length)
-    return min(1.0, max(0.0, max_bytes - record_format.index_bytes(num_samples)) / records)
+    return StoreSize(index + records, index, max_bytes)
 
 
 class Space:

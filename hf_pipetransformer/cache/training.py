@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.chain import FrozenWeights
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.parts import SampleSource
 from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
-from hf_pipetransformer.cache.store import fitting_share
+from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import detach_tags
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -51,7 +51,7 @@ class TrainingCache:
             # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if inputs.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(inputs.base, record_format, source.record_length),
-            fits_share=self._fitting_share(loader, source.num_slots),
+            size=self._store_size(loader, source.num_slots),
             steps_per_epoch=steps_per_epoch,
             write=inputs.context.journal.write,
             num_slots=0 if loader.slots is None else source.num_slots,
@@ -62,11 +62,11 @@ class TrainingCache:
         self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
         self._said_evaluation_mode = False
 
-    def _fitting_share(self, loader: PipelineLoader, num_slots: int = 1) -> float:
-        """Return the share of a loader's samples that fits into the remaining space, at training's record length."""
+    def _store_size(self, loader: PipelineLoader, num_slots: int = 1) -> StoreSize:
+        """Return the bytes that a loader's samples need and may take here, at training's record length."""
         num_samples, here = len(loader.dataset), num_samples_here(self.topology, loader.dataset)
         how = (self.inputs.record_format(self.source), self.source.record_length, here * num_slots)
-        return fitting_share(self.stores.max_bytes(), num_samples * num_slots, *how)
+        return store_size(self.stores.max_bytes(), num_samples * num_slots, *how)
 
     # ---- following the layout ----
 
@@ -152,7 +152,7 @@ class TrainingCache:
         self.notice_changed_weights()
         if id(dataset) not in self._of_evaluations:
             cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
-            fits_share = self._fitting_share(loader)
+            fits_share = self._store_size(loader).share
             if not self.topology.decide(
                 lambda: self.planner.pays_for_evaluation(cached_layers, passes_left, fits_share)
             ):

@@ -57,8 +57,8 @@ OUT_OF_MEMORY_REMEDY = (
 )
 
 LAUNCH_HINT = (
-    "accelerate launch --multi_gpu --num_processes N script.py ... "
-    "(on CPU add `--use_cpu true` after the script's name)"
+    "accelerate launch --multi_gpu --num_processes N script.py "
+    "(without GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py)"
 )
 
 _present_limit: float | None = None

@@ -142,6 +142,11 @@ class Topology:
                 "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun "
                 "--map-by slot, srun --distribution=block). "
             )
+            if pipeline_size > 1 and self.world_size == 1:
+                raise ValueError(
+                    f"pipeline_parallel_size={pipeline_size} takes {pipeline_size} processes or a multiple, and one "
+                    f"was started. Start the script so: {LAUNCH_HINT.replace(' N ', f' {pipeline_size} ')}."
+                )
             raise ValueError(
                 f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of "
                 f"this node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "

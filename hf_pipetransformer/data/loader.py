@@ -219,6 +219,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     def starting_at(self, start: EpochStart) -> PipelineLoader:
         """Begin the next epoch where an earlier run had left it."""
         self._start = start
+        if start.is_resumed:
+            self.reading.resume(start)
         return self
 
     def follow(self, groups: PipelineGroups) -> None:

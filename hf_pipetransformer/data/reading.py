@@ -165,6 +165,12 @@ class Reading:
         """
         raise NotImplementedError
 
+    def resume(self, _start: EpochStart) -> None:
+        """Note that the next epoch goes on from a checkpoint; call under the layout that it was saved under.
+
+        The layout may change before the first batch is read, and so before `begin_epoch`.
+        """
+
     def follow(self, old: PipelineGroups, index: int) -> None:
         """Continue with global batch `index` under the link's new groups, after `old` ones."""
 
@@ -194,10 +200,8 @@ class ReplicaReading(Reading):
     _num_stale: int = field(default=0, init=False)
     _was_seeded: bool = field(default=False, init=False)
 
-    def begin_epoch(self, start: EpochStart) -> int | None:
-        if start.is_resumed:
-            self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
-        return super().begin_epoch(start)
+    def resume(self, start: EpochStart) -> None:
+        self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
 
     def take_from(self, records: RecordSource) -> None:
         """Take samples from `records` where it has them, starting with the next batch that the sampler returns."""

@@ -5,7 +5,7 @@ Rank 0 decides; the other ranks receive its decision and check that they are at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,9 @@ from hf_pipetransformer.freeze.signals import (
     WeightMonitor,
     relative_changes,
 )
+from hf_pipetransformer.planning.forecast import likely_cause
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, fitting_candidates
-from hf_pipetransformer.report import announce
+from hf_pipetransformer.report import announce, duration
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.layout import Layout
@@ -33,6 +34,9 @@ from hf_pipetransformer.schedules.placement import block_of
 
 WEIGHTS, ACTIVATIONS, SAMPLES = "weights", "activations", "samples"
 """Prefixes of the keys of `Measurements.tensors`."""
+
+MOST_DRIFT = 1.5
+"""A step that takes longer than this times its prediction is logged with the likely cause."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,9 @@ class LayoutController:
         # A replayed run takes no decisions, so it measures nothing.
         needs = decisions.policy.needs if replay is None else ()
         self.measurements = Measurements(needs, stage, context.topology, probe)
-        self._predicted: float | None = None
+        self._predicted = decisions.inputs.predict(stage.layout).seconds if replay is None else None
+        self.last_squares: torch.Tensor | None = None
+        """`GradientNorms.squares` of the last step, on the device; None before the first."""
         self._trial: MicrobatchTrial | None = None
         self._next_decision: int | None = None
         self._is_first = True
@@ -218,6 +224,7 @@ class LayoutController:
 
     def watch_gradients(self, squares: torch.Tensor) -> None:
         """Record this step's `GradientNorms.squares`."""
+        self.last_squares = squares
         if self.measurements.norms is not None:
             # The embeddings' norm belongs to no layer, but where it is inf or nan, 0 times it makes all entries nan:
             # the step overflowed and counts nowhere.
@@ -278,12 +285,13 @@ class LayoutController:
     # ---- measurements ----
 
     def _report_measurement(self, layout: Layout) -> None:
+        """Log the measured time of a step beside its prediction, once for each layout. Collective then."""
         if self._trial is not None:
             self._predicted = None  # It was for another number of micro-batches than the trial will choose.
         if not self.meter.is_done or self._predicted is None:
             return
-        reports = self.topology.gather(self.meter.medians())
-        measured = max((report["total"] for report in reports if report), default=None)
+        reports = [report for report in self.topology.gather(self.meter.medians()) if report]
+        measured = max((report["total"] for report in reports), default=None)
         predicted, self._predicted = self._predicted, None
         self.context.journal.write(
             "profile",
@@ -294,7 +302,21 @@ class LayoutController:
             parts=self.meter.medians(),
         )
         if self.topology.rank == 0 and measured is not None:
-            announce(f"Measured {measured * 1e3:.0f} ms a step under {layout}, predicted {predicted * 1e3:.0f} ms.")
+            announce(self._beside_prediction(layout, predicted, measured, reports))
+
+    def _beside_prediction(
+        self, layout: Layout, predicted: float, measured: float, reports: Sequence[Mapping[str, float]]
+    ) -> str:
+        state = self.context.trainer.state
+        left = duration(measured * (state.max_steps - state.global_step))
+        found = (
+            f"Measured {measured * 1e3:.0f} ms a step under {layout}, predicted {predicted * 1e3:.0f} ms: {left} of "
+            "steps are left if nothing changes."
+        )
+        if measured <= MOST_DRIFT * predicted:
+            return found
+        cause = likely_cause(self.decisions.inputs.predict(layout), reports)
+        return f"{found} That is {measured / predicted:.1f} times the prediction. Likely cause: {cause}."
 
     # ---- micro-batches ----
 
@@ -305,6 +327,8 @@ class LayoutController:
             self._report_trial(trial, known[layout.shape], layout)
             self._trial = None
             self.meter.reset()
+            chosen = replace(layout, num_microbatches=known[layout.shape])
+            self._predicted = self.decisions.inputs.predict(chosen).seconds
         if self._trial is not None:
             count = self._trial.current()
         elif self.decisions.args.num_microbatches is None:

@@ -213,7 +213,8 @@ class Run:
         program, links = self.programs[chunk], self.links[chunk]
         received = self._take(links.forward_in, action, Op.RECEIVE_FORWARD)
         run = program.forward if self.is_training else program.predict
-        with torch.set_grad_enabled(self.is_training and chunk in self._active), self.meter.part("forward"):
+        is_trained = self.is_training and chunk in self._active
+        with torch.set_grad_enabled(is_trained), self.meter.part("forward"), self.meter.tracing(action):
             result = run(self.micro_batches[i], received)
         if links.forward_out is None:
             self._results[i] = result
@@ -227,13 +228,13 @@ class Run:
         # The peer has run its backward, so it has received the activation: this wait returns at once and frees it.
         self._let_go([action._replace(op=Op.SEND_FORWARD)])
         run = program.backward if op is Op.BACKWARD else program.backward_input
-        with self.meter.part("backward"):
+        with self.meter.part("backward"), self.meter.tracing(action):
             gradient = run(self.micro_batches[i], received)
         if gradient is not None and links.backward_out is not None:
             self._hand_on(gradient, links.backward_out, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD, action)
 
     def _backward_weight(self, action: Action) -> None:
-        with self.meter.part("backward"):
+        with self.meter.part("backward"), self.meter.tracing(action):
             self.programs[action.chunk].backward_weight(self.micro_batches[action.micro_batch])
 
     # ---- transfers ----
@@ -249,6 +250,7 @@ class Run:
         link = links.forward_in if action.op is Op.RECEIVE_FORWARD else links.backward_in
         shape = self.micro_batches[action.micro_batch].activation_shape
         self.num_posted[action.op] += 1
+        self.meter.posting(action)
         self._arriving[action] = _wire(link, action).receive(shape)
 
     def _post_send(self, action: Action) -> None:
@@ -259,22 +261,28 @@ class Run:
             self._let_go([sent for sent in self._leaving if (sent.op, sent.chunk) == (op, chunk)])
         link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out
         self.num_posted[op] += 1
+        self.meter.posting(action)
         self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
 
     def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
         """Return the tensor that `action` consumes, waiting for its transfer; None at an end of the pipeline."""
         if link is None:
             return None
-        pending = self._arriving.pop(action._replace(op=receive), None)
+        transfer = action._replace(op=receive)
+        pending = self._arriving.pop(transfer, None)
         if pending is None:
             raise ValueError(f"The table has {action} before what it takes was received or handed over.")
-        return pending.wait()
+        if isinstance(pending, _Here):
+            return pending.wait()
+        with self.meter.waiting(transfer):
+            return pending.wait()
 
     def _let_go(self, sends: Sequence[Action]) -> None:
         for send in sends:
             pending = self._leaving.pop(send, None)
             if pending is not None:
-                pending.wait()
+                with self.meter.waiting(send):
+                    pending.wait()
 
 
 def _trained(actions: ActionList) -> set[int]:

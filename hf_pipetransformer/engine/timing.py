@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from hf_pipetransformer.engine.trace import StepTrace
+from hf_pipetransformer.schedules import Action
 
 
 WARMUP_STEPS = 2
@@ -34,6 +37,8 @@ class StepMeter:
     num_tokens: int = 0
     """Number of elements of the main inputs in the current or last step."""
     samples: list[int] = field(default_factory=list)
+    trace: StepTrace | None = None
+    """Recorder of the current step, if it is traced."""
     _steps: list[dict[str, float]] = field(default_factory=list)
     _open: dict[str, float] | None = None
     _events: list[tuple[int, str, Any, Any]] = field(default_factory=list)
@@ -63,6 +68,11 @@ class StepMeter:
     @property
     def num_steps(self) -> int:
         return len(self._steps)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that this pipeline ran in the current or last step."""
+        return self._num_samples
 
     def reset(self, skip: int = 0) -> None:
         """Restart for another layout, ignoring its first `skip` steps, or `WARMUP_STEPS` if that is more."""
@@ -125,6 +135,19 @@ class StepMeter:
             start_s = time.perf_counter()
             yield
             parts[name] += time.perf_counter() - start_s
+
+    def tracing(self, what: Action | str) -> AbstractContextManager[None]:
+        """Record a computation in the trace, if this step has one; see `StepTrace.computing`."""
+        return nullcontext() if self.trace is None else self.trace.computing(what)
+
+    def waiting(self, transfer: Action) -> AbstractContextManager[None]:
+        """Record a wait for a transfer in the trace, if this step has one."""
+        return nullcontext() if self.trace is None else self.trace.waiting(transfer)
+
+    def posting(self, transfer: Action) -> None:
+        """Record that a transfer begins in the trace, if this step has one."""
+        if self.trace is not None:
+            self.trace.post(transfer)
 
     @staticmethod
     def _two_events() -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hf_pipetransformer.freeze.policy import (
     GRADIENT_NORMS,
@@ -10,9 +11,11 @@ from hf_pipetransformer.freeze.policy import (
     FreezePolicy,
     FreezeSignal,
     held,
+    make_clock,
     rounded_up,
 )
 from hf_pipetransformer.options.reading import parse_freeze_at
+from hf_pipetransformer.planning.forecast import Freezing, Span, spans_of
 
 
 class Schedule(FreezePolicy):
@@ -188,6 +191,37 @@ def outlook(
     return found
 
 
+def coming_spans(
+    policy: FreezePolicy, clock: DecisionClock, num_layers: int, num_frozen: int, min_active_layers: int
+) -> list[Span]:
+    """Split a run into spans by the largest number of frozen layers; `policy` must not unfreeze.
+
+    The number is exact if `policy.is_certain`.
+    """
+    coming = outlook(policy, clock, num_layers, num_frozen, min_active_layers)
+    return spans_of(coming, num_frozen, clock.max_steps)
+
+
+def freezing_of(
+    policy: FreezePolicy, args: Any, num_layers: int, num_frozen: int, length: tuple[int, int]
+) -> tuple[Freezing | None, str]:
+    """Return what a policy may freeze in a run, and what to say where that is None.
+
+    Args:
+        args: `PipeTransformerArguments`.
+        num_frozen: number of leading layers that the script froze.
+        length: optimizer steps of the run and of an epoch.
+    """
+    num_steps, steps_per_epoch = length
+    if not policy.freezes:
+        return None, "Nothing freezes with these options (freeze_policy), so nothing is cached."
+    if policy.may_unfreeze:
+        return None, "The policy may unfreeze layers: what it saves is not predicted."
+    clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, num_steps)
+    spans = coming_spans(policy, clock, num_layers, num_frozen, args.freeze_min_active_layers)
+    return Freezing(policy.describe(), tuple(spans), policy.is_certain), ""
+
+
 def describe_outlook(
     policy: FreezePolicy,
     coming: list[tuple[int, int]],
@@ -203,7 +237,10 @@ def describe_outlook(
             why = f"no decision falls into its {max_steps} steps"
         elif len(coming) <= watched:
             why = f"the policy needs {watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
-        return f"No layer freezes in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
+        what = "No layer freezes"
+        if num_frozen:
+            what = f"{num_frozen} of {num_layers} layers are frozen already, and no more freeze"
+        return f"{what} in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
     before = [num_frozen, *(frozen for _, frozen in coming)]
     unfreezing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
     shown = ", ".join(

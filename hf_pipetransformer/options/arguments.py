@@ -32,6 +32,7 @@ from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 logger = logging.getLogger(__name__)
 
 GRADIENT_DTYPES = ("auto", "float32", "weights")
+MASTER_DTYPES = ("float32",)
 RECOMPUTE_MODES = ("always", "except_last", "layers", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
@@ -39,6 +40,7 @@ CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
 CACHE_MODES = ("auto", "on", "off")
 GATHER_MODES = ("auto", "always", "never")
+METRICS_MODES = ("first_rank", "every_rank")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 LONGEST_WAIT = 1e9
@@ -92,7 +94,14 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> A
     The reader stands in the annotation, because `HfArgumentParser` passes all metadata on to argparse. In `text`,
     "See docs/PAGE.md, HEADING." becomes a link in the docs.
     """
-    return field(default=default, metadata={"help": text} | ({"choices": choices} if choices else {}))
+    return field(default=default, metadata={"help": text} | ({"choices": _Listed(choices)} if choices else {}))
+
+
+class _Listed(tuple[str, ...]):
+    """Choices that the command line's help lists; the option's reader refuses a value, and says which one is close."""
+
+    def __contains__(self, _word: object) -> bool:
+        return True
 
 
 @dataclass
@@ -184,11 +193,26 @@ class PipeTransformerArguments(TrainingArguments):
         "`weights`, or `auto`, which is `float32` if the first layout fits in memory with it.",
         choices=GRADIENT_DTYPES,
     )
+    pipeline_master_dtype: Annotated[str | None, optional(choice(MASTER_DTYPES))] = option(
+        None,
+        "Precision of the weights in training. With `float32`, weights that were loaded in `bfloat16` or `float16` "
+        "are cast when `train()` begins, on each process those of its stage alone; they train, are saved and stay as "
+        "if they had been loaded in `float32`. Of a model with adapters, only what is trained is cast. If not set, "
+        "weights train in the precision that they were loaded in.",
+        choices=MASTER_DTYPES,
+    )
     pipeline_timeout: Annotated[float, read_timeout] = option(
         300.0,
         "Seconds that a rank waits for another one in a training step before the run ends with an error on every "
         "rank. Between steps (preparing, logging, evaluating, saving), and everywhere with `torch_compile`, "
         "`ddp_timeout` applies if it is longer.",
+    )
+    pipeline_trace_step: Annotated[
+        int | None, optional(whole_number("an optimizer step, 0 for the first", least=0))
+    ] = option(
+        None,
+        "Optimizer step to trace (0 is the first): the computations, transfers and waits of every rank are written to "
+        "`<output_dir>/trace_step_<step>.json`, which Perfetto and Chrome open. See docs/report.md, Trace of a step.",
     )
     pipeline_gather_at_end: Annotated[str, choice(GATHER_MODES, on="always", off="never")] = option(
         "auto",
@@ -197,6 +221,14 @@ class PipeTransformerArguments(TrainingArguments):
         "`save_model`, `push_to_hub`, `evaluate` and `predict` work on a model that is left on its stages, called on "
         "every process; other code reads it within `trainer.whole_model()`.",
         choices=GATHER_MODES,
+    )
+
+    pipeline_compute_metrics: Annotated[str, choice(METRICS_MODES)] = option(
+        "first_rank",
+        "Processes that call `compute_metrics` in `evaluate()`. With `first_rank` the logits go to rank 0 alone, "
+        "which computes the metrics and sends them to all others. With `every_rank` all processes get all logits and "
+        "call it, as with `Trainer`; set this if it communicates between processes.",
+        choices=METRICS_MODES,
     )
 
     # Freezing (section 3.1).
@@ -289,6 +321,14 @@ class PipeTransformerArguments(TrainingArguments):
         "If a transform or the collator is random (crops, flips, masked tokens), the number of random versions of "
         "each sample to cache. Epochs use them in turn, and replace a part of them with new ones. 0 turns the "
         "activation cache off for random samples. See docs/how_it_works.md, Augmentation slots.",
+    )
+
+    # Before a run.
+    plan_only: Annotated[bool, truth] = option(
+        False,
+        "Print the plan of the run (memory, time and waiting of every layout, what freezing and cache change, with "
+        "what is measured at the start), write it to `plan.json` in `output_dir`, and end the script with status 0 "
+        "before the first step. See docs/how_it_works.md, Planning a run.",
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library

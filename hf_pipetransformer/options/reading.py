@@ -6,10 +6,11 @@ option's name and value, and returns the value in its type or raises a one-sente
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -36,7 +37,7 @@ def choice(choices: tuple[str, ...], on: str | None = None, off: str | None = No
             return word
         meant = on if word in _TRUE else off if word in _FALSE else null if word in _NOTHING else None
         if meant is None:
-            raise _refusal(name, f"one of {choices}", value)
+            raise _refusal(name, f"one of {choices}", value, choices)
         return meant
 
     return read
@@ -88,7 +89,7 @@ def count_or(*words: str, lengths: str | None = None) -> Reader:
             return word
         found = [_whole(part) for part in (value.split(",") if lengths and isinstance(value, str) else [value])]
         if any(part is None or part < 1 for part in found):
-            raise _refusal(name, allowed, value)
+            raise _refusal(name, allowed, value, words)
         return ",".join(map(str, found))
 
     return read
@@ -180,8 +181,14 @@ def _whole(value: Any) -> int | None:
     return int(found) if found is not None and is_whole else None
 
 
-def _refusal(name: str, expected: str, value: Any) -> ValueError:
-    return ValueError(f"{name} must be {expected}, found {_shown(value)}.")
+def closest(word: Any, known: Iterable[str]) -> str:
+    """Return a sentence that names the most similar of the `known` words, in any case; empty if none is similar."""
+    found = difflib.get_close_matches(word.strip().lower(), list(known), n=1) if isinstance(word, str) else []
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def _refusal(name: str, expected: str, value: Any, words: Iterable[str] = ()) -> ValueError:
+    return ValueError(f"{name} must be {expected}, found {_shown(value)}.{closest(value, words)}")
 
 
 def _shown(value: Any) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-from hf_pipetransformer.planning.simulator import Durations, simulate, steady_seconds
+from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
 from hf_pipetransformer.planning.slice_costs import TokenCosts
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import Table, find_schedule
+from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above, mlp_of, slice_bounds
 from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
@@ -155,6 +156,8 @@ class Overheads:
             not hide it; over R replicas a ring takes `2 (R - 1) / R` times that.
         optimizer_per_parameter: seconds per trained parameter.
         per_step: seconds of everything else: loader, logging, callbacks.
+        hidden_reduction: share of the last micro-batch's backward, 0 to 1, that an all-reduce of its gradients runs
+            beside; 0 where `reduction_per_byte` is what the backward does not hide.
     """
 
     hop: float = 0.0
@@ -162,6 +165,7 @@ class Overheads:
     reduction_per_byte: float = 0.0
     optimizer_per_parameter: float = 0.0
     per_step: float = 0.0
+    hidden_reduction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -227,22 +231,11 @@ def predict_step(
     each stage runs both on its own, and the result is the steady-state time per step of a long window. A pipeline's
     batch has `samples_per_pipeline` samples, an optimizer step `accumulation` batches.
     """
-    microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
-    samples = samples_per_pipeline / microbatches
-    backwards = block_backwards(costs, layout.num_frozen_layers)
-    # The first active block's backward computes weight gradients only, at the cost they have in a full backward.
-    weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
-    inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
-
-    def seconds(of_blocks: Sequence[float]) -> tuple[float, ...]:
-        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_blocks))
-
-    forwards = seconds(block_forwards(costs, layout.cache_level))
-    shares = _shares(layout, costs, samples)
-    parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
-    durations = Durations(*parts, factors=shares * microbatches)
+    microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
-    reductions = [overheads.reduction_per_byte * size * ring for size in gradient_bytes(layout, costs)]
+    hidden = _by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
+    exposed = zip(gradient_bytes(layout, costs), hidden, strict=True)
+    reductions = [max(0.0, overheads.reduction_per_byte * size * ring - beside) for size, beside in exposed]
     updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
     if layout.abilities.overlaps_steps:
         step_size = accumulation * microbatches
@@ -252,9 +245,7 @@ def predict_step(
         whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
         busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
     else:
-        shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-        table = find_schedule(layout.schedule).table(*shape, max(1, len(shares)))
-        timeline = simulate(table, durations, layout.places)
+        timeline = simulate(_table(layout, microbatches, durations), durations, layout.places)
         pipeline = accumulation * timeline.end
         reduction, optimizer = max(reductions), max(updates)
         busy = [accumulation * each for each in timeline.busy]
@@ -268,9 +259,51 @@ def predict_step(
     )
 
 
+def predict_timeline(
+    layout: Layout, costs: BlockCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
+) -> Timeline:
+    """Return when each rank of a pipeline computes what in one batch; if steps overlap, in two optimizer steps."""
+    microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
+    if layout.abilities.overlaps_steps:
+        table = window_table(layout.places, layout.first_active_stage, (accumulation * microbatches,) * 2)
+        updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
+        return simulate(table, replace(durations, update=tuple(updates)), layout.places)
+    return simulate(_table(layout, microbatches, durations), durations, layout.places)
+
+
+def _table(layout: Layout, microbatches: int, durations: Durations) -> Table:
+    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    slices = len(durations.factors) // microbatches
+    return find_schedule(layout.schedule).table(*shape, max(1, slices))
+
+
+def _durations(
+    layout: Layout, costs: BlockCosts, overheads: Overheads, samples_per_pipeline: int
+) -> tuple[int, Durations]:
+    """Return the micro-batches of a batch, and the durations of the stages' passes over one of them."""
+    microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
+    samples = samples_per_pipeline / microbatches
+    backwards = block_backwards(costs, layout.num_frozen_layers)
+    # The first active block's backward computes weight gradients only, at the cost they have in a full backward.
+    weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
+    inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
+
+    def seconds(of_blocks: Sequence[float]) -> tuple[float, ...]:
+        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_blocks))
+
+    forwards = seconds(block_forwards(costs, layout.cache_level))
+    parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
+    return microbatches, Durations(*parts, factors=_shares(layout, costs, samples) * microbatches)
+
+
 def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:
     """Return the elements that each rank of a pipeline trains; those of several blocks count at the first."""
     return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
+
+
+def stage_elements(layout: Layout, costs: BlockCosts) -> list[float]:
+    """Return the elements of each rank of a pipeline, trained or not; those of several blocks count at the first."""
+    return _by_rank(layout, _by_stage(layout, costs.parameters))
 
 
 def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
@@ -283,6 +316,7 @@ class RankMemory:
     """Bytes that a rank needs for training, by what they hold.
 
     `copies` are casts and other versions of weights; `gradients` include float32 sums and the buffers of reductions.
+    `communicators` are those of NCCL, which only the plan of a whole run counts.
     """
 
     activations: float
@@ -290,22 +324,11 @@ class RankMemory:
     gradients: float = 0.0
     optimizer: float = 0.0
     copies: float = 0.0
+    communicators: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.activations + self.weights + self.gradients + self.optimizer + self.copies
-
-
-def rank_bytes(
-    layout: Layout,
-    costs: BlockCosts,
-    samples_per_pipeline: int,
-    accumulation: int = 1,
-    weights: str = "pipeoptim",
-    memory: MemoryRules | None = None,
-) -> list[float]:
-    """Return the bytes that each rank of a pipeline needs for training; see `rank_memory`."""
-    return [rank.total for rank in rank_memory(layout, costs, samples_per_pipeline, accumulation, weights, memory)]
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 def rank_memory(

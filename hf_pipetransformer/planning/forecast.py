@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
     Overheads,
+    Prediction,
     block_backwards,
     block_forwards,
     predict_step,
@@ -64,6 +65,15 @@ class Span:
 
     num_steps: int
     num_frozen: int
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """Layers that a policy may freeze: `spans` of the run, the most layers in each; exact if `is_certain`."""
+
+    policy: str
+    spans: tuple[Span, ...]
+    is_certain: bool
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,41 @@ class Forecast:
         if (old.places, old.boundaries) == (new.places, new.boundaries):
             return 0.0
         return MOVED_BYTES * self.overheads.reduction_per_byte * sum(trained_elements(new, self.costs))
+
+
+def likely_cause(prediction: Prediction, reports: Sequence[Mapping[str, float]]) -> str:
+    """Name the part of a step with the largest excess over its prediction.
+
+    Args:
+        reports: `StepMeter.medians` of every rank that measured, in seconds.
+    """
+    computing = {"forward", "backward"}
+    excess = {"computing": 0.0, "waiting": 0.0, "reduction": 0.0, "optimizer": 0.0, "other": 0.0}
+    for report in reports:
+        rest = report["total"] - sum(report[part] for part in ("pipeline", "reduction", "optimizer"))
+        found = {
+            "computing": sum(report[part] for part in computing) - max(prediction.rank_seconds),
+            "reduction": report["reduction"] - prediction.reduction,
+            "optimizer": report["optimizer"] - prediction.optimizer,
+            "other": rest - prediction.other,
+        }
+        waited = report["pipeline"] - sum(report[part] for part in computing)
+        found["waiting"] = waited - (prediction.pipeline - max(prediction.rank_seconds))
+        excess = {part: max(seconds, found[part]) for part, seconds in excess.items()}
+    # A rank waits where another computes longer: waiting alone is the cause only if no rank does.
+    if excess["computing"] >= excess["waiting"] / 2:
+        del excess["waiting"]
+    return _CAUSES[max(excess, key=lambda part: excess[part])]
+
+
+_CAUSES = {
+    "computing": "the blocks compute longer than when they were timed: other work shares the devices, or batches are "
+    "longer than the first ones",
+    "waiting": "stages wait for each other's transfers longer than measured at the start",
+    "reduction": "adding gradients over the replicas takes longer than measured at the start",
+    "optimizer": "clipping and the optimizer take longer than measured at the start",
+    "other": "time passes outside the model: reading and collating samples (try dataloader_num_workers) or callbacks",
+}
 
 
 def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:

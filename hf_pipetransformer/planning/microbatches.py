@@ -13,7 +13,7 @@ from hf_pipetransformer.planning.costs import (
     block_backwards,
     block_forwards,
     gradient_bytes,
-    rank_bytes,
+    rank_memory,
     trained_elements,
 )
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE
@@ -90,7 +90,8 @@ def fitting_candidates(
     tried = candidates(layout.pipeline_size, samples)
 
     def fits(count: int) -> bool:
-        needed = max(rank_bytes(replace(layout, num_microbatches=count), costs, samples, memory=memory))
+        ranks = rank_memory(replace(layout, num_microbatches=count), costs, samples, memory=memory)
+        needed = max(rank.total for rank in ranks)
         return needed <= device_bytes * (1 - MEMORY_RESERVE)
 
     return [count for count in tried if fits(count)] or tried[:1]

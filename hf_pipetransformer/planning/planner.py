@@ -14,7 +14,7 @@ from hf_pipetransformer.planning.costs import (
     block_loads,
     costs_by_work,
     predict_step,
-    rank_bytes,
+    rank_memory,
 )
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.token_plans import cut_layout
@@ -240,6 +240,11 @@ class PlanInputs:
     measures_microbatches: bool = True
     accumulation: int = 1
 
+    def predict(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Prediction:
+        """Predict a step under `layout`, by measured times or by other costs."""
+        samples = self.samples_per_device * layout.pipeline_size
+        return predict_step(layout, *(by or (self.blocks, self.overheads)), samples, self.accumulation)
+
 
 def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs, cache_level: int = 0) -> Plan:
     """Return the layout to move to when `num_frozen_layers` are frozen. Equal inputs give an equal plan.
@@ -254,13 +259,9 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
     """
     rules, accumulation, world_size = inputs.rules, inputs.accumulation, current.pipeline_size * current.num_replicas
     timed = inputs.blocks, inputs.overheads
-
-    def predict(layout: Layout, by: tuple[BlockCosts, Overheads] = timed) -> Prediction:
-        return predict_step(layout, *by, inputs.samples_per_device * layout.pipeline_size, accumulation)
-
     as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
     if not rules.elastic:
-        prediction = predict(as_it_is)
+        prediction = inputs.predict(as_it_is)
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
     cut_by = (costs_by_work(inputs.blocks, rules.work), WORK_OVERHEADS) if rules.work else timed
@@ -268,8 +269,11 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
 
     def judge(layout: Layout, by: tuple[BlockCosts, Overheads]) -> Candidate:
         samples = inputs.samples_per_device * layout.pipeline_size
-        needed = max(rank_bytes(layout, inputs.blocks, samples, accumulation, rules.weights, rules.memory))
-        return Candidate(layout, predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        ranks = rank_memory(layout, inputs.blocks, samples, accumulation, rules.weights, rules.memory)
+        needed = max(rank.total for rank in ranks)
+        return Candidate(
+            layout, inputs.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE)
+        )
 
     samples_per_step = inputs.samples_per_device * current.pipeline_size * accumulation
     update = cut_by[1].optimizer_per_parameter / samples_per_step if current.abilities.overlaps_steps else 0.0
@@ -291,8 +295,8 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
     if not any(candidate.fits for candidate in candidates) and judge(as_it_is, choose_by).fits:
         candidates.append(judge(as_it_is, choose_by))
     chosen = _choose(candidates, inputs.blocks, rules).layout
-    alternatives = {each.layout.pipeline_size: predict(each.layout).seconds for each in candidates}
-    return Plan(chosen, predict(chosen), alternatives)
+    alternatives = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in candidates}
+    return Plan(chosen, inputs.predict(chosen), alternatives)
 
 
 def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:

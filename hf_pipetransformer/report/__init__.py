@@ -30,3 +30,24 @@ def announce(text: str) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
     logger.info(text)
+
+
+def in_bytes(size: float) -> str:
+    """Format bytes with two or three digits, such as "390 GB" or "4.2 MB" (powers of 1000)."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= factor:
+            amount = size / factor
+            return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"
+
+
+_BLOCKS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the largest block that gives 2 or more, such as "272 days" or "3.5 minutes"."""
+    for block, size in _BLOCKS:
+        if seconds >= 2 * size:
+            amount = seconds / size
+            return f"{amount:,.0f} {block}" if amount >= 10 else f"{amount:.1f} {block}"
+    return f"{seconds:.3g} s"

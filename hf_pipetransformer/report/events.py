@@ -17,7 +17,7 @@ from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
 EVENTS_FILE = "pipetransformer_events.jsonl"
-KINDS = ("run", "freeze", "transition", "profile", "cache", "checkpoint", "fault", "end")
+KINDS = ("run", "freeze", "transition", "profile", "cache", "checkpoint", "log", "progress", "fault", "end")
 
 # A fault of another rank is written by the thread that learns of it, while the main thread may write too.
 _WRITING = threading.Lock()

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from hf_pipetransformer.comm.errors import PipelineError, guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
-from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.comm.transfers import ObjectSender, broadcast_tree, recv_object
 from hf_pipetransformer.data.batches import (
     CacheTags,
     batch_size,
@@ -80,6 +80,8 @@ class StageRunner:
         """Stores the activations that enter the entry block while predicting."""
         self.reduce: Callable[[Any, dict[str, Any]], Any] | None = None
         """Replaces the output of a micro-batch, given with its inputs, by what is read of it; for `predict`."""
+        self.is_read_by_first = False
+        """True if `predict` returns outputs on the first position only, and elsewhere tensors of no samples."""
 
     def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -116,7 +118,8 @@ class StageRunner:
         run.advance()
 
     def _reduce(self) -> None:
-        with self.stage.settings.meter.part("reduction"):
+        meter = self.stage.settings.meter
+        with meter.part("reduction"), meter.tracing("reduce gradients"):
             self._reducer.finish(self.stage.shared)
 
     @property
@@ -167,7 +170,7 @@ class StageRunner:
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs one micro-batch.
+        `forward` runs one micro-batch. With `is_read_by_first`, tensors have no rows outside the first position.
         """
         stage = self.stage
         total = count_items(inputs, self.shifts_labels)
@@ -183,9 +186,24 @@ class StageRunner:
         message = None
         if stage.groups.is_last:
             message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches]))
-        rank = stage.groups.pipeline_ranks[stage.groups.position]
-        message = broadcast_tree(message, stage.groups.last_rank, stage.groups.pipeline_control, rank)
-        return _from_message(message, stage.settings.device)
+        return _from_message(self._spread(message), stage.settings.device)
+
+    def _spread(self, message: dict[str, Any] | None) -> Any:
+        """Send the last stage's message to those who read it; with `is_read_by_first`, the others get its outline."""
+        groups = self.stage.groups
+        source, first, control = groups.last_rank, groups.pipeline_ranks[0], groups.pipeline_control
+        rank = groups.pipeline_ranks[groups.position]
+        if not self.is_read_by_first:
+            return broadcast_tree(message, source, control, rank)
+        outline = None if message is None else _mapped(without_rows, message)
+        outline = broadcast_tree(outline, source, control, rank)
+        if source == first:  # Some schedules have the first and the last stage on one rank.
+            return outline if message is None else message
+        if groups.is_last:
+            sender = ObjectSender(self.stage.settings.timeout, "sending the predictions to the first position")
+            sender.isend(message, [first], control)
+            sender.flush()
+        return recv_object(source, control, "receiving the predictions") if groups.is_first else outline
 
     def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
         layout = self.stage.layout
@@ -352,7 +370,7 @@ def only_loss(output: Any, _inputs: dict[str, Any]) -> Any:
 
 def _on_host(forward: Forward, reduce: Callable[[Any, dict[str, Any]], Any] | None, inputs: dict[str, Any]) -> Any:
     output = forward(dict(inputs))
-    return _to_device(output if reduce is None else reduce(output, inputs), torch.device("cpu"))
+    return _mapped(torch.Tensor.cpu, output if reduce is None else reduce(output, inputs))
 
 
 def _as_message(output: Any) -> dict[str, Any]:
@@ -363,7 +381,7 @@ def _as_message(output: Any) -> dict[str, Any]:
 
 
 def _from_message(message: dict[str, Any], device: torch.device) -> Any:
-    value = _to_device(message["value"], device)
+    value = _mapped(lambda tensor: tensor.to(device), message["value"])
     if message["module"] is None:
         return value
     kind = getattr(importlib.import_module(message["module"]), message["name"], None)
@@ -376,11 +394,17 @@ def _from_message(message: dict[str, Any], device: torch.device) -> Any:
     return kind(**{key: item for key, item in value.items() if key in known})
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of no samples, `(0, ...)`, which does not keep the given one; scalars stay as they are."""
+    return tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor
+
+
+def _mapped(call: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a tree with `call` applied to its tensors."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return call(value)
     if isinstance(value, dict):
-        return type(value)(**{key: _to_device(item, device) for key, item in value.items()})
+        return type(value)(**{key: _mapped(call, item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        return type(value)(_to_device(item, device) for item in value)
+        return type(value)(_mapped(call, item) for item in value)
     return value

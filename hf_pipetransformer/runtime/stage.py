@@ -26,7 +26,8 @@ class StageSettings:
     """Parts and settings that a rank's stages are built from under every layout.
 
     `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`, or `layers`. With `is_mixed` forwards
-    run under autocast; `sums_in_float32` adds the gradients of half-precision weights in float32.
+    run under autocast; `sums_in_float32` adds the gradients of half-precision weights in float32, and
+    `masters_in_float32` casts such weights when training starts.
     """
 
     probe: Probe
@@ -38,6 +39,7 @@ class StageSettings:
     compiled: Compile | None = None
     is_mixed: bool = False
     sums_in_float32: bool = False
+    masters_in_float32: bool = False
 
 
 @dataclass

@@ -23,6 +23,7 @@ from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.startup.model import cast_masters, master_names
 
 
 def start_stage(
@@ -31,16 +32,19 @@ def start_stage(
     """Build this rank's stage from a model that is whole on every rank. Collective: call on every rank.
 
     Where parameters or buffers differ, all ranks get rank 0's. In training, what this stage does not use is freed
-    before the rest moves to its device. Otherwise all stay on the host as they were loaded.
+    before the rest moves to its device, cast to float32 if the settings say so. Otherwise all stay on the host as they
+    were loaded.
     """
     send_model_from_first_rank(model, settings.topology)
     structure, by_layer = settings.probe.structure, settings.recompute == "layers"
     view = StageView(model, splitter, structure, settings.compiled, recomputes_layers=by_layer)
     stage = make_stage(view, ParameterStore(model), layout, settings)
     if is_training:
+        masters = master_names(model) if settings.masters_in_float32 else set()
         stage.store.release(keep=stage.own_names())
         stage.store.is_divided = True
-        stage.store.move(stage.own_names(), settings.device)
+        cast_masters(model, masters, settings.device)
+        stage.store.move(stage.own_names() - masters, settings.device)
         prepare_training(stage)
     return stage
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -235,8 +235,10 @@ def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def block_costs(model: nn.Module, structure: Structure, profile: BlockProfile) -> BlockCosts:
-    """Add the model's parameter counts to measured seconds and bytes."""
+def block_costs(
+    model: nn.Module, structure: Structure, profile: BlockProfile, masters: Collection[str] = ()
+) -> BlockCosts:
+    """Add the model's parameter counts to measured seconds and bytes; `masters` will be held in float32."""
     parameters, kept, trained_bytes, kept_bytes = ([0] * structure.num_blocks for _ in range(4))
     shared: dict[bool, list[tuple[tuple[int, ...], int]]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -245,7 +247,7 @@ def block_costs(model: nn.Module, structure: Structure, profile: BlockProfile) -
         parameters[blocks[0]] += parameter.numel()
         kept[blocks[0]] += 0 if parameter.requires_grad else parameter.numel()
         sizes = trained_bytes if parameter.requires_grad else kept_bytes
-        sizes[blocks[0]] += parameter.numel() * parameter.element_size()
+        sizes[blocks[0]] += parameter.numel() * (4 if name in masters else parameter.element_size())
         if len(blocks) > 1:
             shared[parameter.requires_grad].append((blocks, parameter.numel()))
     return BlockCosts(

@@ -1,4 +1,4 @@
-"""Estimate of a run from a model's config alone: the bytes of each rank and the time of a step, before any weight.
+"""Costs of a run from a model's config alone, before any weight: operations and bytes instead of measured times.
 
 The model is built of meta tensors, which have shapes and no memory, and its twin runs one sample to count operations
 and the activations that its backward would keep. Times follow from assumed rates of a device: they compare layouts.
@@ -7,7 +7,7 @@ and the activations that its backward would keep. Times follow from assumed rate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -19,76 +19,26 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel
 
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import Overheads, RankMemory, predict_step, rank_memory, trained_elements
-from hf_pipetransformer.planning.planner import MEMORY_RESERVE
-from hf_pipetransformer.planning.simulator import simulate_equal
-from hf_pipetransformer.schedules import find_schedule
-from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, saved_activations
-from hf_pipetransformer.startup.model import ProbeTarget, has_dropout
-from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
+from hf_pipetransformer.startup.model import (
+    ProbeTarget,
+    cast_masters,
+    has_dropout,
+    master_names,
+    num_frozen_by_user,
+)
+from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, samples_per_microbatch
+from hf_pipetransformer.startup.run_plan import Machine
 from hf_pipetransformer.startup.twin import as_twin
 
 
-GB = 1e9
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Devices that a run is planned for: how many, bytes of each, operations and bytes per second between two.
-
-    `devices_per_node` bounds a pipeline, which does not leave its node.
-    """
-
-    num_devices: int
-    device_bytes: float
-    devices_per_node: int
-    flops: float = 1e14
-    bandwidth: float = 2.5e10
-
-    # What a planner asks a run's `Topology` for.
-    @property
-    def world_size(self) -> int:
-        return self.num_devices
-
-    @property
-    def local_world_size(self) -> int:
-        return self.devices_per_node
-
-
-@dataclass(frozen=True)
-class Option:
-    """One possible layout: the memory of its ranks, the share of time that devices wait, and a step's seconds."""
-
-    layout: Layout
-    memory: tuple[RankMemory, ...]
-    bubble: float
-    step_seconds: float
-    samples_per_second: float
-    fits: bool
-
-    @property
-    def fullest(self) -> float:
-        """Bytes of the fullest rank."""
-        return max(rank.total for rank in self.memory)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Possible layouts of a run, shortest pipeline first, and the one that a run would begin with."""
-
-    model: str
-    num_parameters: int
-    weight_bytes: int
-    num_layers: int
-    trained_by_rank: tuple[float, ...]
-    machine: Machine
-    options: tuple[Option, ...]
-    chosen: Option
+UPDATE_BYTES = 28
+"""Bytes that Adam reads and writes for a float32 parameter: the weight and two moments twice, the gradient once."""
 
 
 def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = None) -> Any:
@@ -152,8 +102,10 @@ class _FlashAttention(TorchFunctionMode):
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
-def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArguments, machine: Machine) -> Estimate:
-    """Estimate every possible number of stages of a run: `model` on meta tensors, a `batch` of one sample."""
+def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArguments, machine: Machine) -> RunPlanner:
+    """Return the planner of a run of `model`, on meta tensors, from a `batch` of one sample and assumed rates."""
+    if args.pipeline_master_dtype:
+        cast_masters(model, master_names(model))
     splitter = find_splitter(model)
     with as_twin(model, splitter) as twin, _FlashAttention():
         target = ProbeTarget(model, splitter, dict(batch), lambda given, _: model(**given).loss, lambda _: 1, twin)
@@ -169,104 +121,36 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         boundary = float(sent[-2].numel() * sent[-2].element_size())
         saved = twin.of_all_blocks(saved_activations(target, structure))
     forward = [each / machine.flops for each in flops]
-    # A backward takes two forwards, for the weights alone one, and recomputation another one.
-    again = args.pipeline_checkpoint != "never"
-    backward, edge = ([(count + again) * each for each in forward] for count in (2, 1))
-    profile = BlockProfile(forward, backward, edge, saved, boundary)
-    blocks = block_costs(model, structure, profile)
-    overheads = Overheads(hop=boundary / machine.bandwidth, reduction_per_byte=1 / machine.bandwidth)
+    profile = BlockProfile(forward, forward, forward, saved, boundary)
+    blocks = _with_backwards(block_costs(model, structure, profile), args.pipeline_checkpoint != "never")
+    per_step = args.train_samples_per_device * args.gradient_accumulation_steps
+    overheads = Overheads(
+        hop=boundary * samples_per_microbatch(args) / machine.bandwidth,
+        reduction_per_byte=1 / machine.bandwidth,
+        optimizer_per_parameter=UPDATE_BYTES / machine.memory_bandwidth,
+        hidden_reduction=1.0,
+        # Workers read while the devices compute.
+        per_step=0.0 if args.dataloader_num_workers else machine.reading * per_step,
+    )
     dtypes = tuple(twin.of_all_blocks(per_block))
     probe = Probe(structure, tuple(flops), dtypes, activation, frozenset())
-    measured = MeasuredCosts(blocks, overheads, 1)
-    planner = RunPlanner(
-        args, cast(Any, machine), probe, measured, machine.device_bytes, 0, has_dropout(model), 0
-    )  # fmt: skip
-    samples, local = args.train_samples_per_device, machine.devices_per_node
-    sizes = [k for k in range(1, local + 1) if local % k == 0 and planner.num_chunks(k)]
-    options = tuple(_option(planner, planner.plan(k, samples, 0), machine) for k in sizes)
-    fitting = [each for each in options if each.fits]
-    chosen = fitting[0] if fitting else options[-1]
-    if args.pipeline_size is not None:
-        chosen = next((each for each in options if each.layout.pipeline_size == args.pipeline_size), chosen)
-    weights = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
-    return Estimate(
-        type(bare_model(model)).__name__,
-        sum(parameter.numel() for parameter in model.parameters()),
-        sum(weights),
-        structure.num_layers,
-        tuple(trained_elements(chosen.layout, blocks)),
-        machine,
-        options,
-        chosen,
+    frozen = num_frozen_by_user(model, structure)
+    return RunPlanner(
+        args,
+        cast(Any, machine),
+        probe,
+        MeasuredCosts(blocks, overheads, 1),
+        machine.device_bytes,
+        frozen,
+        has_dropout(model),
+        0,
     )
 
 
-def _option(planner: RunPlanner, layout: Layout, machine: Machine) -> Option:
-    args, blocks, overheads = planner.args, planner.costs.blocks, planner.costs.overheads
-    accumulation, samples = args.gradient_accumulation_steps, args.train_samples_per_device * layout.pipeline_size
-    rules = replace(planner.memory_rules, sums=planner.sums_in_float32(layout))
-    memory = tuple(rank_memory(layout, blocks, samples, accumulation, args.pipeline_weights, rules))
-    seconds = predict_step(layout, blocks, overheads, samples, accumulation).seconds
-    bubble = 0.0
-    if layout.pipeline_size > 1 and not layout.abilities.overlaps_steps:
-        bubble = simulate_equal(find_schedule(layout.schedule), layout.places, layout.num_microbatches).bubble
-    per_second = samples * layout.num_replicas * accumulation / seconds if seconds else 0.0
-    fits = max(rank.total for rank in memory) <= machine.device_bytes * (1 - MEMORY_RESERVE)
-    return Option(layout, memory, bubble, seconds, per_second, fits)
-
-
-def in_words(found: Estimate) -> str:
-    """Return the table of all layouts, the bytes of each rank of the chosen one, and what to do if nothing fits."""
-    machine, chosen = found.machine, found.chosen
-    budget = machine.device_bytes * (1 - MEMORY_RESERVE)
-    lines = [
-        f"{found.model}: {found.num_parameters / GB:.2f} billion parameters in {found.num_layers} layers, "
-        f"{found.weight_bytes / GB:.1f} GB of weights; {machine.num_devices} devices of "
-        f"{machine.device_bytes / GB:g} GB, of which {budget / GB:g} GB are planned with.",
-        "",
-        f"{'stages K':>8} {'replicas R':>10} {'micro-batches M':>15} {'fullest rank':>12} {'fits':>5} {'waiting':>8} "
-        f"{'step':>9} {'samples/s':>9}",
-    ]
-    for each in found.options:
-        layout = each.layout
-        lines.append(
-            f"{layout.pipeline_size:>8} {layout.num_replicas:>10} {layout.num_microbatches:>15} "
-            f"{each.fullest / GB:>9.1f} GB {'yes' if each.fits else 'no':>5} {each.bubble:>8.0%} "
-            f"{each.step_seconds:>7.3g} s {each.samples_per_second:>9.3g}"
-        )
-    parts = [field.name for field in fields(RankMemory)]
-    head = " ".join(f"{part:>11}" for part in [*parts, "total"])
-    lines += ["", f"{chosen.layout}; GB of each rank:", f"{'rank':>8} {'trained':>10} {head}"]
-    for rank, (trained, memory) in enumerate(zip(found.trained_by_rank, chosen.memory, strict=True)):
-        sizes = [*(getattr(memory, part) for part in parts), memory.total]
-        lines.append(f"{rank:>8} {trained / GB:>8.2f} B " + " ".join(f"{size / GB:>11.1f}" for size in sizes))
-    lines += [
-        "",
-        f"Times assume {machine.flops / 1e12:g} TFLOP/s a device and {machine.bandwidth / GB:g} GB/s between two: "
-        "they compare layouts, and a run measures its own.",
-    ]
-    if not chosen.fits:
-        lines.append(
-            f"Does not fit: the fullest rank needs {chosen.fullest / GB:.1f} GB of {budget / GB:g} GB. "
-            "Take more or larger devices, adapters (PEFT), an 8-bit optimizer, smaller batches or sequences, or "
-            "pipeline_checkpoint='layers'."
-        )
-    return "\n".join(lines)
-
-
-def as_json(found: Estimate) -> dict[str, Any]:
-    """Return the estimate as JSON values."""
-
-    def option(each: Option) -> dict[str, Any]:
-        return {
-            "pipeline_size": each.layout.pipeline_size,
-            "fullest": each.fullest,
-            **asdict(each),
-            "layout": each.layout.as_event(),
-        }
-
-    return {
-        **{name: value for name, value in asdict(found).items() if name not in ("options", "chosen")},
-        "options": [option(each) for each in found.options],
-        "chosen": option(found.chosen),
-    }
+def _with_backwards(blocks: BlockCosts, recomputes: bool) -> BlockCosts:
+    """Return the costs with backwards: a forward's time for the input, one for all weights, one to recompute."""
+    counts = zip(blocks.forward, blocks.trained, blocks.parameters, strict=True)
+    weights = [seconds * trained / (number or 1) for seconds, trained, number in counts]
+    edge = tuple(weight + recomputes * seconds for weight, seconds in zip(weights, blocks.forward, strict=True))
+    whole = tuple(sum(both) for both in zip(edge, blocks.forward, strict=True))
+    return replace(blocks, backward=whole, edge_backward=edge)

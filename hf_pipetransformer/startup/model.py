@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.schedules.placement import block_of
+from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
@@ -200,6 +201,34 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
         key: value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
         for key, value in inputs.items()
     }
+
+
+def master_names(model: nn.Module) -> set[str]:
+    """Name the parameters and buffers that `pipeline_master_dtype` casts: all of half precision.
+
+    Of a model with adapters only those that are trained: the base model gets no updates that its precision could lose.
+    """
+    only_trained = has_adapters(model)
+    return {
+        name
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        if tensor.dtype in _HALVES and (tensor.requires_grad or not only_trained)
+    }
+
+
+def cast_masters(model: nn.Module, names: Collection[str], device: torch.device | None = None) -> None:
+    """Cast the named parameters and buffers to float32, one by one, and move those that are held to `device`."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in names:
+            target = tensor.device if device is None or tensor.is_meta else device
+            tensor.data = tensor.data.to(target, torch.float32)
+
+
+def with_masters(model: nn.Module, twin: Twin, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Run the twin inside with the weights that `cast_masters` gives a stage."""
+    names, named = master_names(model), chain(model.named_parameters(), model.named_buffers())
+    own = [tensor for name, tensor in named if name in names and id(tensor) not in twin.passing]
+    return _float32_weights(own, _rows_in_use(model, inputs))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hf_pipetransformer.planning.costs import (
     block_loads,
     costs_by_work,
     predict_step,
-    rank_bytes,
+    rank_memory,
     sum_bytes,
 )
 from hf_pipetransformer.planning.planner import (
@@ -63,6 +63,7 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         "bf16",
         "fp16",
         "pipeline_checkpoint",
+        "pipeline_master_dtype",
         "optim",
     )
     return {
@@ -107,6 +108,7 @@ class RunPlanner:
         num_frozen_by_user: number of leading layers that the script froze.
         unfit: largest pipeline length that ran out of memory under the same conditions; new pipelines are longer.
         num_probed: number of samples in the batch that `probe.block_flops` refers to.
+        sums: if gradients of half-precision weights are added in float32, once a training has begun; None before.
     """
 
     args: PipeTransformerArguments
@@ -118,6 +120,7 @@ class RunPlanner:
     has_dropout: bool
     unfit: int
     num_probed: int = 1
+    sums: bool | None = None
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
@@ -140,12 +143,14 @@ class RunPlanner:
 
     def sums_in_float32(self, layout: Layout) -> bool:
         """Return True if a run that begins with `layout` adds the gradients of half-precision weights in float32."""
+        if self.sums is not None:
+            return self.sums
         args, blocks, asked = self.args, self.costs.blocks, self.args.pipeline_gradient_dtype
         if asked != "auto":
             return asked == "float32"
         samples, memory = args.train_samples_per_device * layout.pipeline_size, replace(self.memory_rules, sums=True)
         more = args.gradient_accumulation_steps, args.pipeline_weights, memory
-        needed = max(rank_bytes(layout, blocks, samples, *more))
+        needed = max(rank.total for rank in rank_memory(layout, blocks, samples, *more))
         return any(sum_bytes(blocks)) and needed <= self.device_bytes * (1 - MEMORY_RESERVE)
 
     @property
@@ -211,17 +216,20 @@ class RunPlanner:
         if size is None:
             local = self.topology.local_world_size
 
-            def largest_bytes(k: int) -> float:
-                layout = self.plan(k, samples_per_device, num_frozen)
-                args, samples = self.args, k * samples_per_device
-                more = args.gradient_accumulation_steps, args.pipeline_weights, self.memory_rules
-                return max(rank_bytes(layout, self.costs.blocks, samples, *more))
-
             possible = [k for k in range(1, local + 1) if local % k == 0 and self.num_chunks(k)]
             untried = [k for k in possible if k > self.unfit]
+
+            def largest_bytes(k: int) -> float:
+                return self._largest_bytes(self.plan(k, samples_per_device, num_frozen), samples_per_device)
+
             size = choose_pipeline_size(untried or possible[-1:], largest_bytes, self.device_bytes)
         self.topology.check_pipeline_size(size)
         return self.plan(size, samples_per_device, num_frozen)
+
+    def _largest_bytes(self, layout: Layout, samples_per_device: int) -> float:
+        args, samples = self.args, layout.pipeline_size * samples_per_device
+        more = args.gradient_accumulation_steps, args.pipeline_weights, self.memory_rules
+        return max(rank.total for rank in rank_memory(layout, self.costs.blocks, samples, *more))
 
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
@@ -283,6 +291,19 @@ class RunPlanner:
             "slice_costs": None if costs.blocks.slices is None else costs.blocks.slices.as_event(),
             "block_flops": list(self.probe.block_flops),
         }
+
+    def one_stage_in_words(self, layout: Layout, samples_per_device: int) -> str:
+        """Return a sentence on K=1 for a pipeline whose model would fit on one device; empty if it would not."""
+        if layout.pipeline_size == 1 or self.unfit:
+            return ""
+        alone = self.plan(1, samples_per_device, layout.num_frozen_layers)
+        if self._largest_bytes(alone, samples_per_device) > self.device_bytes * (1 - MEMORY_RESERVE):
+            return ""
+        more = self.costs.blocks, self.costs.overheads, samples_per_device, self.args.gradient_accumulation_steps
+        seconds = predict_step(alone, *more).seconds
+        return (
+            f" The model fits on one device: a step of K=1 x R={alone.num_replicas} would take {seconds * 1e3:.0f} ms."
+        )
 
     def _bubble(self, layout: Layout) -> str:
         k, m = layout.pipeline_size, layout.num_microbatches

@@ -44,8 +44,10 @@ from hf_pipetransformer.startup.model import (
     has_dropout,
     in_float32,
     in_full_precision,
+    master_names,
     num_frozen_by_user,
     undisturbed,
+    with_masters,
 )
 from hf_pipetransformer.startup.planner import (
     MeasuredCosts,
@@ -93,6 +95,8 @@ def inspect_model(
         twin = stack.enter_context(as_twin(model, given.splitter))
         stack.enter_context(_moved_to_probe(twin.tensors(model), args.device, topology))
         stack.enter_context(undisturbed(model, is_training))
+        if is_training and args.pipeline_master_dtype:
+            stack.enter_context(with_masters(model, twin, given.inputs))
         target = with_batch(replace(given, twin=twin), given.inputs)
         probe = inspection.on_every_rank(lambda: probe_model(target))
         _check_same_model(topology, model, probe)
@@ -259,7 +263,9 @@ def _measure_costs(
 
     profile = BlockProfile(**inspection.on_first_rank(measure))
     hop, reduction = topology.measure(int(profile.boundary_bytes * profile.num_samples))
-    blocks = block_costs(target.model, structure, profile)
+    # Plans are for training, also where an evaluation asks.
+    masters = master_names(target.model) if args.pipeline_master_dtype else set()
+    blocks = block_costs(target.model, structure, profile, masters)
     if args.schedule.abilities.cuts_tokens:
 
         def measure_token_slices() -> dict[str, Any]:

@@ -147,10 +147,7 @@ class _LastOutput:
 
 
 def _representatives(layers: Sequence[nn.Module]) -> list[int]:
-    """Return for each layer the first of its kind; the last layer stands for itself, as does the second.
-
-    With two layers of the most common kind a boundary lies between equal layers.
-    """
+    """Return for each layer the first of its kind; the last layer stands for itself, as the head follows it."""
     first_of: dict[Any, int] = {}
     found = [first_of.setdefault(kind, index) for index, kind in enumerate(_kinds(layers))]
     found[-1] = len(layers) - 1

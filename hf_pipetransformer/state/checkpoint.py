@@ -55,7 +55,7 @@ from hf_pipetransformer.state.weights import (
 STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
 TRAINER_STATE = "trainer_state.json"
-VERSION = 5
+VERSION = 6
 
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
 _HEADER, _PACKED = "json", "packed"

@@ -22,6 +22,7 @@ from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
+from hf_pipetransformer.startup.model import master_names
 from hf_pipetransformer.state.run_state import DataDescription, RunIdentity, RunState
 
 
@@ -107,7 +108,7 @@ TOLD_ARGUMENTS = (
     *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
-    *("neftune_noise_alpha", "bf16", "fp16", "activation_cache_views"),
+    *("neftune_noise_alpha", "bf16", "fp16", "activation_cache_views", "activation_cache_dtype"),
 )
 """Arguments that must be equal for a resumed run to reproduce the saved run's numbers."""
 
@@ -189,6 +190,7 @@ class RunDescription:
     def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
         model, args = self.trainer.model, self.trainer.args
         arguments = args.to_dict()
+        dtypes = dict.fromkeys(master_names(model) if args.pipeline_master_dtype else (), torch.float32)
         return RunIdentity(
             world_size=topology.world_size,
             arguments=comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
@@ -198,7 +200,7 @@ class RunDescription:
             decaying=list(self.trainer.get_decay_parameter_names(model)),
             model=type(model).__name__,
             parameters={
-                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                name: f"{tuple(p.shape)} {dtypes.get(name, p.dtype)}{'' if p.requires_grad else ' frozen'}"
                 for name, p in model.named_parameters()
             },
         )

@@ -223,6 +223,7 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
 
     Raises ValueError if the checkpoint is not sound, its optimizer groups are not Trainer's, or `output` is not empty.
     """
+    _check_is_checkpoint(folder)
     state = checkpoint.read_state(folder)
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"{output!r} is not empty: name a folder that does not exist yet.")
@@ -255,6 +256,17 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
     if state.world_size == 1:
         torch.save(_random_states(folder), os.path.join(output, _RANDOM))
     return list(_differences(state))
+
+
+def _check_is_checkpoint(folder: str) -> None:
+    """Refuse a folder that does not exist, or that holds a run's checkpoints instead of being one of them."""
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder!r} is not a folder: expected a checkpoint-N of a pipeline.")
+    inside = checkpoint.numbered_checkpoints(folder)
+    if inside and not checkpoint.has_state(folder):
+        raise ValueError(
+            f"{folder!r} is the folder of a run, expected one of its checkpoints. Did you mean {inside[-1][1]!r}?"
+        )
 
 
 def _random_states(folder: str) -> dict[str, Any]:

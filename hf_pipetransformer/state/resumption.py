@@ -171,6 +171,23 @@ class Resumption:
         """Layout that the run began under, or would have begun under; None if that is the current one."""
         return self._replanned if self.is_elsewhere else self.state.first_layout
 
+    def sums_in_float32(self, plans: RunPlanner, layout: Layout) -> bool:
+        """Return True to add the gradients of half-precision weights in float32: as saved, if the layout is too."""
+        planned = plans.sums_in_float32(layout)
+        asked = self.description.identity.arguments["pipeline_gradient_dtype"]
+        if self.is_plain or {asked, self.state.arguments["pipeline_gradient_dtype"]} != {"auto"}:
+            return planned
+        saved = self.state.sums_in_float32
+        if not self.is_elsewhere:
+            return saved
+        if planned != saved and plans.topology.rank == 0:
+            how = "float32" if planned else "the precision of the weights"
+            logger.warning(
+                f"pipeline_gradient_dtype='auto': gradients are added in {how} from here on, which they were not in "
+                "the run that was saved; its layout does not fit this run. Set the option to fix it."
+            )
+        return planned
+
     @property
     def known_microbatches(self) -> dict[tuple[int, int], int] | None:
         """Saved best number of micro-batches M, by stages K and chunks V; None if it must be measured again."""

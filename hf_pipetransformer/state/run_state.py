@@ -228,13 +228,14 @@ class RunState(RunIdentity, Progress):
     """Everything that a resumed run needs besides tensors and the RNG states of the ranks.
 
     `is_counted`: the position in the data follows from the number of steps, as Trainer assumes. `first_layout` is the
-    layout that the run began under.
+    layout that the run began under. With `sums_in_float32`, it adds gradients of half-precision weights in float32.
     """
 
     is_counted: bool
     unlogged_loss: float
     layout: Layout
     first_layout: Layout
+    sums_in_float32: bool
     num_starts: Count
     num_transitions: Count
     decisions: DecisionState

@@ -138,6 +138,7 @@ class Checkpoints:
             "unlogged_loss": self._unlogged_loss,
             "layout": self.pipeline.layout,
             "first_layout": self.first_layout,
+            "sums_in_float32": self.pipeline.settings.sums_in_float32,
             "num_starts": seeds.num_starts,
             "num_transitions": seeds.num_transitions,
             "decisions": self.controller.state(),

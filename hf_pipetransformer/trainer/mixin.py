@@ -22,6 +22,7 @@ from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
+from hf_pipetransformer.training.plan_only import PlanPrinted
 from hf_pipetransformer.training.run import Run
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
 
@@ -173,6 +174,8 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         args, model = given.args, given.model
         known = {name: given.values[name] for name in ("train_dataset", "optimizers") if name in given.values}
         options = RunOptions(args, policy, splitter)
+        if model is not None:
+            trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
         needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, **known)
         args.places_model = needs_pipeline and args.world_size > 1
@@ -210,9 +213,14 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         Raises:
             ValueError: something does not work with a pipeline, or this run cannot resume from the checkpoint.
             PipelineError: another rank failed; the message names the first cause.
+            SystemExit: with `plan_only`, after the plan, with status 0 on every rank.
         """
-        with self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder:
-            return super().train(folder, trial, ignore_keys_for_eval)
+        try:
+            with self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder:
+                return super().train(folder, trial, ignore_keys_for_eval)
+        except PlanPrinted:
+            self.end()
+            raise
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.

@@ -81,9 +81,12 @@ class TrainingOverrides(_Trainer):
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
-        dataloader = self.pipeline_run.trainings.begin(dataloader)
+        trainings = self.pipeline_run.trainings
+        if self.args.plan_only:
+            trainings.print_plan(dataloader, super().set_initial_training_values(args, dataloader))
+        dataloader = trainings.begin(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return self.pipeline_run.trainings.counts(values, dataloader)
+        return trainings.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
@@ -150,13 +153,14 @@ class TrainingOverrides(_Trainer):
         """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
         self.pipeline_run.trainings.add_scalars(logs)
         super().log(logs, start_time)
+        self.pipeline_run.trainings.note_log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.pipeline_run.trainings.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.pipeline_run.context.journal.write("end", train_loss=output.training_loss)
+        self.pipeline_run.context.journal.write("end", train_loss=output.training_loss, metrics=output.metrics)
         return output
 
 
@@ -181,7 +185,7 @@ class EvaluationOverrides(_Trainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self.pipeline_run.evaluations.call(eval_dataset, "get_eval_dataloader"):
+        with self.pipeline_run.evaluations.call(eval_dataset, "get_eval_dataloader", is_metrics_only=True):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -177,8 +178,11 @@ class SpreadModel:
 
 
 def takes_model(callback: TrainerCallback, event: str) -> bool:
-    """Return True if a user's callback has an argument `model` at an event; those of transformers read no weights."""
-    return any("model" in _argument_names(method) for method in _users_methods(callback, event))
+    """Return True if a user's callback reads the model at an event; those of transformers read no weights.
+
+    It does with an argument `model`, and with `kwargs["model"]` or `kwargs.get("model")` in its own code.
+    """
+    return any(_reads_model(method) for method in _users_methods(callback, event))
 
 
 def _users_methods(callback: TrainerCallback, event: str) -> list[Any]:
@@ -188,5 +192,24 @@ def _users_methods(callback: TrainerCallback, event: str) -> list[Any]:
 
 
 @cache
-def _argument_names(method: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(method).parameters)
+def _reads_model(method: Any) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    if any(each.name == "model" for each in parameters):
+        return True
+    others = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), None)
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if others is None or code is None:
+        return False
+    steps = list(dis.get_instructions(code))
+    for place, step in enumerate(steps):
+        # Newer versions load two locals at once. The key follows `kwargs`, or the method `get` of it.
+        is_others = step.opname.startswith("LOAD_FAST") and others in (step.argval, *_parts(step.argval))
+        key = next((at for at in (place + 1, place + 2) if steps[at : at + 1] and steps[at].argval == "model"), None)
+        # Each rank has the config; with `get` it comes after a call.
+        if is_others and key is not None and all(each.argval != "config" for each in steps[key + 1 : key + 4]):
+            return True
+    return False
+
+
+def _parts(loaded: Any) -> tuple[Any, ...]:
+    return loaded if isinstance(loaded, tuple) else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,34 +17,51 @@ from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.execution import only_loss
+from hf_pipetransformer.runtime.execution import only_loss, without_rows
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
-from hf_pipetransformer.training.metrics import MetricAccumulator
+from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 from hf_pipetransformer.training.starting import Starter
 
 
 class Evaluation:
-    """Pass over a data set through the pipeline."""
+    """Pass over a data set through the pipeline.
+
+    With `is_for_first_rank`, rank 0 alone keeps predictions, labels and inputs, and computes the metrics.
+    """
 
     is_users = False
 
-    def __init__(self, context: Context, pipeline: Pipeline, loader: PipelineLoader) -> None:
+    def __init__(
+        self, context: Context, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
+    ) -> None:
         self.trainer = context.trainer
         self.pipeline = pipeline
         self.loader = loader
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
-        self.gather = ReplicaGather(pipeline.stage.groups, loader)
-        is_split = pipeline.layout.pipeline_size > 1
-        self.preprocess = trainer_compat.own_preprocessing(self.trainer) if is_split else None
+        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank)
+        is_split = pipeline.layout.pipeline_size > 1 and trainer_compat.alone_reads_outputs(self.trainer)
+        self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
+        self._is_sent_to_first = is_split and is_for_first_rank
+        self._compute_metrics = (
+            on_first_rank(self.trainer.compute_metrics, context.topology) if is_for_first_rank else None
+        )
 
-    def preprocessing(self) -> AbstractContextManager[None]:
-        """Wrap Trainer's loop, which must not preprocess again what the last stage has."""
-        return nullcontext() if self.preprocess is None else trainer_compat.without_preprocessing(self.trainer)
+    @contextmanager
+    def in_trainers_loop(self) -> Iterator[None]:
+        """Wrap Trainer's loop: what it gathers, preprocesses and computes from it."""
+        trainer = self.trainer
+        with ExitStack() as stack:
+            stack.enter_context(trainer_compat.gathering_with(trainer, self.gather))
+            if self.preprocess is not None:
+                stack.enter_context(trainer_compat.without_preprocessing(trainer))
+            if self._compute_metrics is not None:
+                stack.enter_context(trainer_compat.computing_metrics_with(trainer, self._compute_metrics))
+            yield
 
     @contextmanager
     def running(self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Iterator[None]:
@@ -55,13 +72,14 @@ class Evaluation:
             runner.reduce = only_loss
         elif self.preprocess is not None:
             runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
+        runner.is_read_by_first = self._is_sent_to_first
         self.told_num_items = False
         self.metrics.begin_batch()
         try:
             with self.metrics.record_part(inputs):
                 yield
         finally:
-            runner.reduce = None
+            runner.reduce, runner.is_read_by_first = None, False
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -113,22 +131,29 @@ class UsersEvaluation:
 class ReplicaGather:
     """Replacement for `accelerator.gather_for_metrics` that returns one copy of every sample under any layout.
 
-    `loader` knows how many samples each replica has in the current batch.
+    `loader` knows how many samples each replica has in the current batch. With `is_for_first_rank`, all but the losses
+    goes to rank 0 alone; other ranks get tensors of no samples.
     """
 
-    def __init__(self, groups: PipelineGroups, loader: PipelineLoader) -> None:
+    def __init__(self, groups: PipelineGroups, loader: PipelineLoader, is_for_first_rank: bool = False) -> None:
         self.groups = groups
         self.loader = loader
+        self.is_for_first_rank = is_for_first_rank
         self.losses: list[torch.Tensor] = []
         """Loss of each global batch so far, `(1,)` each."""
+        self._is_loss_next = False
 
     def __call__(self, values: Any) -> Any:
         """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`."""
-        return recursively_apply(self._gather, values)
+        # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
+        is_loss, self._is_loss_next = self._is_loss_next, False
+        to_first = self.is_for_first_rank and not is_loss
+        return recursively_apply(self._gather_to_first if to_first else self._gather, values)
 
     def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
         self.losses.append(self._mean(loss, num_items))
+        self._is_loss_next = True
         return self.losses[-1]
 
     def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
@@ -147,12 +172,35 @@ class ReplicaGather:
         group = self.groups.replica_group
         if group is None:
             return tensor[: counts[0]]
-        rows = max(counts)
-        own = tensor.new_zeros((rows, *tensor.shape[1:]))
-        own[: min(rows, tensor.shape[0])] = tensor[:rows]
+        own = _with_rows(tensor, max(counts))
         parts = [torch.empty_like(own) for _ in counts]
         guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _gather_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        counts, groups = self.loader.samples_of_replicas(), self.groups
+        if not groups.is_first:
+            return without_rows(tensor)
+        if groups.replica_group is None:
+            return tensor[: counts[0]]
+        own, first = _with_rows(tensor, max(counts)), groups.replica_ranks[0]
+        parts = None if groups.replica else [torch.empty_like(own) for _ in counts]
+        guarded(
+            lambda: dist.gather(own, parts, dst=first, group=groups.replica_group),
+            f"gathering predictions of {groups.replicas} on rank {first}",
+        )
+        if parts is None:
+            return without_rows(tensor)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first `rows` samples, followed by zeros where there are fewer."""
+    if tensor.shape[0] == rows:
+        return tensor.contiguous()
+    own = tensor.new_zeros((rows, *tensor.shape[1:]))
+    own[: min(rows, tensor.shape[0])] = tensor[:rows]
+    return own
 
 
 @contextmanager
@@ -174,6 +222,8 @@ class Evaluations:
     def __init__(self, starter: Starter) -> None:
         self.starter = starter
         self._present: Evaluation | UsersEvaluation | None = None
+        self._is_metrics_only = False
+        """True if nobody reads more than the metrics of the next loop."""
 
     @property
     def present(self) -> Evaluation | UsersEvaluation:
@@ -183,18 +233,34 @@ class Evaluations:
         return self._present
 
     @contextmanager
-    def call(self, dataset: Any, method: str) -> Iterator[None]:
+    def call(self, dataset: Any, method: str, is_metrics_only: bool = False) -> Iterator[None]:
         """Wrap an evaluation of `dataset`: a data set, its name in `eval_dataset`, or a dict of several.
 
         Args:
             method: name of the trainer's method that makes the loader. If the user overrides it (possible with one
                 stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
+            is_metrics_only: True if predictions are dropped once the metrics are computed.
         """
         trainer = self.starter.context.trainer
         makes_loader = self.starter.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
-        with self._up(None if awaits_loader else self._request(dataset)):
-            yield
+        outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
+        try:
+            with self._up(None if awaits_loader else self._request(dataset)):
+                yield
+        finally:
+            self._is_metrics_only = outer
+
+    def _take_first_rank_only(self) -> bool:
+        """Decide where the next loop's metrics are computed; the one after it, in a callback say, is for all ranks."""
+        context, (is_wanted, self._is_metrics_only) = self.starter.context, (self._is_metrics_only, False)
+        return (
+            is_wanted
+            and context.topology.world_size > 1
+            and context.args.pipeline_compute_metrics == "first_rank"
+            and context.trainer.compute_metrics is not None
+            and not trainer_compat.is_overridden(context.trainer, "evaluation_loop")
+        )
 
     def _request(self, dataset: Any) -> Request:
         """Return the request that Trainer will make; for a dict of data sets, the one for the first."""
@@ -220,11 +286,12 @@ class Evaluations:
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
         """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
         starter, request = self.starter, request_of(given)
-        trainer, cache = starter.context.trainer, starter.cache
+        cache = starter.cache
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
             check_undivided(given, "get_eval_dataloader or get_test_dataloader", starter.num_stages)
         outer, left = self._present, starter.is_left_to_trainer
+        is_for_first_rank = self._take_first_rank_only()
         try:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
             with self._up(request) as is_up:
@@ -235,10 +302,9 @@ class Evaluations:
                     yield self._present
                     return
                 loader = given if request is None else starter.loader(request)
-                self._present = evaluation = Evaluation(starter.context, starter.pipeline, loader)
+                self._present = evaluation = Evaluation(starter.context, starter.pipeline, loader, is_for_first_rank)
                 storing = nullcontext() if cache is None else cache.storing_for(loader)
-                gathering = trainer_compat.gathering_with(trainer, evaluation.gather)
-                with gathering, evaluation.preprocessing(), storing:
+                with evaluation.in_trainers_loop(), storing:
                     yield evaluation
         finally:
             self._present = outer

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache as remembered
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -18,17 +16,13 @@ from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.training import TrainingCache
-from hf_pipetransformer.freeze.policies import outlook
-from hf_pipetransformer.freeze.policy import FreezePolicy, make_clock
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, spans_of
-from hf_pipetransformer.planning.planner import plan_transition
+from hf_pipetransformer.planning.forecast import Forecast, Storing
 from hf_pipetransformer.planning.storing import CacheCosts
-from hf_pipetransformer.report import logger
+from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import attention_of
+from hf_pipetransformer.startup.run_plan import make_forecast as forecast_of_run
+from hf_pipetransformer.startup.run_plan import prefix_seconds
 
 
 MOST_ELEMENTS = 2**22
@@ -124,59 +118,20 @@ def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
     blocks = costs.blocks
-    sums = [0.0, *accumulate(blocks.forward)]
-    prefix = [sums[attention_of(level)] for level in range(layout.num_layers + 1)]
-    storing = None if cache is None else cache.planner.costs(prefix)
+    storing = None if cache is None else cache.planner.costs(prefix_seconds(blocks, layout.num_layers))
     return Measured(blocks, overheads, storing)
 
 
 def make_forecast(
-    measured: Measured,
-    args: PipeTransformerArguments,
-    pipeline: Pipeline,
-    cache: TrainingCache | None,
-    steps_per_epoch: int,
+    measured: Measured, pipeline: Pipeline, cache: TrainingCache | None, steps_per_epoch: int
 ) -> Forecast:
     """Build a forecast for runs that start on the pipeline's current layout."""
-    layout, plans = pipeline.layout, pipeline.start_up.plans
-    samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
-    inputs = replace(plans.inputs(layout, samples, {}), blocks=measured.blocks, overheads=measured.overheads)
-
-    @remembered
-    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        return plan_transition(current, num_frozen, inputs, cache_level).layout
-
     storing = None
     if measured.storing is not None and cache is not None:
         planner = cache.planner
-        storing = Storing(measured.storing, planner.mode, planner.fits_share, planner.num_slots)
-    costs = (measured.blocks, measured.overheads, samples, accumulation, steps_per_epoch)
-    return Forecast(layout, *costs, plan, storing)
-
-
-def coming_spans(
-    policy: FreezePolicy, args: PipeTransformerArguments, layout: Layout, steps_per_epoch: int, num_steps: int
-) -> list[Span]:
-    """Split a run into spans by the largest number of frozen layers; `policy` must not unfreeze.
-
-    The number is exact if `policy.is_certain`.
-    """
-    clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, num_steps)
-    frozen = layout.num_frozen_layers
-    coming = outlook(policy, clock, layout.num_layers, frozen, args.freeze_min_active_layers)
-    return spans_of(coming, frozen, num_steps)
-
-
-_BLOCKS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in the largest block that gives 2 or more, such as "272 days" or "3.5 minutes"."""
-    for block, size in _BLOCKS:
-        if seconds >= 2 * size:
-            amount = seconds / size
-            return f"{amount:,.0f} {block}" if amount >= 10 else f"{amount:.1f} {block}"
-    return f"{seconds:.3g} s"
+        storing = Storing(measured.storing, planner.mode, planner.size.share, planner.num_slots)
+    costs = measured.blocks, measured.overheads, steps_per_epoch, storing
+    return forecast_of_run(pipeline.start_up.plans, pipeline.layout, *costs)
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:

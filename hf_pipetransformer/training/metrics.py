@@ -9,9 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
+from transformers.trainer_utils import denumpify_detensorize
 
 from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.runtime.context import Context
@@ -106,6 +111,61 @@ class MetricAccumulator:
         recorded[mode].update({name: [value] for name, value in together.items()})
         if together and trainer_compat.num_tokens_read(self.context.trainer) is not None:
             recorded[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]
+
+
+def on_first_rank(compute_metrics: Any, topology: Topology) -> Callable[..., Any]:
+    """Return a function that calls `compute_metrics` on rank 0 alone and gives its result to every rank.
+
+    Collective: call it on every rank. An error of `compute_metrics` is raised on rank 0, and an error that names it
+    elsewhere. On rank 0 the function raises ValueError if `compute_metrics` communicates with other ranks, or returns
+    what cannot be sent to them.
+    """
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        refusal: Exception | None = None
+        answer: dict[str, Any] = {}
+        if topology.rank == 0:
+            try:
+                with _NoCollectives():  # type: ignore[no-untyped-call]
+                    metrics = denumpify_detensorize(compute_metrics(*args, **kwargs))
+                answer["metrics"] = _sendable(metrics)
+            except Exception as error:
+                refusal, answer = error, {"error": f"{type(error).__name__}: {error}"}
+        answer = topology.broadcast(answer)
+        if refusal is not None:
+            raise refusal
+        if "error" in answer:
+            raise PipelineError(f"compute_metrics failed on rank 0: {answer['error']}")
+        return answer["metrics"]
+
+    return compute
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refusal of communication between ranks, which the other ranks would not take part in."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            raise ValueError(
+                f"compute_metrics runs on rank 0 only and called {function} of torch.distributed, for which it would "
+                "wait forever. Compute metrics from what it is given, which is all samples (torchmetrics: "
+                "sync_on_compute=False), or set pipeline_compute_metrics='every_rank'."
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _sendable(metrics: Any) -> Any:
+    """Return metrics if they can be sent, else raise an error that names the first that cannot."""
+    for name, value in metrics.items() if isinstance(metrics, dict) else [("result", metrics)]:
+        try:
+            pack(value)
+        except TypeError:
+            raise ValueError(
+                f"compute_metrics returned {type(value).__name__} as {name!r}, which cannot be sent from rank 0 to "
+                "the other ranks: expected numbers, strings, None, tensors, or dicts and lists of these. Return one "
+                "of them, or set pipeline_compute_metrics='every_rank'."
+            ) from None
+    return metrics
 
 
 @dataclass

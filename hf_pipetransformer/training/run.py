@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import Trainer
@@ -55,6 +55,7 @@ from hf_pipetransformer.training.loaders import (
     states_of_first_rank,
     with_shared_rng,
 )
+from hf_pipetransformer.training.plan_only import print_plan
 from hf_pipetransformer.training.setup import TrainingSetup
 from hf_pipetransformer.training.starting import RunOptions, Starter
 from hf_pipetransformer.training.training import Training
@@ -99,7 +100,9 @@ class Trainings:
         """
         trainer, topology, timeouts = self.context.trainer, self.context.topology, self.context.timeouts
         where = self._choose_who_trains(resume_from_checkpoint or None)
+        self.weights.check_masters(self.starter.is_left_to_trainer)
         if self.starter.is_left_to_trainer:
+            self.weights.cast()
             with self._only_run(trial):
                 yield where
             return
@@ -150,6 +153,17 @@ class Trainings:
         with ExitStack() as self._in_loop:
             yield
 
+    def print_plan(self, loader: Any, values: tuple[Any, ...]) -> NoReturn:
+        """Print the plan instead of training. Collective: call on every rank.
+
+        `values` are those of `Trainer.set_initial_training_values`.
+
+        Raises:
+            PlanPrinted: always.
+        """
+        request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
+        print_plan(self.starter, loader if request is None else request, max_steps, steps_per_epoch)
+
     def begin(self, loader: Any) -> Any:
         """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.
 
@@ -175,6 +189,7 @@ class Trainings:
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
         report = starter.inspect_or_leave(loader if request is None else request, is_training=True)
         if report is None:
+            self.weights.cast()
             self.weights.load_expected(None)
             return loader
         start_up, args = report.start_up, self.context.args
@@ -191,7 +206,9 @@ class Trainings:
         users = start_up.probe.structure.blocks_of_parameter
         check_stages(layout, {name: users[name] for name in trained}, args)
         check_unfreezing(args, self.policy, replay, longest)
-        pipeline = starter.start(report, layout, longest)
+        plans = start_up.plans
+        sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
+        pipeline = starter.start(report.adding(sums), layout, longest)
         self.weights.load_expected(pipeline.stage)
         give_whole_model(trainer, pipeline, longest)
         setup = TrainingSetup(
@@ -233,6 +250,7 @@ class Trainings:
         training.metrics.publish("train")  # Trainer logs once more after the loop.
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
         training.end()
+        training.tracer.end()
         if self.context.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
         # The best model is read stage by stage, so the stages stay until `_load_best_model`, which Trainer calls next.
@@ -299,6 +317,12 @@ class Trainings:
             self.context.timeouts.rest()
         if "loss" in logs and self.present is not None:
             logs.update(self.present.take_scalars())
+
+    def note_log(self, logs: dict[str, float]) -> None:
+        """Write a log entry of a training to the events file, where entries have a time."""
+        if self.present is not None:
+            values = {name: value for name, value in logs.items() if isinstance(value, (int, float, str))}
+            self.context.journal.write("log", values=values)
 
 
 class Run:

@@ -22,6 +22,7 @@ from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.elastic.migration import OptimizerState, keep_parameters
 from hf_pipetransformer.elastic.transition import Transitions, longest_pipeline
+from hf_pipetransformer.freeze.policies import coming_spans
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.planning.planner import reachable_shapes
@@ -35,7 +36,7 @@ from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.asynchronous import AsynchronousSteps
-from hf_pipetransformer.training.expectation import coming_spans, in_words, make_forecast, measure
+from hf_pipetransformer.training.expectation import in_words, make_forecast, measure
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.steps import Steps, SynchronousSteps
 from hf_pipetransformer.training.training import Training
@@ -73,7 +74,8 @@ class TrainingSetup:
         step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
-            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}")
+            one_stage = self.pipeline.start_up.plans.one_stage_in_words(layout, samples)
+            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}")
 
     def training(self, given: Any, max_steps: int) -> Training:
         """Build the training around Trainer's optimizer. Collective: call on every rank.
@@ -132,11 +134,13 @@ class TrainingSetup:
         args, policy, layout = self.context.args, self.policy, self.pipeline.layout
         if policy.may_unfreeze:
             return
-        spans = coming_spans(policy, args, layout, steps_per_epoch, max_steps)
+        clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
+        frozen, least = layout.num_frozen_layers, args.freeze_min_active_layers
+        spans = coming_spans(policy, clock, layout.num_layers, frozen, least)
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
         measured = measure(self.context.trainer, self.pipeline, cache)
-        forecast = make_forecast(measured, args, self.pipeline, cache, steps_per_epoch)
+        forecast = make_forecast(measured, self.pipeline, cache, steps_per_epoch)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.context.journal.at(0, 0.0):
             self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)

@@ -67,6 +67,8 @@ class RunOptions:
     def need(self, model: Any) -> Need:
         """Return what the options and the model require; `model` is None if it is not built yet."""
         args = self.args
+        if args.plan_only:
+            return Need.MUST
         if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
             return Need.WISH if self._freeze or args.activation_cache == "on" else Need.NONE
         is_divided = args.world_size > 1 and args.pipeline_size != 1
@@ -82,7 +84,7 @@ class RunOptions:
         A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
         the run is refused when freezing was requested.
         """
-        if self._ask_for_parts or self.args.activation_cache == "on":
+        if self._ask_for_parts or self.args.activation_cache == "on" or self.args.plan_only:
             return False
         if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
             return not self._freeze
@@ -106,6 +108,7 @@ class RunOptions:
             or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
             or args.pipeline_token_slices != "auto"
             or args.layout_plan is not None
+            or args.pipeline_trace_step is not None
             or self.splitter is not None
         )
 
@@ -137,6 +140,11 @@ class ModelReport:
     has_labels: bool
     is_training: bool
 
+    def adding(self, in_float32: bool) -> ModelReport:
+        """Return the report of a training whose gradients of half-precision weights are added in float32, or not."""
+        plans = replace(self.start_up.plans, sums=in_float32)
+        return replace(self, start_up=replace(self.start_up, plans=plans))
+
 
 class Starter:
     """Moves a trainer's model onto stages, unless the run is left to Trainer.
@@ -159,7 +167,8 @@ class Starter:
         """True while Trainer's own methods run instead of the overrides."""
         self.evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
-        self._may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
+        may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
+        self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
 
     @property
@@ -278,6 +287,7 @@ class Starter:
             compiled,
             is_mixed=trainer.accelerator.native_amp,
             sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
+            masters_in_float32=args.pipeline_master_dtype is not None,
         )
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)

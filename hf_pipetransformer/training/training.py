@@ -26,6 +26,7 @@ from hf_pipetransformer.state.restore import FirstEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
+from hf_pipetransformer.training.progress import Progress, Tracer
 from hf_pipetransformer.training.steps import Steps
 
 
@@ -52,6 +53,8 @@ class Training:
     steps: Steps = field(init=False)
     first_epoch: FirstEpoch | None = field(default=None, init=False)
     summary: Summary = field(default_factory=Summary, init=False)
+    progress: Progress = field(init=False)
+    tracer: Tracer = field(init=False)
     _shown: Layout | None = field(default=None, init=False)
     _first_loss: torch.Tensor | None = field(default=None, init=False)
     _is_first_checked: bool = field(default=False, init=False)
@@ -61,6 +64,8 @@ class Training:
 
     def __post_init__(self) -> None:
         self.steps = self.make_steps()
+        self.progress = Progress(self.context, self.controller)
+        self.tracer = Tracer(self.context)
         self.pipeline.steps = self
         optimizer = self.optimizer.optimizer
         self._hooks = (
@@ -119,10 +124,13 @@ class Training:
         if moved is not None:
             if self.steps.num_read_ahead:
                 raise RuntimeError("The layout changes although steps were read ahead, which would be lost.")
+            self.progress.report(self.pipeline.stage)
             self.steps = self.make_steps()
             if scalars := self.take_scalars():
                 self.context.trainer.log(scalars)
         self.summary.begin_step(None if moved is None else moved.predicted)
+        self.progress.begin_step()
+        self.tracer.begin_step(self.pipeline.stage)
         batches = self.steps.begin(epoch_iterator, num_batches)
         self.context.timeouts.enter_step()
         return batches
@@ -142,14 +150,18 @@ class Training:
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`; return the scalar norm before clipping."""
-        with self.pipeline.settings.meter.part("optimizer"):
+        meter = self.pipeline.settings.meter
+        with meter.part("optimizer"), meter.tracing("clip gradients"):
             norm = self.gradient_norm()
             parameters = self.pipeline.runner.norms.parameters()
             clip_grads_with_norm_(parameters, self.context.args.max_grad_norm, norm)
         return norm
 
     def _before_update(self, *_: Any) -> None:
-        self._update.enter_context(self.pipeline.settings.meter.part("optimizer"))
+        self._update = ExitStack()  # The last step may have raised: then its values are not shared.
+        meter = self.pipeline.settings.meter
+        self._update.enter_context(meter.part("optimizer"))
+        self._update.enter_context(meter.tracing("update"))
         self._update.callback(share_values, self.pipeline.stage.shared)
         self._update.enter_context(self.steps.updating())
 
@@ -163,9 +175,11 @@ class Training:
         self.steps.end_step(is_counted=logs)
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
+        self.progress.end_step(self.pipeline.stage)
+        self.tracer.end_step(self.pipeline.stage)
         if logs:
             self._check_first_loss()
-            self._reported |= self.steps.report()
+            self._reported |= self.steps.report() | self.progress.report(self.pipeline.stage)
             self.metrics.publish("train")
             # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.
             self.context.timeouts.is_resting = True

@@ -11,6 +11,8 @@ from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.gathering import check_whole, end_training, least_room, make_whole, num_bytes_of
 from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.splitters.adapters import has_adapters
+from hf_pipetransformer.startup.model import cast_masters, master_names
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
 from hf_pipetransformer.training.starting import Starter
 
@@ -32,6 +34,7 @@ class WeightLoading:
         """
         model, topology = self.context.trainer.model, self.context.topology
         if topology.together(lambda: is_of_adapters(folder)):
+            self.cast()
             topology.together(lambda: load_weights(model, folder))
             return
         self._expected = folder
@@ -40,6 +43,30 @@ class WeightLoading:
                 f"transformers makes tensors of {type(model).__name__} from several in {folder!r}: every rank reads "
                 "all of them and keeps those of its stage."
             )
+
+    def check_masters(self, is_left_to_trainer: bool) -> None:
+        """Raise ValueError if `pipeline_master_dtype` cannot cast the weights of this training."""
+        trainer, args = self.context.trainer, self.context.args
+        if not args.pipeline_master_dtype:
+            return
+        if is_left_to_trainer and trainer.model_init is not None:
+            raise ValueError(
+                "pipeline_master_dtype with model_init: Trainer trains this run, and makes the model after train() "
+                "begins. Load it in float32 in model_init, and leave pipeline_master_dtype out."
+            )
+        names = master_names(trainer.model) if has_adapters(trainer.model) else set()
+        if names and not trainer.accelerator.native_amp:
+            raise ValueError(
+                f"pipeline_master_dtype={args.pipeline_master_dtype!r} without bf16: {min(names)} (one of "
+                f"{len(names)}) would be float32, the base model that it works on is not. Set bf16=True, or load the "
+                "model in float32."
+            )
+
+    def cast(self) -> None:
+        """Cast the weights of a whole model to `pipeline_master_dtype`, if it is set."""
+        context = self.context
+        if context.args.pipeline_master_dtype:
+            cast_masters(context.trainer.model, master_names(context.trainer.model))
 
     def load_expected(self, stage: Stage | None) -> None:
         """Load what a stage uses of the weights to resume from, if any; all of them if there is no stage.
@@ -55,7 +82,10 @@ class WeightLoading:
         self._expected = None
 
     def load_best(self, stage: Stage) -> bool:
-        """Load what a stage uses of the best model; False if it was not saved. Collective: call on every rank."""
+        """Load what a rank holds of the best model; False if it was not saved. Collective: call on every rank.
+
+        That is a stage, or the whole model where it is put together before a user's method calls this.
+        """
         state = self.context.trainer.state
         folder = state.best_model_checkpoint
         if not self.context.topology.decide(lambda: has_weights(folder)):
@@ -65,7 +95,7 @@ class WeightLoading:
         return True
 
     def _load(self, folder: str, stage: Stage | None) -> None:
-        names = None if stage is None else stage.own_names() | stage.own_buffers()
+        names = stage.own_names() | stage.own_buffers() if stage is not None and stage.is_spread else None
         self.context.topology.together(lambda: load_weights(self.context.trainer.model, folder, names))
 
 

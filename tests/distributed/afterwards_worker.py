@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -194,6 +195,39 @@ def num_held(model: torch.nn.Module) -> int:
 
 def number_of(numbers: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in numbers.items() if not key.endswith(("_runtime", "_per_second"))}
+
+
+class LooksAtTheBest(PipeTransformerTrainer):
+    """Looks at the best model in code of the user's, for which the model is put together first."""
+
+    was_whole = False
+
+    def _load_best_model(self) -> None:
+        self.was_whole = num_held(self.model) == sum(p.numel() for p in self.model.parameters())
+        super()._load_best_model()
+
+
+@scenario
+def end_in_own_method(folder: Path) -> dict[str, Any]:
+    """Train, and load the best model through a method that the user overrides."""
+    args = PipeTransformerArguments(
+        output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=4, seed=3,
+        max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True, pipeline_parallel_size=2, eval_steps=2,
+        eval_strategy="steps", save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=1e-2,
+        metric_for_best_model="eval_loss", greater_is_better=False, pipeline_gather_at_end="always",
+    )  # fmt: skip
+    trainer = LooksAtTheBest(
+        build_model(MODEL, 3), args, train_dataset=make_dataset(MODEL, 16), data_collator=collate,
+        eval_dataset=make_dataset(MODEL, EVALUATED),
+    )  # fmt: skip
+    trainer.train()
+    saved = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    own = trainer.model.state_dict()
+    return {
+        "was_whole": trainer.was_whole,
+        "best": trainer.state.best_global_step,
+        "stale": [name for name, value in saved.items() if not torch.equal(own[name], value)],
+    }
 
 
 @scenario

@@ -114,6 +114,9 @@ CASES: dict[str, Case] = {
     "2x2-adamw-linear-accumulation": Case((2, 2), "bert_sequence", (4,), ADAMW | _TWO),
     # Resumed between two transitions, and right before the step that begins with the second.
     "4-2-1-accumulation": Case((4, 1), "vit", (5, 9), ADAMW | _TWO, draws=True, plan=_SHRINKING),
+    # Resumed in the middle of an epoch, right before a transition.
+    "4-2-1-mid-epoch": Case((4, 1), "vit", (3, 9), ADAMW, plan=_SHRINKING),
+    "4-2-1-mid-epoch-drawing": Case((4, 1), "vit", (3, 9), ADAMW, draws=True, plan=_SHRINKING),
 }
 
 
@@ -294,7 +297,7 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
         {
             key: value
             for key, value in entry.items()
-            if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_"))
+            if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_", "samples_", "memory_", "bubble_"))
         }
         for entry in trainer.state.log_history
         if "loss" in entry

@@ -92,7 +92,8 @@ class ReadWhole(TrainerCallback):
 
     def on_save(self, *_args: Any, **kwargs: Any) -> None:
         try:
-            kwargs["model"].num_parameters()
+            unseen = "model"  # Under a name, so that the code does not show it.
+            kwargs[unseen].num_parameters()
         except ValueError as error:
             self.refusals.append(str(error))
         self.trainer.args.push_to_hub = True

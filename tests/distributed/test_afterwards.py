@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.afterwards_worker import EVALUATED, end, look_afterwards
+from tests.distributed.afterwards_worker import EVALUATED, end, end_in_own_method, look_afterwards
 from tests.distributed.scenarios import run
 
 
@@ -126,3 +126,8 @@ def test_each_rank_reads_the_weights_of_its_own_stages_to_resume_and_for_the_bes
             assert rank["best"] == 2
             assert rank["read"] == rank["read_to_resume"] == rank["own"] < whole
             assert rank["losses_resumed"] == ranks[0]["losses_resumed"] != {}
+
+
+def test_a_best_model_loaded_by_a_users_method_is_the_best_one_on_every_rank(tmp_path: Path) -> None:
+    for found in run(end_in_own_method, tmp_path, 2, timeout=120):
+        assert found == {"was_whole": True, "best": 2, "stale": []}

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import EvalLoopContainer
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm.topology import get_topology
@@ -19,6 +22,7 @@ from tests.models import build_model, collate, make_dataset
 
 
 SECONDS = 150
+TIMED = ("_runtime", "_per_second", "_model_preparation_time")
 
 pytestmark = pytest.mark.distributed
 
@@ -159,3 +163,157 @@ def test_logits_are_preprocessed_for_metrics_one_micro_batch_at_a_time(tmp_path:
     for held, (logits, labels) in zip(outputs, lean[1]["calls"], strict=True):
         assert held == {"loss": [], "preprocessed": labels}
         assert logits[:-1] == labels
+
+
+BY_BATCHES = {"batch_eval_metrics": True, "include_for_metrics": ["inputs", "loss"]}
+APART = {"eval_do_concat_batches": False, "eval_accumulation_steps": 1, "include_for_metrics": ["inputs", "loss"]}
+NUM_ROWS = 5
+"""Samples of a batch of the plain Trainer."""
+
+
+class SeenMetrics:
+    """Metrics of everything that there is to see, of whole data sets or batch by batch, and what they were given."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.num_calls = 0
+
+    def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, Any]:
+        self.num_calls += 1
+        given = {"logits": prediction.predictions, "labels": prediction.label_ids, "inputs": prediction.inputs}
+        for name, parts in given.items():
+            for part in parts if isinstance(parts, list) else [] if parts is None else [parts]:
+                values = part["pixel_values"] if isinstance(part, dict) else part
+                self.sums[name] = self.sums.get(name, 0.0) + float(abs(torch.as_tensor(values).double()).sum())
+        return {"sums": dict(self.sums), "label": np.float32(self.sums["labels"])} if compute_result else {}
+
+
+def kept_bytes(tree: Any) -> int:
+    """Memory that tensors and arrays keep alive, also where they are views of it."""
+    if isinstance(tree, (list, tuple)):
+        return sum(map(kept_bytes, tree))
+    if isinstance(tree, torch.Tensor):
+        return tree.untyped_storage().nbytes()
+    return 0 if tree is None else kept_bytes(torch.as_tensor(tree))
+
+
+@scenario
+def measures(
+    folder: Path, num_stages: str, num_samples: int, schedule: str = "1f1b", **options: Any
+) -> dict[str, Any]:
+    """Evaluate with metrics; return them, and the most bytes that Trainer's loop kept beside the losses."""
+    most, seen, heard = 0, SeenMetrics(), []
+    own = EvalLoopContainer.add
+
+    def adding(container: EvalLoopContainer, tensors: Any) -> None:
+        nonlocal most
+        own(container, tensors)
+        is_loss = isinstance(tensors, torch.Tensor) and tensors.dim() == 1 and tensors.is_floating_point()
+        most = most if is_loss else max(most, kept_bytes(container.tensors) + kept_bytes(container.arrays))
+
+    class Hears(TrainerCallback):
+        def on_evaluate(self, *args: Any, metrics: Any = None, **kwargs: Any) -> None:
+            heard.append({name: value for name, value in metrics.items() if not name.endswith(TIMED)})
+
+    EvalLoopContainer.add = adding  # type: ignore[method-assign]
+    plain = num_stages == "plain"
+    kind = TrainingArguments if plain else PipeTransformerArguments
+    own_options = {} if plain else {"pipeline_parallel_size": num_stages, "pipeline_schedule": schedule}
+    args = kind(
+        output_dir=str(folder), per_device_eval_batch_size=NUM_ROWS, use_cpu=True, report_to="none",
+        disable_tqdm=True, seed=3, **own_options, **options,
+    )  # fmt: skip
+    trainer = (Trainer if plain else PipeTransformerTrainer)(
+        build_model("vit", 3), args, eval_dataset=make_dataset("vit", num_samples), data_collator=collate,
+        compute_metrics=seen, callbacks=[Hears()],
+    )  # fmt: skip
+    found = {name: value for name, value in trainer.evaluate().items() if not name.endswith(TIMED)}
+    EvalLoopContainer.add = own  # type: ignore[method-assign]
+    seen.sums, seen.num_calls, num_calls = {}, 0, seen.num_calls
+    predicted = trainer.predict(trainer.eval_dataset)
+    rows = predicted.predictions if isinstance(predicted.predictions, list) else [predicted.predictions]
+    return {
+        "metrics": found, "heard": heard, "kept": most, "num_calls": num_calls,
+        "predicted": sum(len(each) for each in rows), "sums": predicted.metrics["test_sums"],
+        "is_restored": trainer.compute_metrics is seen,
+    }  # fmt: skip
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, dict):
+            assert_close(found[name], value)
+        else:
+            assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_stages", "schedule", "options"),
+    [
+        (2, "2", "1f1b", {}), (2, "2", "1f1b", BY_BATCHES), (2, "2", "zb_v", APART), (2, "1", "1f1b", APART),
+        (4, "2", "1f1b", APART),
+    ],
+)  # fmt: skip
+def test_rank_0_alone_keeps_logits_and_every_rank_gets_its_metrics(
+    tmp_path: Path, num_processes: int, num_stages: str, schedule: str, options: dict[str, Any]
+) -> None:
+    asked = {"num_stages": "plain", "num_samples": 43, **options}
+    (plain,) = run(measures, tmp_path / "plain", 1, asked, timeout=SECONDS)
+    asked = {"num_stages": num_stages, "schedule": schedule, **options}
+    few = run(measures, tmp_path / "few", num_processes, {**asked, "num_samples": 23}, timeout=SECONDS)
+    ranks = run(measures, tmp_path / "many", num_processes, {**asked, "num_samples": 43}, timeout=SECONDS)
+    for rank, found in enumerate(ranks):
+        assert_close(found["metrics"], plain["metrics"])
+        assert found["heard"] == [found["metrics"]] and found["is_restored"]
+        assert (found["predicted"], found["num_calls"] > 0) == (43, rank == 0)
+        assert_close(found["sums"], plain["sums"])
+    if options is not BY_BATCHES:
+        assert few[0]["kept"] < ranks[0]["kept"]
+    assert [found["kept"] for found in (*few[1:], *ranks[1:])] == [0] * 2 * (num_processes - 1)
+
+
+@scenario
+def fails_in_metrics(folder: Path, how: str, where: str) -> dict[str, Any]:
+    """Evaluate with metrics that raise an error, communicate, or return what cannot be sent."""
+
+    def metrics(_prediction: Any) -> Any:
+        if how == "raises":
+            raise KeyError("no such word")
+        if how == "communicates":
+            ones = torch.ones(1)
+            dist.all_reduce(ones)
+            return {"ranks": float(ones)}
+        return {"figure": object()}
+
+    args = PipeTransformerArguments(
+        output_dir=str(folder), pipeline_parallel_size="2", use_cpu=True, report_to="none", disable_tqdm=True,
+        pipeline_compute_metrics=where,
+    )  # fmt: skip
+    trainer = PipeTransformerTrainer(
+        build_model("vit", 3), args, eval_dataset=make_dataset("vit", 8), data_collator=collate,
+        compute_metrics=metrics,
+    )  # fmt: skip
+    try:
+        return {"metrics": trainer.evaluate()["eval_ranks"]}
+    except Exception as error:
+        return {"kind": type(error).__name__, "text": str(error)}
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("raises", "KeyError", "no such word"),
+        ("communicates", "ValueError", "pipeline_compute_metrics='every_rank'"),
+        ("returns", "ValueError", "returned object as 'figure'"),
+    ],
+)
+def test_every_rank_learns_why_metrics_failed(tmp_path: Path, how: str, kind: str, text: str) -> None:
+    first, second = run(fails_in_metrics, tmp_path, 2, {"how": how, "where": "first_rank"}, timeout=SECONDS)
+    assert first["kind"] == kind and text in first["text"]
+    assert second["kind"] == "PipelineError" and "failed on rank 0" in second["text"] and text in second["text"]
+
+
+def test_metrics_may_communicate_where_every_rank_computes_them(tmp_path: Path) -> None:
+    options = {"how": "communicates", "where": "every_rank"}
+    assert run(fails_in_metrics, tmp_path, 2, options, timeout=SECONDS) == [{"metrics": 2.0}] * 2

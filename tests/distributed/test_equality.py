@@ -205,6 +205,9 @@ def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: 
         # The first entry under a layout shows the layout, beside what Trainer logs; one that tries numbers of
         # micro-batches has several.
         more = mine.keys() - theirs.keys()
+        if layout_scalars:
+            assert {"samples_per_second", "memory_gb"} <= more
+            more -= {"samples_per_second", "memory_gb", "bubble_share"}
         is_first = (index == 0 and not at_start) or (mine.get("pipeline_microbatches") != count and bool(more))
         assert more == (layout_scalars if is_first else set())
         count = mine.get("pipeline_microbatches", count)

@@ -1,0 +1,227 @@
+"""A finished or running training as its output folder records it: events, log entries and results."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+
+
+STATE_FILE = "trainer_state.json"
+RESULTS_FILES = ("all_results.json", "train_results.json", "eval_results.json")
+_NO_METRICS = re.compile(
+    r"(^epoch|^step|^total_flos|^num_tokens|_runtime|_per_second|_samples|^num_input_tokens_seen)$"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Log entry: `seconds` of training so far, or None where nothing tells the time."""
+
+    step: int
+    seconds: float | None
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One training.
+
+    Args:
+        events: events in order, without those that a resumed run repeated; `at_s` is the seconds since the start.
+        entries: log entries in order.
+        results: values of the results files.
+        trace: events of the newest trace of a step, see `engine.trace`.
+        estimates_time: seconds are `train_runtime` spread evenly over the steps.
+    """
+
+    name: str
+    folder: Path
+    events: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+    estimates_time: bool = False
+    trace: list[dict[str, Any]] = field(default_factory=list)
+
+    def of_kind(self, kind: str, **values: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of a kind with these values."""
+        for event in self.events:
+            if event["event"] == kind and all(event.get(name) == value for name, value in values.items()):
+                yield event
+
+    @property
+    def num_steps(self) -> int:
+        """Last step of which anything was recorded."""
+        steps = [int(event["step"]) for event in self.events] + [entry.step for entry in self.entries]
+        return max(steps, default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the start of training to the last entry recorded in it."""
+        known = [event["at_s"] for event in self.events] + [
+            entry.seconds for entry in self.entries if entry.seconds is not None
+        ]
+        return max(known, default=None)
+
+    def metric_names(self) -> list[str]:
+        """Return the names of losses and metrics that were logged, training loss first."""
+        found = {
+            name
+            for entry in self.entries
+            for name, value in entry.values.items()
+            if (name == "loss" or name.startswith("eval_")) and not _NO_METRICS.search(name) and is_finite(value)
+        }
+        return sorted(found, key=lambda name: (name != "loss", name))
+
+    def values_of(self, name: str) -> list[tuple[Entry, float]]:
+        """Return the log entries with a finite value of this name."""
+        return [(entry, entry.values[name]) for entry in self.entries if is_finite(entry.values.get(name))]
+
+    def value_at(self, name: str, seconds: float) -> tuple[Entry, float] | None:
+        """Return the last logged value of a metric at or before a time; None if there is none."""
+        known = [found for found in self.values_of(name) if found[0].seconds is not None]
+        earlier = [found for found in known if (found[0].seconds or 0.0) <= seconds]
+        return earlier[-1] if earlier else None
+
+    def layouts(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return each layout with the step from which it applied."""
+        found = []
+        for event in self.events:
+            if event["event"] == "run":
+                found.append((event["step"], event["layout"]))
+            elif event["event"] == "transition":
+                found.append((event["step"], event["to"]))
+        return found
+
+
+def is_finite(value: Any) -> bool:
+    """Return True for a number that can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def pipeline_size(layout: dict[str, Any]) -> int:
+    """Return the ranks of a pipeline K of a layout in an event."""
+    return int(layout["num_stages"]) // int(layout.get("num_chunks", 1))
+
+
+def read_runs(folders: Sequence[str]) -> list[RecordedRun]:
+    """Read several runs; each is named by the part of its folder in which it differs from the others.
+
+    Raises:
+        ValueError: a folder has no run in it; the message names it.
+    """
+    paths = [Path(folder) for folder in folders]
+    return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def read_run(folder: Path, name: str) -> RecordedRun:
+    """Read one run from its output folder.
+
+    Raises:
+        ValueError: no run is in it, or a file is not what it should be.
+    """
+    events_file = folder / EVENTS_FILE
+    events = _joined(read_events(str(events_file))) if events_file.is_file() else []
+    results: dict[str, Any] = {}
+    for each in reversed(RESULTS_FILES):
+        if (folder / each).is_file():
+            results |= _object(folder / each)
+    entries = [Entry(event["step"], event["at_s"], event["values"]) for event in events if event["event"] == "log"]
+    estimates = False
+    if not entries:
+        entries, estimates = _logged_by_trainer(folder, events, results)
+    if not events and not entries:
+        raise ValueError(
+            f"{folder} has neither {EVENTS_FILE} nor {STATE_FILE}: expected the output_dir of a run, which has the "
+            f"first if PipeTransformerTrainer trained there, and the second after `trainer.save_state()` or in a "
+            "checkpoint."
+        )
+    return RecordedRun(name, folder, events, entries, results, estimates, _trace(folder))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    parts = [path.resolve().parts for path in paths]
+    length = 1
+    while length < max(map(len, parts)) and len({part[-length:] for part in parts}) < len(paths):
+        length += 1
+    names = ["/".join(part[-length:]) for part in parts]
+    return [name if names.count(name) == 1 else f"{name} ({at + 1})" for at, name in enumerate(names)]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): expected a JSON object.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has a {type(found).__name__}, expected a JSON object.")
+    return found
+
+
+def _joined(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of the last run in a file with `at_s`, seconds since its start; a resumed run continues it.
+
+    Steps that were trained again after a kill are left out, but their time counts.
+    """
+    joined: list[dict[str, Any]] = []
+    begin = passed = 0.0
+    for event in events:
+        at = float(event.get("time_s") or 0.0)
+        if event["event"] == "run":
+            if "resumed_from" not in event or not joined:
+                joined, passed = [], 0.0
+            else:
+                passed = max(each["at_s"] for each in joined)
+                joined = [each for each in joined if each["step"] <= event["step"]]
+            begin = at
+        # What belongs to no run, such as the inspection before the first, has no time.
+        joined.append({**event, "at_s": max(0.0, passed + at - begin)})
+    return joined
+
+
+def _logged_by_trainer(
+    folder: Path, events: Sequence[dict[str, Any]], results: dict[str, Any]
+) -> tuple[list[Entry], bool]:
+    """Return the entries of Trainer's own log, which have no time, and True if time was estimated."""
+    path = _state_file(folder)
+    if path is None:
+        return [], False
+    history = _object(path).get("log_history")
+    if not isinstance(history, list) or not all(isinstance(each, dict) and "step" in each for each in history):
+        raise ValueError(f"{path} has no log_history of entries with a step: expected the state of a Trainer.")
+    runtimes = [each["train_runtime"] for each in history if is_finite(each.get("train_runtime"))]
+    runtime = results.get("train_runtime", runtimes[-1] if runtimes else None)
+    last = max((each["step"] for each in history), default=0)
+    steps, seconds = [event["step"] for event in events], [event["at_s"] for event in events]
+    entries = []
+    for each in history:
+        at = None
+        if steps:
+            at = seconds[max(0, bisect_right(steps, each["step"]) - 1)]
+        elif is_finite(runtime) and last:
+            at = runtime * each["step"] / last
+        entries.append(Entry(each["step"], at, each))
+    return entries, not steps and is_finite(runtime)
+
+
+def _trace(folder: Path) -> list[dict[str, Any]]:
+    path = max(folder.glob("trace_step_*.json"), key=lambda path: path.stat().st_mtime, default=None)
+    found = [] if path is None else _object(path).get("traceEvents")
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ValueError(f"{path} has no list of traceEvents: expected the trace of a step.")
+    return found
+
+
+def _state_file(folder: Path) -> Path | None:
+    """Return the newest state of a Trainer in an output folder: its own, else that of its last checkpoint."""
+    if (folder / STATE_FILE).is_file():
+        return folder / STATE_FILE
+    found = [path for path in folder.glob(f"checkpoint-*/{STATE_FILE}") if path.parent.name[11:].isdigit()]
+    return max(found, key=lambda path: int(path.parent.name[11:]), default=None)

@@ -1,0 +1,251 @@
+"""Text and JSON values of a `RunPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from hf_pipetransformer.planning.costs import RankMemory
+from hf_pipetransformer.report import duration
+from hf_pipetransformer.schedules.layout import counted
+from hf_pipetransformer.startup.run_plan import NO_GAIN, Option, RunPlan
+from hf_pipetransformer.startup.timeline import spans_as_json
+
+
+GB = 1e9
+MOST_SCHEDULES = 12
+"""Layouts of other schedules that the text lists; JSON has all."""
+
+HALF = 0.5
+
+
+def in_words(plan: RunPlan) -> str:
+    """Return the plan as text: layouts, ranks, schedules, host memory, freezing and cache, where times are from."""
+    parts = [_head(plan), _layouts(plan), _ranks(plan), _host(plan), _schedules(plan), _course(plan), _sources(plan)]
+    return "\n\n".join(filter(None, [*parts, "\n".join(verdicts(plan))]))
+
+
+def _head(plan: RunPlan) -> str:
+    machine = plan.machine
+    return (
+        f"{plan.model}: {_count(plan.num_parameters)} parameters in {plan.num_layers} layers, "
+        f"{_gigabytes(plan.weight_bytes)} of weights; {counted(machine.num_devices, 'device')} of "
+        f"{machine.device_bytes / GB:.4g} GB, of which {plan.budget / GB:.4g} GB are planned with."
+    )
+
+
+def _layouts(plan: RunPlan) -> str:
+    rows = [_row(str(each.layout.pipeline_size), each) for each in plan.options]
+    name = "Trainer" if plan.machine.num_devices == 1 else "Trainer, DDP"
+    head = ["stages K", "replicas R", "micro-batches M", "fullest rank", "fits", "waiting", "step", "samples/s"]
+    return table(head, [_row(name, plan.trainer), *rows])
+
+
+def _row(name: str, option: Option) -> list[str]:
+    layout = option.layout
+    return [
+        name,
+        str(layout.num_replicas),
+        str(layout.num_microbatches),
+        _gigabytes(option.fullest),
+        "yes" if option.fits else "no",
+        f"{option.bubble:.0%}",
+        f"{option.step_seconds:.3g} s",
+        f"{option.samples_per_second:.3g}",
+    ]
+
+
+def _ranks(plan: RunPlan) -> str:
+    parts = [part.name for part in fields(RankMemory)]
+    rows = []
+    for rank, (stage, memory) in enumerate(zip(plan.stages, plan.chosen.memory, strict=True)):
+        counts = [_count(count) for count in (stage.parameters, stage.trained)]
+        sizes = [_gigabytes(getattr(memory, part)) for part in parts] + [_gigabytes(memory.total)]
+        rows.append([str(rank), stage.blocks, *counts, *sizes])
+    head = ["rank", "blocks", "parameters", "trained", *parts, "total"]
+    return f"{plan.chosen.layout}, {plan.chosen.layout.schedule}; memory of each rank of a pipeline:\n" + table(
+        head, rows
+    )
+
+
+def _host(plan: RunPlan) -> str:
+    phases = ", ".join(f"{name} {_gigabytes(size)}" for name, size in plan.host.items())
+    return (
+        f"Host memory of the fullest rank, in addition to that of Python and its libraries: {phases}. Weights mapped "
+        "from a file are pages that all ranks of a machine share."
+    )
+
+
+def _schedules(plan: RunPlan) -> str:
+    if not plan.schedules:
+        return ""
+    shown = plan.schedules[:MOST_SCHEDULES]
+    rows = [[each.layout.schedule, *_row(str(each.layout.pipeline_size), each)] for each in shown]
+    head = ["schedule", "stages K", "R", "M", "fullest rank", "fits", "waiting", "step", "samples/s"]
+    lines = ["Schedules, fastest first:", table(head, rows)]
+    if len(plan.schedules) > len(shown):
+        lines.append(f"{len(plan.schedules) - len(shown)} slower ones are in --json.")
+    if any(each.layout.abilities.overlaps_steps for each in shown):
+        lines.append("async_1f1b gives other results than Trainer; the others give the same.")
+    lines += [f"Not {name}: {why}" for name, why in plan.refused.items()]
+    return "\n".join(lines)
+
+
+def _course(plan: RunPlan) -> str:
+    course, took = plan.course, plan.duration
+    if not course.num_steps:
+        return ""
+    steps = f"{course.num_steps:,} steps"
+    if course.num_samples is not None:
+        steps += f", {course.num_epochs:.3g} epochs of {course.num_samples:,} samples"
+    lines = [f"The run: {steps}; with nothing frozen {duration(took.full_seconds)}."]
+    freezing = course.freezing
+    if freezing is None:
+        return "\n".join([*lines, course.note])
+    at_most = "" if freezing.is_certain else "at most "
+    step, parts = 0, []
+    for span in freezing.spans:
+        parts.append(f"{at_most}{span.num_frozen} of {plan.num_layers} layers from step {step:,} on")
+        step += span.num_steps
+    lines.append(f"Frozen ({freezing.policy}): {'; '.join(parts)}.")
+    if plan.caching is not None:
+        lines.append(_cache(plan))
+    at_least = "" if freezing.is_certain else "at least "
+    lines.append(f"Predicted time: {at_least}{duration(took.seconds)}, with freezing and cache.")
+    return "\n".join(lines)
+
+
+def _cache(plan: RunPlan) -> str:
+    caching = plan.caching
+    assert caching is not None
+    needed = f"{_gigabytes(caching.needed_bytes)} needed on each node, {_gigabytes(caching.allowed_bytes)} allowed"
+    if caching.why_off is not None:
+        return f"Activation cache: off ({caching.why_off}); {needed}."
+    text = f"Activation cache: {needed}: {caching.share:.0%} of the samples can be stored."
+    return text if caching.is_used else f"{text} Nothing is: {caching.reason}."
+
+
+def _sources(plan: RunPlan) -> str:
+    course = plan.course
+    lines = [f"Measured here: {', '.join(course.measured)}."] if course.measured else []
+    if course.assumed:
+        lines.append(f"Assumed: {', '.join(course.assumed)}.")
+    if not course.measured:
+        lines.append("Nothing was measured: times compare layouts; a run, or --plan_only, measures its own.")
+    return "\n".join(lines)
+
+
+def verdicts(plan: RunPlan) -> list[str]:
+    """Return what to conclude from the plan, a sentence or two each."""
+    return [*filter(None, [_whether_it_fits(plan), _whether_to_split(plan), _whether_to_freeze(plan)])]
+
+
+def _whether_it_fits(plan: RunPlan) -> str:
+    if plan.chosen.fits:
+        return ""
+    text = f"Does not fit: the fullest rank needs {plan.chosen.fullest / GB:.1f} GB of {plan.budget / GB:g} GB. "
+    fitting = [str(each.layout.pipeline_size) for each in plan.options if each.fits]
+    if fitting:
+        return f"{text}It fits with K={' or '.join(fitting)}."
+    return (
+        f"{text}Take more or larger devices, adapters (PEFT), an 8-bit optimizer, smaller batches or sequences, or "
+        "pipeline_checkpoint='layers'."
+    )
+
+
+def _whether_to_split(plan: RunPlan) -> str:
+    alone, *longer = plan.options
+    if alone.layout.pipeline_size > 1 or not longer or not any(each.fits for each in plan.options):
+        return ""
+    fastest = plan.fastest
+    size = fastest.layout.pipeline_size
+    if not alone.fits:
+        return f"K={size} is predicted fastest of those that fit: the model does not fit on one device."
+    if fastest is alone:
+        next_best = min(longer, key=lambda each: each.step_seconds)
+        times = next_best.step_seconds / alone.step_seconds if alone.step_seconds else 1.0
+        return (
+            f"K=1 is predicted faster: the model fits on one device. K={next_best.layout.pipeline_size} would take "
+            f"{times:.2f} times as long."
+        )
+    share = fastest.step_seconds / alone.step_seconds
+    text = f"K={size} is predicted to take {share:.2f} of the time of K=1, although the model fits on one device."
+    return text if plan.course.measured else f"{text} Assumed rates say so: compare both with --plan_only first."
+
+
+def _whether_to_freeze(plan: RunPlan) -> str:
+    course, took, caching = plan.course, plan.duration, plan.caching
+    if course.freezing is None or not took.full_seconds:
+        return ""
+    epochs = f"{course.num_epochs:.3g} epochs"
+    share, texts = took.seconds / took.full_seconds, []
+    if all(not span.num_frozen for span in course.freezing.spans):
+        return f"No gain: no layer freezes in {epochs} ({course.num_steps:,} steps)."
+    if share > NO_GAIN:
+        texts.append(f"No gain: {epochs}, in which freezing and cache take {share:.2f} of the full run's time.")
+    else:
+        at_least = "" if course.freezing.is_certain else "at least "
+        texts.append(
+            f"Freezing is predicted to take {at_least}{share:.2f} of the full run's time. It may cost accuracy: "
+            f"compare it with {took.equal_epochs:.3g} epochs of full fine-tuning, which take as long."
+        )
+    if caching is not None and caching.is_used and caching.share < HALF:
+        texts.append(
+            f"Only {caching.share:.0%} of the samples fit into the activation cache: raise activation_cache_max_gb, "
+            "or choose a disk with more space (activation_cache_dir)."
+        )
+    return " ".join(texts)
+
+
+def _count(elements: float) -> str:
+    return f"{elements / 1e9:.4g} B" if elements >= 1e9 else f"{elements / 1e6:.4g} M"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / GB:.1f} GB" if size >= 10 * GB else f"{size / GB:.3g} GB" if size >= GB / 10 else _megabytes(size)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size else "0"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Align columns to the right, the second one, if it has words, to the left."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    is_text = [any(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, is_text, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def as_json(plan: RunPlan) -> dict[str, Any]:
+    """Return all of the plan as JSON values."""
+    own = ("options", "trainer", "chosen", "schedules", "timeline")
+    return {
+        **{name: value for name, value in asdict(plan).items() if name not in own},
+        "num_epochs": plan.course.num_epochs,
+        "trained_by_rank": list(plan.trained_by_rank),
+        "options": [_option(each) for each in plan.options],
+        "trainer": _option(plan.trainer),
+        "chosen": _option(plan.chosen),
+        "schedules": [_option(each) for each in plan.schedules],
+        "timeline": spans_as_json(plan.timeline),
+        "verdicts": verdicts(plan),
+    }
+
+
+def _option(each: Option) -> dict[str, Any]:
+    return {
+        **asdict(each),
+        "schedule": each.layout.schedule,
+        "pipeline_size": each.layout.pipeline_size,
+        "fullest": each.fullest,
+        "memory": [{**asdict(rank), "total": rank.total} for rank in each.memory],
+        "layout": each.layout.as_event(),
+    }

@@ -1,0 +1,472 @@
+"""Plan of a run before its first step: memory, waiting and time of every layout, what freezing and the cache change.
+
+A `RunPlanner` holds the costs of the blocks, measured by the trainer or computed from a config; everything else
+follows from them without a device, a process group or a clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache as remembered
+from itertools import accumulate
+from typing import Any
+
+from hf_pipetransformer.options.combinations import check_combinations
+from hf_pipetransformer.planning.costs import (
+    BlockCosts,
+    Overheads,
+    RankMemory,
+    predict_step,
+    predict_timeline,
+    rank_memory,
+    stage_elements,
+    trained_elements,
+)
+from hf_pipetransformer.planning.forecast import Forecast, Freezing, Storing
+from hf_pipetransformer.planning.planner import MEMORY_RESERVE, plan_transition
+from hf_pipetransformer.planning.simulator import Timeline
+from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
+from hf_pipetransformer.schedules import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
+from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.startup.model import MOST_GRADIENTS
+from hf_pipetransformer.startup.planner import RunPlanner
+
+
+COMMUNICATOR_BYTES = 3e8
+"""Assumed memory of a NCCL communicator on each of its devices."""
+
+WINDOW_BYTES = 2**25
+"""Bytes of other stages' weights that a rank holds at a time where weights are placed or saved."""
+
+NO_GAIN = 0.97
+"""Share of the full run's time above which freezing is called no gain: predictions err by as much."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices that a run is planned for: how many, bytes of each, operations and bytes per second between two.
+
+    `devices_per_node` bounds a pipeline, which does not leave its node. `reading` is the seconds to read and collate a
+    sample. `is_host` says that devices are the host's own
+    processors, so that their memory is the host's.
+    """
+
+    num_devices: int
+    device_bytes: float
+    devices_per_node: int
+    flops: float = 1e14
+    bandwidth: float = 2.5e10
+    memory_bandwidth: float = 1e12
+    communicator_bytes: float = COMMUNICATOR_BYTES
+    reading: float = 0.0
+    is_host: bool = False
+
+    # What a planner asks a run's `Topology` for.
+    @property
+    def world_size(self) -> int:
+        return self.num_devices
+
+    @property
+    def local_world_size(self) -> int:
+        return self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Records of the activation cache on one node.
+
+    Args:
+        record_bytes: bytes of a sample's record.
+        allowed_bytes: limit of the node's records.
+        read: seconds to read a record, `write` to write it, `input` to read and collate a sample instead.
+        why_off: why nothing can be stored; None if it can.
+        is_shared: True if `read` and `write` are those of one rank alone, which all readers of a node slow down.
+    """
+
+    record_bytes: float = 0.0
+    allowed_bytes: float = 0.0
+    read: float = 0.0
+    write: float = 0.0
+    input: float = 0.0
+    why_off: str | None = None
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Course:
+    """Length of a run in optimizer steps and epochs, its samples, and what it freezes and may store.
+
+    Args:
+        num_samples: samples of an epoch; None if unknown.
+        note: what to say of freezing where `freezing` is None.
+        measured: names of what was measured for the plan; `assumed` of what was not, with the value taken.
+    """
+
+    num_steps: int
+    steps_per_epoch: int
+    num_samples: int | None = None
+    freezing: Freezing | None = None
+    storage: Storage | None = None
+    note: str = ""
+    measured: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def num_epochs(self) -> float:
+        return self.num_steps / self.steps_per_epoch
+
+
+def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple[int, int]:
+    """Return the optimizer steps of a run and of an epoch by Trainer's rules; 0 steps if the options do not say."""
+    if num_samples is None:
+        return max(0, args.max_steps), max(1, args.max_steps)
+    batches = math.ceil(num_samples / (args.train_samples_per_device * num_devices))
+    steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    by_epochs = math.ceil(args.num_train_epochs * steps_per_epoch)
+    return (args.max_steps if args.max_steps > 0 else by_epochs), steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Option:
+    """One possible layout: the memory of its ranks, the share of time that devices wait, and a step's seconds."""
+
+    layout: Layout
+    memory: tuple[RankMemory, ...]
+    bubble: float
+    step_seconds: float
+    samples_per_second: float
+    fits: bool
+
+    @property
+    def fullest(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(rank.total for rank in self.memory)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks of one rank of the pipeline in words, and the elements of their parameters and of those it trains."""
+
+    blocks: str
+    parameters: float
+    trained: float
+
+
+@dataclass(frozen=True)
+class Caching:
+    """Bytes that the records of a node need and may take, the share of the samples that fit, or why none is stored.
+
+    `is_used` says if the run would store anything, and `reason` why.
+    """
+
+    needed_bytes: float
+    allowed_bytes: float
+    share: float
+    why_off: str | None = None
+    is_used: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Predicted seconds of the run, of one that freezes nothing, and the epochs of the latter in the former's time."""
+
+    seconds: float
+    full_seconds: float
+    equal_epochs: float
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Possible layouts of a run, shortest pipeline first, and the one that it would begin with.
+
+    `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
+    options; `schedules` are the layouts of all schedules that the options allow on several stages, fastest first;
+    `refused` says why the others are not among them. `host` has the host memory of the fullest rank by phase.
+    """
+
+    model: str
+    num_parameters: int
+    weight_bytes: int
+    num_layers: int
+    machine: Machine
+    course: Course
+    blocks: BlockCosts
+    overheads: Overheads
+    options: tuple[Option, ...]
+    trainer: Option
+    chosen: Option
+    stages: tuple[Stage, ...]
+    host: dict[str, float]
+    schedules: tuple[Option, ...]
+    refused: dict[str, str]
+    caching: Caching | None
+    duration: Duration
+    timeline: Timeline
+
+    @property
+    def trained_by_rank(self) -> tuple[float, ...]:
+        return tuple(stage.trained for stage in self.stages)
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that layouts may fill."""
+        return self.machine.device_bytes * (1 - MEMORY_RESERVE)
+
+    @property
+    def fastest(self) -> Option:
+        """Option with the shortest step among those that fit, or among all if none does."""
+        fitting = [each for each in self.options if each.fits]
+        return min(fitting or self.options, key=lambda each: each.step_seconds)
+
+
+def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) -> RunPlan:
+    """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run."""
+    args, frozen = planner.args, planner.num_frozen_by_user
+    samples, local = args.train_samples_per_device, machine.devices_per_node
+    sizes = [k for k in range(1, local + 1) if local % k == 0 and planner.num_chunks(k)]
+    options = tuple(make_option(planner, planner.plan(k, samples, frozen), machine) for k in sizes)
+    # As a run chooses: the shortest pipeline that fits.
+    chosen = next((each for each in options if each.fits), options[-1])
+    if args.pipeline_size is not None:
+        chosen = next((each for each in options if each.layout.pipeline_size == args.pipeline_size), chosen)
+    schedules, refused = _other_schedules(planner, machine, sizes)
+    weights = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    caching = _caching(planner, machine, course)
+    storing = _storing(planner, chosen.layout, course, caching)
+    step = args.train_samples_per_device * chosen.layout.pipeline_size
+    timeline = predict_timeline(chosen.layout, *_costs(planner, chosen.layout), step, args.gradient_accumulation_steps)
+    return RunPlan(
+        model=type(bare_model(model)).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weight_bytes=sum(weights),
+        num_layers=planner.probe.structure.num_layers,
+        machine=machine,
+        course=course,
+        blocks=planner.costs.blocks,
+        overheads=planner.costs.overheads,
+        options=options,
+        trainer=_of_trainer(planner, machine),
+        chosen=chosen,
+        stages=_stages(chosen.layout, planner.costs.blocks),
+        host=_host_memory(chosen, planner, machine, weights),
+        schedules=schedules,
+        refused=refused,
+        caching=_decided(planner, course, caching, storing),
+        duration=_duration(planner, chosen.layout, course, storing),
+        timeline=timeline,
+    )
+
+
+def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
+    """Return the costs under a layout: the planner has the time that reading takes if each rank reads its own."""
+    overheads = planner.costs.overheads
+    return planner.costs.blocks, replace(overheads, per_step=overheads.per_step * layout.pipeline_size)
+
+
+# ---- layouts ----
+
+
+def make_option(planner: RunPlanner, layout: Layout, machine: Machine, sums: bool | None = None) -> Option:
+    """Predict the memory and the time of a layout; without `sums` the options decide whether float32 sums are kept."""
+    args = planner.args
+    accumulation, samples = args.gradient_accumulation_steps, args.train_samples_per_device * layout.pipeline_size
+    sums = planner.sums_in_float32(layout) if sums is None else sums
+    rules = replace(planner.memory_rules, sums=sums)
+    memory = rank_memory(layout, planner.costs.blocks, samples, accumulation, args.pipeline_weights, rules)
+    shared = [blocks for blocks, _ in planner.costs.blocks.shared]
+    for rank, count in enumerate(communicators(layout, shared)):
+        memory[rank].communicators = count * machine.communicator_bytes
+    step = predict_step(layout, *_costs(planner, layout), samples, accumulation)
+    per_second = samples * layout.num_replicas * accumulation / step.seconds if step.seconds else 0.0
+    busy = sum(step.rank_seconds) / layout.pipeline_size
+    bubble = max(0.0, 1 - busy / step.pipeline) if step.pipeline else 0.0
+    fits = max(rank.total for rank in memory) <= machine.device_bytes * (1 - MEMORY_RESERVE)
+    return Option(layout, tuple(memory), bubble, step.seconds, per_second, fits)
+
+
+def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
+    """Return how many communicators each rank of a pipeline is a member of; see `Topology`.
+
+    One of all ranks; with several stages one of the pipeline, and one for each way of messages to or from another
+    rank; one of the replicas; and for parameters of several stages, `shared` by these blocks, one or two.
+    """
+    places, several = layout.places, layout.num_replicas > 1
+    alone = layout.pipeline_size == 1
+    if alone and not several:
+        return [0]
+    counts = [1 + (not alone) + several] * layout.pipeline_size
+    ways = set()
+    for lower in filter(places.is_crossed, range(layout.num_stages)):
+        pair = places.rank_of(lower), places.rank_of(lower + 1)
+        ways |= {pair, pair[::-1]}
+    for rank in range(layout.pipeline_size):
+        counts[rank] += sum(rank in way for way in ways)
+    for members in {layout.ranks_of(blocks) for blocks in shared}:
+        for rank in members if len(members) > 1 else ():
+            counts[rank] += 1 + several
+    return counts
+
+
+def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
+    """Return Trainer's own data parallelism: one stage, and gradients in the precision of the weights."""
+    samples, frozen = planner.args.train_samples_per_device, planner.num_frozen_by_user
+    on_stages = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None)
+    return make_option(on_stages, on_stages.plan(1, samples, frozen), machine, sums=False)
+
+
+def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
+    args = copy.copy(planner.args)
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return replace(planner, args=args)
+
+
+def _other_schedules(
+    planner: RunPlanner, machine: Machine, sizes: Sequence[int]
+) -> tuple[tuple[Option, ...], dict[str, str]]:
+    """Return the layouts of all schedules on several stages, fastest first, and why other schedules are not there."""
+    found, refused = [], {}
+    samples, frozen = planner.args.train_samples_per_device, planner.num_frozen_by_user
+    for name in SCHEDULE_NAMES:
+        other = _with_options(planner, pipeline_schedule=name)
+        try:
+            check_combinations(other.args)
+        except ValueError as error:
+            refused[name] = str(error)
+            continue
+        if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
+            refused[name] = (
+                "causal language models alone can use it, and only a run with it measures the slices that it needs."
+            )
+            continue
+        longer = [k for k in sizes if k > 1 and other.num_chunks(k)]
+        found += [make_option(other, other.plan(k, samples, frozen), machine) for k in longer]
+    return tuple(sorted(found, key=lambda each: (not each.fits, each.step_seconds))), refused
+
+
+def _stages(layout: Layout, costs: BlockCosts) -> tuple[Stage, ...]:
+    counts = zip(stage_elements(layout, costs), trained_elements(layout, costs), strict=True)
+    return tuple(Stage(blocks_in_words(layout, rank), *both) for rank, both in enumerate(counts))
+
+
+def blocks_in_words(layout: Layout, rank: int) -> str:
+    """Name the blocks of a rank of a pipeline, such as "embeddings, layers 1-6"."""
+    return " and ".join(_in_words(blocks, layout.num_blocks) for blocks in layout.blocks_of_rank(rank))
+
+
+def _in_words(blocks: range, num_blocks: int) -> str:
+    words = ["embeddings"] if 0 in blocks else []
+    own = [block for block in blocks if 0 < block < num_blocks - 1]
+    is_cut_below = own and own[0] == mlp_of(block_of(own[0]) - 1)
+    is_cut_above = own and own[-1] == attention_of(block_of(own[-1]) - 1)
+    whole = [block_of(block) for block in own[bool(is_cut_below) : len(own) - bool(is_cut_above)]]
+    words += [f"MLP of layer {block_of(own[0])}"] if is_cut_below else []
+    if whole:
+        words.append(f"layer {whole[0]}" if whole[0] == whole[-1] else f"layers {whole[0]}-{whole[-1]}")
+    words += [f"attention of layer {block_of(own[-1])}"] if is_cut_above else []
+    return ", ".join([*words, *(["head"] if num_blocks - 1 in blocks else [])])
+
+
+def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights: Sequence[int]) -> dict[str, float]:
+    """Return bytes of host memory of the fullest rank by phase.
+
+    Weights that are mapped from a file are counted as if they were the rank's own. The checks compute in float32 on
+    two layers, and take few gradients. Where devices are the host's, the training state is the host's too.
+    """
+    blocks, layout = planner.costs.blocks, option.layout
+    whole, several = sum(weights), layout.pipeline_size > 1
+    layers = [blocks.parameters[attention_of(i)] + blocks.parameters[mlp_of(i)] for i in range(layout.num_layers)]
+    own = max(rank.weights for rank in option.memory)
+    state = option.fullest if machine.is_host else 0.0
+    gathered = planner.args.pipeline_gather_at_end != "never" and several
+    return {
+        "model loaded": whole,
+        "checks at the start": whole + 8.0 * max(layers) + 8.0 * MOST_GRADIENTS,
+        "weights placed": own + WINDOW_BYTES + max(weights) if several else whole,
+        "training": state,
+        "saving": state + (max(WINDOW_BYTES, max(weights)) if several else 0.0),
+        "end of train()": state + (whole if gathered else 0.0),
+    }
+
+
+# ---- freezing and the cache ----
+
+
+def _caching(planner: RunPlanner, machine: Machine, course: Course) -> Caching | None:
+    storage, freezing, args = course.storage, course.freezing, planner.args
+    freezes = freezing is not None and any(span.num_frozen for span in freezing.spans)
+    if storage is None or course.num_samples is None or not freezes:
+        return None
+    why = storage.why_off
+    if args.activation_cache == "off":
+        why = "activation_cache='off'"
+    elif not args.schedule.abilities.runs_steps_whole:
+        why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
+    here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
+    needed = storage.record_bytes * here * max(1, args.activation_cache_views)
+    share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0
+    return Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
+
+
+def _storing(planner: RunPlanner, layout: Layout, course: Course, caching: Caching | None) -> Storing | None:
+    """Return what a forecast needs to know of the cache; None if nothing can be stored."""
+    storage, args = course.storage, planner.args
+    if storage is None or caching is None or caching.why_off is not None:
+        return None
+    local = planner.topology.local_world_size // layout.pipeline_size if storage.is_shared else 1
+    prefix = prefix_seconds(planner.costs.blocks, layout.num_layers)
+    costs = CacheCosts(prefix, storage.input, local * storage.read, local * storage.write)
+    return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
+
+
+def _decided(planner: RunPlanner, course: Course, caching: Caching | None, storing: Storing | None) -> Caching | None:
+    """Add what the run would decide when layers freeze: the first decision to store something, or else the first."""
+    if caching is None or storing is None or course.freezing is None:
+        return caching
+    decisions, left = [], course.num_steps
+    for span in course.freezing.spans:
+        if span.num_frozen:
+            slots = storing.slots(planner.costs.blocks, span.num_frozen)
+            stored, epochs = Stored(fits_share=storing.fits_share), left / course.steps_per_epoch
+            decisions.append(decide_cache(storing.costs, span.num_frozen, stored, epochs, storing.mode, slots))
+        left -= span.num_steps
+    decision = next((each for each in decisions if each.use), decisions[0])
+    return replace(caching, is_used=decision.use, reason=decision.reason)
+
+
+def _duration(planner: RunPlanner, layout: Layout, course: Course, storing: Storing | None) -> Duration:
+    forecast = make_forecast(planner, layout, *_costs(planner, layout), course.steps_per_epoch, storing)
+    full = forecast.full_seconds(course.num_steps)
+    seconds = full if course.freezing is None else forecast.seconds(course.freezing.spans)
+    return Duration(seconds, full, course.num_epochs * seconds / full if full else course.num_epochs)
+
+
+def prefix_seconds(blocks: BlockCosts, num_layers: int) -> tuple[float, ...]:
+    """Return the forward of the embeddings and the first `f` layers in seconds per sample, for each `f`."""
+    sums = [0.0, *accumulate(blocks.forward)]
+    return tuple(sums[attention_of(level)] for level in range(num_layers + 1))
+
+
+def make_forecast(
+    planner: RunPlanner,
+    layout: Layout,
+    blocks: BlockCosts,
+    overheads: Overheads,
+    steps_per_epoch: int,
+    storing: Storing | None,
+) -> Forecast:
+    """Build a forecast for runs that start under `layout`; `storing` is None if nothing is cached."""
+    samples, accumulation = planner.args.train_samples_per_device, planner.args.gradient_accumulation_steps
+    inputs = replace(planner.inputs(layout, samples, {}), blocks=blocks, overheads=overheads)
+
+    @remembered
+    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
+        return plan_transition(current, num_frozen, inputs, cache_level).layout
+
+    return Forecast(layout, blocks, overheads, samples, accumulation, steps_per_epoch, plan, storing)

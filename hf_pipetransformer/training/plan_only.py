@@ -1,0 +1,130 @@
+"""`plan_only`: print the plan of a run from what was measured at its start, and end before the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from hf_pipetransformer.cache.folder import safe_max_bytes
+from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
+from hf_pipetransformer.cache.opening import cache_base, stored_dtype
+from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
+from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.freeze.policies import freezing_of
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
+from hf_pipetransformer.startup.plan_words import as_json, in_words
+from hf_pipetransformer.startup.planner import StartUp
+from hf_pipetransformer.startup.run_plan import (
+    COMMUNICATOR_BYTES,
+    Course,
+    Machine,
+    RunPlan,
+    Storage,
+    plan_run,
+)
+from hf_pipetransformer.training.expectation import optimizer_seconds
+from hf_pipetransformer.training.starting import Starter
+
+
+PLAN_FILE = "plan.json"
+"""File in `output_dir` with the printed plan as JSON."""
+
+
+class PlanPrinted(SystemExit):
+    """End of a script whose run was only planned: status 0."""
+
+
+def print_plan(starter: Starter, given: Any, num_steps: int, steps_per_epoch: int) -> NoReturn:
+    """Inspect and measure as for a training, print the plan on rank 0, and raise `PlanPrinted` on every rank.
+
+    Collective: call on every rank. `given` is what `Starter.inspect` takes.
+    """
+    context = starter.context
+    start_up = starter.inspect(given, is_training=True).start_up
+    batches = first_batches(context.trainer, given)
+
+    def tell() -> None:
+        plan = _plan(starter, start_up, batches, (num_steps, steps_per_epoch))
+        print(in_words(plan), flush=True)
+        folder = context.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, PLAN_FILE), "w", encoding="utf-8") as file:
+            json.dump(as_json(plan), file)
+
+    context.topology.decide(tell)
+    context.topology.barrier()
+    raise PlanPrinted
+
+
+def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tuple[int, int]) -> RunPlan:
+    context, plans = starter.context, start_up.plans
+    trainer, topology, args = context.trainer, context.topology, context.args
+    num_samples = None
+    report = InputReport("the loader is the script's own, whose samples have no index")
+    if isinstance(batches, OwnBatches):
+        activation = start_up.probe.activation
+        dataset = batches.dataset
+        report = examine_inputs(dataset, batches.collate, activation.main_input, start_up.probe.placeholders)
+        num_samples = len(dataset) if hasattr(dataset, "__len__") else None
+    # Workers read while the ranks compute.
+    reading = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
+    machine = Machine(
+        topology.world_size,
+        plans.device_bytes,
+        topology.local_world_size,
+        communicator_bytes=COMMUNICATOR_BYTES if args.device.type == "cuda" else 0.0,
+        is_host=args.device.type == "cpu",
+    )
+    measured = [f"blocks (with {plans.costs.num_samples} samples)", "memory of the devices", "the optimizer step"]
+    measured += ["transfers"] if topology.world_size > 1 else []
+    measured += ["reading samples"] if report.seconds_per_sample else []
+    freezing, note = freezing_of(
+        starter.policy, args, start_up.probe.structure.num_layers, plans.num_frozen_by_user, length
+    )
+    storage = None
+    if freezing is not None:
+        storage = _storage(args, start_up, report)
+        measured += ["the cache's disk"] if storage.why_off is None else []
+    assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
+    course = Course(*length, num_samples, freezing, storage, note, tuple(measured), assumed)
+    overheads = replace(
+        plans.costs.overheads,
+        optimizer_per_parameter=optimizer_seconds(trainer, _trained(trainer.model, args.device)),
+        per_step=args.train_samples_per_device * args.gradient_accumulation_steps * reading,
+    )
+    planner = replace(plans, costs=replace(plans.costs, overheads=overheads))
+    return plan_run(trainer.model, planner, machine, course)
+
+
+def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport) -> Storage:
+    """Measure the disk of the activation cache, as far as samples can be stored."""
+    activation, why = start_up.probe.activation, report.reason
+    if args.activation_cache_views and report.is_random:
+        why = None
+    if len(activation.hidden_shape) != 2 or activation.changes_length:
+        why = "the layers' activations are not one for each token"
+    length, size = activation.hidden_shape[0], activation.hidden_shape[-1]
+    base, speed, limit = cache_base(args), StorageSpeed(0.0, 0.0), args.activation_cache_max_gb
+    dtype = stored_dtype(args, start_up.probe.boundary_dtypes[-1])
+    try:
+        record = RecordFormat(size, dtype, report.token_fields, report.sample_fields)
+        if why is None:
+            speed = measure_storage(base, record, length)
+    except (OSError, ValueError) as error:
+        return Storage(why_off=why or str(error))
+    allowed = safe_max_bytes(base) if limit is None else limit * 1e9
+    seconds = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
+    return Storage(record.record_bytes(length), allowed, speed.read, speed.write, seconds, why)
+
+
+def _trained(model: Any, device: torch.device) -> Sequence[torch.nn.Parameter]:
+    """Return a few trained parameters on a device, the largest last."""
+    given = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
+    few = given[len(given) // 2 :][:16]
+    return [torch.nn.Parameter(parameter.detach().to(device)) for parameter in few]

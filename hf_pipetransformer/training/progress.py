@@ -1,0 +1,160 @@
+"""Speed, memory, gradient norms and the trace of a step, recorded for the report of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from hf_pipetransformer.elastic.controller import LayoutController
+from hf_pipetransformer.engine.trace import StepTrace
+from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.runtime.stage import Stage
+
+
+@dataclass
+class Progress:
+    """Speed, memory and gradient norms of the steps between two log entries, for the events file.
+
+    Nothing is computed or read from the device before `report`. `clock` returns seconds.
+    """
+
+    context: Context
+    controller: LayoutController
+    clock: Callable[[], float] = time.perf_counter
+    _num_steps: int = field(default=0, init=False)
+    _num_samples: float = field(default=0.0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+    _start: float | None = field(default=None, init=False)
+
+    def begin_step(self) -> None:
+        """Start timing a step."""
+        self._start = self.clock()
+
+    def end_step(self, stage: Stage) -> None:
+        """Stop timing and count the step's samples; without a step, as at the end of an epoch, do nothing."""
+        if self._start is None:
+            return
+        self._seconds += self.clock() - self._start
+        self._start = None
+        self._num_steps += 1
+        # Every rank of a pipeline counts the samples of the whole pipeline.
+        self._num_samples += stage.settings.meter.num_samples / stage.layout.pipeline_size
+
+    def report(self, stage: Stage) -> dict[str, float]:
+        """Write a progress event of the steps since the last one, and return its scalars for the log.
+
+        A layout that Trainer has too logs what Trainer logs. Collective: call on every rank between two steps.
+        """
+        if not self._num_steps:
+            return {}
+        layout, groups = stage.layout, stage.groups
+        parts = stage.settings.meter.medians()
+        own = {
+            "stage": groups.position,
+            "replica": groups.replica,
+            "samples": self._num_samples,
+            "seconds": self._seconds,
+            "memory_bytes": _memory_in_use(stage.settings.device),
+            "pipeline_s": parts.get("pipeline"),
+            "busy_s": parts["forward"] + parts["backward"] if parts else None,
+        }
+        ranks = self.context.topology.gather(own)
+        # Of all ranks' clocks, so that every rank logs the same.
+        seconds = max(rank.pop("seconds") for rank in ranks)
+        speed = sum(rank.pop("samples") for rank in ranks) / seconds
+        bubble = bubble_share(ranks, layout.pipeline_size)
+        squares = self.controller.last_squares
+        self.context.journal.write(
+            "progress",
+            num_steps=self._num_steps,
+            step_s=seconds / self._num_steps,
+            samples_per_second=speed,
+            bubble_share=bubble,
+            layout=layout.as_event(),
+            ranks=ranks,
+            memory="device" if stage.settings.device.type == "cuda" else "host",
+            # Layers, head, embeddings.
+            gradient_norms=None if squares is None else squares.sqrt().tolist(),
+        )
+        self._num_steps, self._num_samples, self._seconds = 0, 0.0, 0.0
+        if not layout.as_scalars():
+            return {}
+        memory = max(rank["memory_bytes"] for rank in ranks) / 1e9
+        measured = {} if bubble is None else {"bubble_share": bubble}
+        return {"samples_per_second": speed, "memory_gb": memory, **measured}
+
+
+def bubble_share(ranks: Sequence[Mapping[str, Any]], pipeline_size: int) -> float | None:
+    """Return the share of the pipelines' time that ranks wait in; None if it was not measured on every rank.
+
+    A pipeline of one rank waits for no other.
+
+    Args:
+        ranks: `busy_s`, the seconds of a rank's computations, and `pipeline_s`, those that they last with all waits.
+    """
+    if pipeline_size == 1:
+        return 0.0
+    if not all(rank["pipeline_s"] for rank in ranks):
+        return None
+    longest = max(rank["pipeline_s"] for rank in ranks)
+    return float(max(0.0, 1 - sum(rank["busy_s"] for rank in ranks) / (longest * len(ranks))))
+
+
+def _memory_in_use(device: torch.device) -> int:
+    """Return the bytes of the most memory used on a GPU so far, or of the host memory that the process uses now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+@dataclass
+class Tracer:
+    """Writer of the trace of step `pipeline_trace_step`, which counts from 0."""
+
+    context: Context
+    _step: int | None = field(default=None, init=False)
+    _is_written: bool = field(default=False, init=False)
+
+    def begin_step(self, stage: Stage) -> None:
+        """Begin the trace if this step is the one. Collective then: the ranks agree on when it began."""
+        if self.context.args.pipeline_trace_step != self.context.trainer.state.global_step:
+            return
+        self._step = self.context.trainer.state.global_step
+        begun = time.time()
+        earliest = min(self.context.topology.gather(begun))
+        stages = tuple(stage.layout.places.stages_of(stage.groups.position))
+        # The gather takes time too, so the clock is asked again.
+        start_s = time.time() - earliest
+        stage.settings.meter.trace = StepTrace(stage.settings.device, stages, start_s)
+
+    def end_step(self, stage: Stage) -> None:
+        """Write the trace of all ranks on rank 0, after the traced step. Collective then."""
+        trace, stage.settings.meter.trace = stage.settings.meter.trace, None
+        if trace is None:
+            return
+        topology, args = self.context.topology, self.context.args
+        of_ranks = topology.gather(trace.events(topology.rank))
+        self._is_written = True
+        if topology.rank == 0:
+            path = os.path.join(args.output_dir, f"trace_step_{self._step}.json")
+            os.makedirs(args.output_dir, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"traceEvents": [event for each in of_ranks for event in each]}, file)
+            announce(f"Step {self._step} is traced in {path}: open it in ui.perfetto.dev or chrome://tracing.")
+
+    def end(self) -> None:
+        """Warn if no step was traced although one was asked for."""
+        step = self.context.args.pipeline_trace_step
+        if step is not None and not self._is_written and self.context.topology.rank == 0:
+            logger.warning(
+                f"pipeline_trace_step={step}: this training did not come to that step, which counts from 0, so no "
+                f"trace was written. It ended after {self.context.trainer.state.global_step} steps."
+            )

@@ -1,0 +1,263 @@
+"""The plan of a run: figures that follow from a model's shapes, what freezing changes, and what it concludes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, LlamaConfig, ViTConfig
+
+from hf_pipetransformer.cli import main
+from hf_pipetransformer.schedules import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.startup import timeline as pictures
+from hf_pipetransformer.startup.run_plan import blocks_in_words, communicators, length_of_run
+
+
+CONFIGS = {
+    "llama_70b": LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+        dtype="bfloat16",
+    ),
+    "llama_7b": LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16"),
+    "vit": ViTConfig(architectures=["ViTForImageClassification"], num_labels=1000),
+    "minilm": BertConfig(
+        architectures=["BertForSequenceClassification"], hidden_size=384, num_hidden_layers=6,
+        num_attention_heads=12, intermediate_size=1536,
+    ),
+}  # fmt: skip
+"""Configs alone; weights are nowhere. The Llama's defaults are those of 7 B."""
+
+IMAGES = 1_281_167
+IMAGENET = [
+    "--processes", "8", "--device_memory", "16", "--samples", str(IMAGES), "--num_train_epochs", "10",
+    "--per_device_train_batch_size", "64", "--freeze_policy", "fixed", "--freeze_at", "0:6",
+    "--activation_cache_max_gb", "38", "--activation_cache_dtype", "bfloat16", "--reading_ms", "8",
+]  # fmt: skip
+SMALL = ["--processes", "2", "--device_memory", "4", "--sequence_length", "64", "--samples", "6400"]
+
+
+class Planner:
+    """Plans of the configs, by command line; a status of 1 is noted."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+        self.status = 0
+
+    def text(self, name: str, *options: str) -> str:
+        CONFIGS[name].save_pretrained(self.folder / name)
+        try:
+            main(["plan", str(self.folder / name), *options])
+            self.status = 0
+        except SystemExit as ended:
+            if ended.code != 1:
+                raise
+            self.status = 1
+        return self.capsys.readouterr().out
+
+    def json(self, name: str, *options: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.text(name, *options, "--json"))
+        return found
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Planner:
+    return Planner(tmp_path, capsys)
+
+
+def sizes(found: dict[str, Any], part: str) -> list[float]:
+    return [rank[part] for rank in found["chosen"]["memory"]]
+
+
+def test_70b_on_8_devices_of_80_gb_fits_with_adapters_only(plan: Planner) -> None:
+    options = ["--processes", "8", "--device_memory", "80", "--sequence_length", "1024"]
+    batch = ["--per_device_train_batch_size", "1", "--activation_checkpointing", "true"]
+    assert not plan.json("llama_70b", *options, *batch)["chosen"]["fits"]
+    assert plan.status == 1
+    found = plan.json("llama_70b", *options, *batch, "--lora_rank", "16")
+    assert plan.status == 0
+    assert [each["pipeline_size"] for each in found["options"] if each["fits"]] == [4, 8]
+    assert found["chosen"]["pipeline_size"] == 4 and not found["trainer"]["fits"]
+    assert any("does not fit on one device" in text for text in found["verdicts"])
+    # All weights are on the ranks of a pipeline once, in bfloat16.
+    assert sum(sizes(found, "weights")) == found["weight_bytes"] >= 2 * found["num_parameters"]
+    assert sum(stage["parameters"] for stage in found["stages"]) == found["num_parameters"]
+
+
+def test_7b_on_4_devices_of_24_gb_names_bytes_and_what_helps(plan: Planner) -> None:
+    options = ["--processes", "4", "--device_memory", "24", "--sequence_length", "512"]
+    text = plan.text("llama_7b", *options, "--per_device_train_batch_size", "1")
+    assert plan.status == 0
+    for heading in ("stages K", "Trainer, DDP", "communicators", "Host memory", "Schedules, fastest first", "Assumed"):
+        assert heading in text
+    found = plan.json("llama_7b", *options, "--per_device_train_batch_size", "1", "--optim", "adamw_8bit")
+    # A byte for each of two moments, and their scales.
+    state = sum(sizes(found, "optimizer")) / found["num_parameters"]
+    assert state == pytest.approx(2 * (1 + 4 / 256))
+    found = plan.json("llama_7b", *options, "--per_device_train_batch_size", "1")
+    # In bfloat16: weights, gradients, two moments. The gradients' float32 sums would not fit.
+    assert [each["pipeline_size"] for each in found["options"] if each["fits"]] == [4]
+    assert [sum(sizes(found, part)) / found["num_parameters"] for part in ("weights", "gradients", "optimizer")] == [
+        2, 2, 4,
+    ]  # fmt: skip
+    plan.text("llama_7b", *options, "--per_device_train_batch_size", "16")
+    assert plan.status == 1
+
+
+def test_vit_on_imagenet_stores_a_tenth_of_what_the_cache_needs(plan: Planner) -> None:
+    found = plan.json("vit", *IMAGENET)
+    caching, course, took = found["caching"], found["course"], found["duration"]
+    # 197 tokens of 768 in bfloat16, rounded up to the store's alignment.
+    assert caching["needed_bytes"] / IMAGES == pytest.approx(197 * 768 * 2, rel=2e-3)
+    assert caching["share"] == pytest.approx(38e9 / caching["needed_bytes"])
+    assert course["steps_per_epoch"] == -(-IMAGES // 512) and course["num_steps"] == 10 * course["steps_per_epoch"]
+    assert course["freezing"]["spans"] == [{"num_steps": course["num_steps"], "num_frozen": 6}]
+    assert took["seconds"] < took["full_seconds"]
+    assert took["equal_epochs"] == pytest.approx(10 * took["seconds"] / took["full_seconds"])
+    split, freeze = found["verdicts"]
+    assert split.startswith("K=1 is predicted faster: the model fits on one device. K=2 would take 1.")
+    assert f"compare it with {took['equal_epochs']:.3g} epochs of full fine-tuning" in freeze
+    assert "Only 10% of the samples fit into the activation cache" in freeze
+
+
+def test_all_samples_that_fit_are_read_back_and_save_more(plan: Planner) -> None:
+    part, whole = plan.json("vit", *IMAGENET), plan.json("vit", *IMAGENET, "--activation_cache_max_gb", "500")
+    assert whole["caching"]["share"] == 1
+    without = plan.json("vit", *IMAGENET, "--activation_cache", "off", "--activation_cache_dtype", "auto")
+    assert without["caching"]["why_off"] == "activation_cache='off'"
+    assert whole["duration"]["seconds"] < part["duration"]["seconds"] < without["duration"]["seconds"]
+
+
+def test_a_cache_that_would_not_pay_is_said_to_stay_empty(plan: Planner) -> None:
+    found = plan.json("vit", *IMAGENET, "--reading_ms", "0", "--disk_bandwidth", "0.1")
+    assert not found["caching"]["is_used"] and "recomputing" in found["caching"]["reason"]
+    assert "fit into the activation cache" not in found["verdicts"][-1]
+
+
+def test_what_freezes_too_late_gains_nothing_in_two_epochs(plan: Planner) -> None:
+    options = [*SMALL, "--num_train_epochs", "2", "--freeze_policy", "fixed", "--freeze_at", "795:3"]
+    found = plan.json("minilm", *options)
+    assert found["num_epochs"] == 2 and found["course"]["num_steps"] == 800
+    assert found["verdicts"][-1].startswith("No gain: 2 epochs, in which freezing and cache take 1.00 of")
+    none = plan.json("minilm", *SMALL, "--freeze_policy", "gradient_norm", "--freeze_min_active_layers", "6")
+    assert none["verdicts"][-1].startswith("No gain: no layer freezes in 3 epochs")
+    assert none["caching"] is None
+
+
+def test_nothing_is_said_of_freezing_that_is_not_known(plan: Planner) -> None:
+    text = plan.text("minilm", "--processes", "2", "--device_memory", "4", "--freeze_policy", "schedule")
+    assert "Without --samples" not in text and "Frozen" not in text
+    text = plan.text("minilm", *SMALL, "--freeze_policy", "fixed", "--freeze_at", "10:3,20:0")
+    assert "The policy may unfreeze layers: what it saves is not predicted." in text
+    text = plan.text("minilm", *SMALL)
+    assert "Nothing freezes with these options" in text and "No gain" not in text
+    text = plan.text("minilm", *SMALL, "--freeze_policy", "gradient_norm")
+    assert "at most" in text and "Predicted time: at least" in text
+
+
+def test_schedules_are_sorted_and_those_that_options_exclude_say_why(plan: Planner) -> None:
+    found = plan.json("minilm", *SMALL, "--pipeline_parallel_size", "2")
+    names, seconds = zip(*((each["schedule"], each["step_seconds"]) for each in found["schedules"]), strict=True)
+    assert set(names) == set(SCHEDULE_NAMES) - {"token"} and list(seconds) == sorted(seconds)
+    own = next(each for each in found["schedules"] if each["schedule"] == "1f1b")
+    assert own == found["chosen"] and 0 < own["bubble"] < 0.5
+    found = plan.json("minilm", *SMALL, "--pipeline_schedule", "interleaved_1f1b", "--pipeline_chunks", "3")
+    assert {each["schedule"] for each in found["schedules"]} == {"interleaved_1f1b"}
+    assert "pipeline_chunks=3" in found["refused"]["zb_v"]
+
+
+def test_trainers_own_parallelism_takes_what_one_stage_takes(plan: Planner) -> None:
+    found = plan.json("minilm", *SMALL, "--pipeline_schedule", "zb_v")
+    alone = found["options"][0]
+    assert found["trainer"]["memory"] == alone["memory"] and found["trainer"]["step_seconds"] == alone["step_seconds"]
+    # Gradients, and the buffers that they are reduced in.
+    assert alone["memory"][0]["gradients"] == 2 * 4 * found["num_parameters"]
+
+
+def layout_of(size: int, replicas: int, **others: Any) -> Layout:
+    values = {"boundaries": tuple(range(0, 14, 14 // size)[:size]) + (14,), "schedule": "1f1b", **others}
+    return Layout(6, 0, size, replicas, num_microbatches=size, **values)
+
+
+def test_every_communicator_is_counted() -> None:
+    assert communicators(layout_of(1, 1), []) == [0]
+    assert communicators(layout_of(1, 4), []) == [2]  # All ranks, and the replicas.
+    assert communicators(layout_of(2, 1), []) == [4, 4]  # All, the pipeline, two ways.
+    assert communicators(layout_of(2, 2), [(0, 13)]) == [7, 7]  # The replicas, and two for a shared weight.
+    assert communicators(layout_of(7, 1), [(0, 1)]) == [4, *[6] * 5, 4]
+
+
+def test_blocks_are_named() -> None:
+    layout = layout_of(2, 1, boundaries=(0, 6, 14))
+    assert [blocks_in_words(layout, rank) for rank in (0, 1)] == [
+        "embeddings, layers 1-2, attention of layer 3", "MLP of layer 3, layers 4-6, head",
+    ]  # fmt: skip
+    layout = layout_of(3, 1, boundaries=(0, 1, 3, 14))
+    assert [blocks_in_words(layout, rank) for rank in (0, 1)] == ["embeddings", "layer 1"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "expected"),
+    [
+        (100, {}, (3 * 7, 7)),  # 13 batches of 8, 2 in a step.
+        (100, {"max_steps": 5}, (5, 7)),
+        (100, {"num_train_epochs": 0.5}, (4, 7)),
+        (None, {"max_steps": 5}, (5, 5)),
+        (None, {}, (0, 1)),
+    ],
+)
+def test_a_run_is_as_long_as_trainers(samples: int | None, options: dict[str, Any], expected: tuple[int, int]) -> None:
+    values = {"train_samples_per_device": 4, "gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 3}
+    args = type("Options", (), {**values, **options})
+    assert length_of_run(args, 2, samples) == expected
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "async_1f1b"])
+def test_pictures_are_drawn_with_and_without_a_model(schedule: str, plan: Planner) -> None:
+    png, svg = plan.folder / "a.png", plan.folder / "a.svg"
+    main(["plan", "--stages", "3", "--microbatches", "4", "--schedule", schedule, "--png", str(png), "--json"])
+    found = json.loads(plan.capsys.readouterr().out)
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5000
+    assert {rank for rank, *_ in found["spans"]} == {0, 1, 2} and max(end for *_, end in found["spans"]) == found[
+        "end"
+    ]
+    plan.text("minilm", *SMALL, "--pipeline_parallel_size", "2", "--pipeline_schedule", schedule, "--svg", str(svg))
+    drawing = svg.read_text()
+    assert "<svg" in drawing and "BertForSequenceClassification" in drawing and "forward" in drawing
+
+
+def test_a_picture_without_the_chart_library_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--stages", "2", "--microbatches", "2", "--png", str(tmp_path / "a.png")])
+    assert str(ended.value) == pictures.NEEDS_CHARTS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Missing: both"),
+        (["--stages", "2"], "Missing: --microbatches"),
+        (["--stages", "2", "--microbatches", "2", "--bf16=true"], "knows no --bf16=true"),
+        (["--stages", "2", "--microbatches", "2", "--svg", "a.png"], "ends in .svg"),
+        (["folder", "--stages", "2"], "--stages: these draw equal stages without a model"),
+        (["folder"], "needs --processes and --device_memory"),
+        (["folder", "--processes", "2", "--device_memory", "0"], "--device_memory 0: expected a positive number"),
+        (["folder", "--processes", "2", "--device_memory", "8", "--freeze_policy", "fixed"], "needs freeze_at"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(options: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", *options])
+
+
+def test_more_layers_than_the_model_has_are_refused(plan: Planner) -> None:
+    CONFIGS["minilm"].save_pretrained(plan.folder)
+    with pytest.raises(SystemExit, match="freezes 7 layers: the model has 6"):
+        main(["plan", str(plan.folder), *SMALL, "--freeze_policy", "fixed", "--freeze_at", "0:7"])
